@@ -162,7 +162,7 @@ def test_trees_of_long_copies_equal_slow_counting(used: str) -> None:
         hierarchy.begin(text[:60])
         slow.begin(text[:60])
         drafted |= check_answer(hierarchy, slow, text, range(60, 190), vocabulary, number)
-    assert drafted == {SOURCES[letter] for letter in used}
+    assert drafted == {SOURCES[used[0]]}, "beside the conversation, the history has the smaller share of each node"
 
 
 SOURCES = {

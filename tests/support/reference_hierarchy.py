@@ -26,11 +26,11 @@ LONGEST_NODE, BEST, HASHED_ROWS, LONG_RUN, SHARPNESS, WHOLE = 5, 8, 2**15, 4, 1.
 MOST_CANDIDATES = 60
 CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS, ORDERS = 0, 12, 16, 22, 27, 39
 PRIORS = {
-    CONTEXT_ORDERS: (len(LEVELS), 0.7, 0.62, 0.6, 0.25),
+    CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
     MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
     RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
-    HISTORY_ORDERS: (len(LEVELS), 0.93, 0.75, 0.4, 0.06),
+    HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
 }
 """By the row of the shortest order: orders, remainder and its decay, weights of evidence that names few and many."""
 SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
@@ -146,7 +146,7 @@ class SlowHierarchy:
         counts = Counter(self.context[at] for at, of in orders if of >= order)
         total = sum(counts.values())
         level = CONTEXT_ORDERS + order - 1
-        return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
+        return Evidence(level, SourceName.CONTEXT, counts, total, 3 * size_of(total) + 2) if total else None
 
     def look_up(self, node: Node) -> None:
         """A child keeps those places of its parent that go on with it; without any, and at the root, the latest."""
@@ -186,7 +186,7 @@ class SlowHierarchy:
                 counts[answer[at]] += 1
         total = sum(counts.values())
         level = HISTORY_ORDERS + order - 1
-        return Evidence(level, SourceName.HISTORY, counts, total, bucket(total, len(counts))) if total else None
+        return Evidence(level, SourceName.HISTORY, counts, total, 3 * size_of(total) + 2) if total else None
 
     def _told(self, node: Node) -> list[tuple[list[int], int]]:
         wanted = TOLD_BELOW if node.above else TOLD
@@ -519,7 +519,10 @@ def prior_weights() -> Any:
     return weight
 
 
+def size_of(total: int) -> int:
+    return min(int(np.log2(total)), SIZES - 1)
+
+
 def bucket(total: int, distinct: int) -> int:
-    size = min(int(np.log2(total)), SIZES - 1)
     spread = 0 if distinct <= 1 else 1 if 4 * distinct <= total else 2
-    return 3 * size + spread
+    return 3 * size_of(total) + spread

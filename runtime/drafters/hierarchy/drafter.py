@@ -38,7 +38,7 @@ from hdtool.runtime.drafters.hierarchy.memory import (
 from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, RankedNodes, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import grow, grow_all, observe_step, restart
 from hdtool.runtime.drafters.hierarchy.weights import CALIBRATION_PRIOR, new_weights, rows_of_weights
-from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
@@ -149,9 +149,8 @@ class Hierarchy(Pinned):
         self._together: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
         self._drafts = 0
-        self._spent = self._learning_seconds = 0.0
-        self._cost = SmoothedSeconds()
-        self._clocked, self._shared_out = np.zeros((2, len(SourceName)))
+        self._learning_seconds = 0.0
+        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
         self._compile()
 
     def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
@@ -203,20 +202,15 @@ class Hierarchy(Pinned):
 
     @property
     def seconds(self) -> dict[SourceName, float]:
-        """The time that drafting took so far, by source; NONE is the tree itself.
+        """The time that drafting took so far, by source, as every 32nd draft shares it out; NONE is the tree itself.
 
-        The total is measured; the shares come from every 32nd draft. Empty where compiled code has no clock.
-        Time that was read before keeps its shares, so that no source's time goes down when they change.
+        Empty where compiled code has no clock.
         """
-        whole = self._clocked.sum()
-        if not whole:
-            return {}
-        self._shared_out += self._spent * self._clocked / whole
-        self._spent = 0.0
-        parts = self._shared_out.tolist()
-        parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
-        for number, seconds in self._plugin_seconds.items():
-            parts[number] += seconds
+        parts = self._time.read()
+        if any(parts):
+            parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
+            for number, seconds in self._plugin_seconds.items():
+                parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -316,9 +310,9 @@ class Hierarchy(Pinned):
 
     def completed(self, context: Sequence[int], grown: int, seconds: float) -> DraftTree:
         """The tree of so many nodes, which took so many seconds to grow."""
-        self._spent += seconds
+        self._time.spend(seconds)
         if self._timed[0]:
-            self._clocked += self._laps
+            self._time.clock(self._laps)
             self._timed[0] = False
         # Learning from the last step, which nothing but drafting needs, included.
         self._cost.observe(seconds + self._learning_seconds)

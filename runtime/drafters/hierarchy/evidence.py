@@ -11,7 +11,7 @@ import numpy as np
 from hdtool.runtime.config import MOST_HEADS
 from hdtool.runtime.drafters.hierarchy.candidates import contribute
 from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, record_at, records_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import ONE, bucket_of, bucket_of_share
+from hdtool.runtime.drafters.hierarchy.weights import ONE, bucket_of, bucket_of_share, spread_of
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
@@ -78,7 +78,7 @@ def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> flo
         return left
     work.known[node] = max(work.known[node], order)
     rows = rows_of(model)[start:stop]
-    bucket = bucket_of(total, distinct)
+    bucket = bucket_of(total, spread_of(total, distinct))
     return contribute(at, OF_MODEL, first + order - 1, rows[:, 0], rows[:, 1], total, bucket, left)
 
 
@@ -113,7 +113,7 @@ def corpus_source(dtype: str) -> Source:
         if distinct == 0:
             return left
         tokens, counts = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
-        read, bucket = ranges.read[node, order], bucket_of(found, distinct)
+        read, bucket = ranges.read[node, order], bucket_of(found, spread_of(found, distinct))
         return contribute(at, OF_CORPUS, first + order - 1, tokens, counts, read, bucket, left)
 
     def move(at: int, follower: int, emitted: int) -> None:

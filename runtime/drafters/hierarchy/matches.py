@@ -13,7 +13,7 @@ import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import contribute
 from hdtool.runtime.drafters.hierarchy.memory import LONGEST_HASH, Prior, Source, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import bucket_of
+from hdtool.runtime.drafters.hierarchy.weights import MANY, bucket_of
 from hdtool.runtime.kernels.compiled import Array, Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
@@ -50,8 +50,8 @@ FOUND = np.dtype(
         ("followers", np.int64),  # how many there are
         ("tokens", np.int64, PLACES),  # the token after each,
         ("orders", np.int64, PLACES),  # and the n-gram order of its match
-        ("sorted", np.int64, PLACES),  # the tokens by order, those of the highest first
-        ("stops", np.int64, LEVELS + 2),  # how many of them have this order or a higher one
+        ("of_order", np.int64, LEVELS + 1),  # how many of them have each order,
+        ("highest", np.int64),  # and the highest one
         ("total", np.int64),  # followers that were counted
         ("distinct", np.int64),
         ("different", np.int64, PLACES),  # the different ones among them
@@ -83,15 +83,13 @@ def table_of(found: Any) -> Any:
 def _find_in_context(at: int, node: int) -> int:
     work, found = work_at(at), found_at(at, OF_CONTEXT)
     find_matches(table_of(found), found, node, work.parents[node], work.tails[node], work.marks)
-    _sort(found)
-    return max(_highest_order(found), LONGEST_SHORT)
+    return max(found.highest, LONGEST_SHORT)
 
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
     work, found = work_at(at), found_at(at, OF_CONTEXT)
     if order <= LONGEST_SHORT and order == min(LONGEST_SHORT, found.shortest[node] - 1):
         add_short_matches(table_of(found), found, node, work.tails[node], work.marks)
-        _sort(found)
     return _weigh(at, OF_CONTEXT, found, order, first, left)
 
 
@@ -135,10 +133,7 @@ def _log_source(name: SourceName, prior: Prior) -> Source:
         for log in range(LOGS):
             if found.log[log]:
                 _find_in_log(work, found, log, node)
-        if found.followers == 0:
-            return -1
-        _sort(found)
-        return _highest_order(found)
+        return found.highest  # type: ignore[no-any-return]
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
         found = found_at(at, number)
@@ -163,6 +158,7 @@ def append_to_log(found: Any, token: int) -> None:
 @compiled
 def _begin(found: Any, node: int) -> None:
     found.followers = found.total = found.distinct = 0
+    found.highest, found.of_order[:] = -1, 0
     for log in range(LOGS):
         found.count[log, node] = 0
 
@@ -213,58 +209,36 @@ def _add_followers(found: Any, log: int, first: int, node: int, tokens: Ints, hi
     for at in range(first, found.count[log, node]):
         token = tokens[found.places[log, node, at] & mask]
         if token >= 0 and found.followers < PLACES:
-            found.tokens[found.followers] = token
-            found.orders[found.followers] = min(highest, level_of(found.lengths[log, node, at]))
+            order = min(highest, level_of(found.lengths[log, node, at]))
+            found.tokens[found.followers], found.orders[found.followers] = token, order
             found.followers += 1
-
-
-@compiled
-def _sort(found: Any) -> None:
-    """Put followers of the same order together, in the order in which they were found."""
-    found.stops[:] = 0
-    for place in range(found.followers):
-        found.stops[found.orders[place]] += 1
-    for order in range(LEVELS, 0, -1):
-        found.stops[order] += found.stops[order + 1]
-    for place in range(found.followers):
-        # Filled from the start of its order, which moves to its stop meanwhile.
-        start = found.stops[found.orders[place] + 1]
-        found.sorted[start] = found.tokens[place]
-        found.stops[found.orders[place] + 1] += 1
-    for order in range(LEVELS + 1):
-        found.stops[order] = found.stops[order + 1]
-    found.stops[LEVELS + 1] = 0
-
-
-@compiled
-def _highest_order(found: Any) -> int:
-    order = LEVELS if found.followers > 0 else 0
-    while order > 0 and found.stops[order] == 0:
-        order -= 1
-    return order
+            found.of_order[order] += 1
+            found.highest = max(found.highest, order)
 
 
 @compiled
 def _weigh(at: int, source: int, found: Any, order: int, first: int, left: float) -> float:
     """Add the tokens after matches of this order or a higher one; return what is left."""
-    if found.stops[order] == 0:
+    for place in range(found.followers if found.of_order[order] > 0 else 0):
+        if found.orders[place] == order:
+            token, different = found.tokens[place], 0
+            while different < found.distinct and found.different[different] != token:
+                different += 1
+            if different == found.distinct:
+                found.different[different], found.counts[different] = token, 0
+                found.distinct += 1
+            found.counts[different] += 1
+            found.total += 1
+    if found.total == 0:
         return left
-    for place in range(found.stops[order + 1], found.stops[order]):
-        token, different = found.sorted[place], 0
-        while different < found.distinct and found.different[different] != token:
-            different += 1
-        if different == found.distinct:
-            found.different[different], found.counts[different] = token, 0
-            found.distinct += 1
-        found.counts[different] += 1
-        found.total += 1
     tokens, counts = found.different[: found.distinct], found.counts[: found.distinct]
-    bucket = bucket_of(found.total, found.distinct)
+    # Whether all matches go on alike does not tell how reliable they are, unlike in stores.
+    bucket = bucket_of(found.total, MANY)
     return contribute(at, source, first + order - 1, tokens, counts, found.total, bucket, left)
 
 
-_OWN_WORDS = Prior(LEVELS, 0.7, 0.62, 0.6, 0.25)
+_OWN_WORDS = Prior(LEVELS, many=0.25)
 OF_CONTEXT = SourceName.CONTEXT.value
 CONTEXT = Source(SourceName.CONTEXT, 1, _OWN_WORDS, _find_in_context, _weigh_context, _add_to_context)
 PREDICTION = _log_source(SourceName.PREDICTION, _OWN_WORDS)
-HISTORY = _log_source(SourceName.HISTORY, Prior(LEVELS, 0.93, 0.75, 0.4, 0.06))
+HISTORY = _log_source(SourceName.HISTORY, Prior(LEVELS, many=0.06))

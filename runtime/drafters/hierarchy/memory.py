@@ -117,13 +117,13 @@ class Prior(NamedTuple):
 
     orders: int
     """Or places: a trained head, or a plug-in, counts as an order of its own."""
-    remainder: float
+    remainder: float = 1.0
     """Left to shorter orders by evidence of one token,"""
-    decay: float
+    decay: float = 1.0
     """which each doubling of the evidence multiplies by this."""
-    few: float
+    few: float = 0.0
     """The weight of evidence that names few tokens,"""
-    many: float
+    many: float = 0.0
     """and of evidence that names many."""
 
 

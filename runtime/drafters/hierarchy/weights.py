@@ -107,14 +107,18 @@ def weights_at(at: int) -> Any:
 
 
 @compiled
-def bucket_of(total: Any, distinct: Any) -> int:
-    """How much evidence there is, and how far it spreads."""
-    size = 0
-    left = total
+def bucket_of(total: Any, spread: int) -> int:
+    """How much evidence there is, in powers of two, and how far it spreads."""
+    size, left = 0, total
     while left >= 2 and size < SIZES - 1:
         left >>= 1
         size += 1
-    return 3 * size + (ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY)
+    return 3 * size + spread
+
+
+@compiled
+def spread_of(total: Any, distinct: Any) -> int:
+    return ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY
 
 
 @compiled
