@@ -30,6 +30,7 @@ from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
@@ -134,7 +135,7 @@ def recorded(title: str, traces: str, model: str, options: argparse.Namespace) -
 
 def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     """Tokens per step of sampled answers of a model."""
-    loaded = load(ModelConfig(options.answered, device="cpu", activations="int8"))
+    loaded = load(ModelConfig(options.answered, device="cpu", activations=options.activations))
     prompts = in_turn(list(read_prompts(options.questions)))[: options.limit]
     sources = "".join(letter for letter in "CHMSLR" if letter != LETTERS.get(options.without))
     for nodes in (*NODES, None):
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--corpus-db", default="none")
     parser.add_argument("--answered", metavar="MODEL")
     parser.add_argument("--questions", type=Path)
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--limit", type=int, help="conversations of each recording, or questions")
