@@ -6,15 +6,12 @@ Every function gets ``at``, the address of one array of addresses, and reaches a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import types
 
+from hdtool.runtime.kernels.calls import address_of, caller_of
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
@@ -145,35 +142,11 @@ class Source(NamedTuple):
 
     def row(self, first: int) -> tuple[int, ...]:
         """The row of the table, with the first row of its weights."""
-        move = _function(self.move, MOVE).address if self.move else 0
-        functions = _function(self.find, FIND).address, _function(self.weigh, WEIGH).address, move
-        return self.name.value, first, self.lowest, -1, *functions
+        move = address_of(self.move, MOVE) if self.move else 0
+        return self.name.value, first, self.lowest, -1, address_of(self.find, FIND), address_of(self.weigh, WEIGH), move
 
 
-@cache
-def _function(function: Callable[..., Any], signature: Any) -> Any:
-    """A C function, compiled once and kept on the disk."""
-    return cfunc(signature, cache=True)(function)
-
-
-def _caller(signature: Any) -> Any:
-    """An intrinsic that calls a function with this signature by its address, with a tuple of arguments."""
-    returned = signature.return_type
-
-    def call(context: Any, function: Any, arguments: Any) -> Any:
-        def lower(target: Any, builder: Any, _: Any, values: Any) -> Any:
-            given = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
-            kind = ir.VoidType() if returned == types.void else target.get_value_type(returned)
-            pointer = ir.FunctionType(kind, [value.type for value in given]).as_pointer()
-            result = builder.call(builder.inttoptr(values[0], pointer), given)
-            return target.get_dummy_value() if returned == types.void else result
-
-        return returned(function, arguments), lower
-
-    return intrinsic(call)
-
-
-call_find, call_weigh, call_move = _caller(FIND), _caller(WEIGH), _caller(MOVE)
+call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(MOVE)
 
 
 @compiled
