@@ -1,9 +1,8 @@
 """The candidates after a node: tokens and their probabilities, how evidence adds to them, and what multiplies them.
 
 Recency: texts tend to reuse their own words, so a token that occurred lately is more probable than n-gram counts
-predict, and one that never occurred is less probable (cache language models; Kuhn and De Mori, 1990). Agreement: a
-candidate is more probable where a ranking of the same position after other tokens holds it. Known draws: with a seed,
-a token's time in the exponential race does not depend on the model.
+predict, and one that never occurred is less probable (cache language models; Kuhn and De Mori, 1990). Known draws:
+with a seed, a token's time in the exponential race does not depend on the model.
 """
 
 from __future__ import annotations
@@ -13,22 +12,16 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.memory import CANDIDATES, DRAFTING, SLOTS, work_at
-from hdtool.runtime.drafters.hierarchy.weights import KINDS, RECENCY, weights_at
+from hdtool.runtime.drafters.hierarchy.weights import RECENCY, weights_at
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.sampling.exponential_race import start_of, time_of
 from hdtool.runtime.stores.context_table import latest_place
-from hdtool.runtime.stores.corpus_ranges import ROWS
 
-UNNAMED = 8
-"""The kind of candidates that no neighboring ranking holds."""
 NEVER = 0
 DISTANCES = len(RECENCY)
 """Classes of distances: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one has no end."""
 PROBS = (0.1, 0.01, 0.001)
 """Bounds of the classes of probabilities."""
-LEARNING_RATE = 0.03
-"""Step of the logarithm of a gain by agreement, for each node too many or too few."""
-LEAST_GAIN, MOST_GAIN = 1 / 16, 64.0
 EARLIEST = 1e-12
 """Least time of a token in the race: drawn times may be 0."""
 
@@ -74,7 +67,7 @@ def put(work: Any, source: int, token: Any, part: float) -> None:
     elif work.size < CANDIDATES:
         at = work.size
         work.slots[slot] = work.round * CANDIDATES + at
-        work.candidates[at], work.chances[at], work.agreed[at] = token, part, UNNAMED
+        work.candidates[at], work.chances[at] = token, part
         work.parts[at, :] = 0.0
         work.parts[at, source] = part
         work.size += 1
@@ -152,36 +145,6 @@ def prob_class(prob: float) -> int:
     while at < len(PROBS) and prob < PROBS[at]:
         at += 1
     return at
-
-
-@compiled
-def agree(work: Any, gains: Any, near: Any, place: int) -> None:
-    """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
-    before = whole(work)
-    for named in range(near.named[place]):
-        at = index_of(work, near.tokens[place, named])
-        if at >= 0:
-            work.agreed[at] = near.kinds[place, named]
-            work.chances[at] *= gains[work.agreed[at]]
-    rescale(work, before)
-
-
-@compiled
-def learn_gains(at: int, path: Array, size: int) -> None:
-    """Learn the gain of each kind from the nodes after an accepted ``path``, in a tree of this size.
-
-    It grows where more of them were accepted than their probabilities predict.
-    """
-    work, gains = work_at(at), weights_at(at).gains
-    reached, surprise = np.zeros(ROWS, np.bool_), np.zeros(UNNAMED + 1)
-    reached[0] = True
-    for node in path:
-        reached[node + 1] = True
-    for node in range(1, size + 1):
-        if reached[work.parents[node]]:
-            surprise[work.agreements[node]] += reached[node] - work.probs[node] / work.probs[work.parents[node]]
-    for kind in range(KINDS):
-        gains[kind] = min(MOST_GAIN, max(LEAST_GAIN, gains[kind] * np.exp(LEARNING_RATE * surprise[kind])))
 
 
 @compiled

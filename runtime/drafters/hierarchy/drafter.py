@@ -137,7 +137,7 @@ class Hierarchy(Pinned):
         self._at = self._addresses.ctypes.data
         self.work = work
         """The nodes and candidates of the last draft; see ``memory.py``."""
-        self._fill_in(work, context, recycled, vocabulary)
+        self._fill_in(work, context, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
         self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
@@ -153,7 +153,7 @@ class Hierarchy(Pinned):
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
         self._compile()
 
-    def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
+    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         work["vocabulary"] = min(
             [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
         )
@@ -164,7 +164,7 @@ class Hierarchy(Pinned):
             found["log"][0, STORED] = address_of(self._history.stored_log)
             found["lane"] = self._lane.ctypes.data
         work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
-        work["has_context"], work["has_recycled"] = context, recycled
+        work["has_context"] = context
         hashes = self._rankings.is_kept or self._stores[0]
         work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
@@ -346,7 +346,7 @@ class Hierarchy(Pinned):
         started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
         ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
-        self._learn(accepted.path, nodes if is_ranked else 0)
+        self._learn(len(accepted.path), nodes if is_ranked else 0)
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, verified, ranked)
@@ -361,10 +361,9 @@ class Hierarchy(Pinned):
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""
         if self._pending:
-            self._learn((), 0)
+            self._learn(0, 0)
 
-    def _learn(self, path: Sequence[int], nodes: int) -> None:
-        """Learn from the emitted tokens and from the accepted path of a tree of so many nodes, 0 for none."""
-        outcome = np.array([*self._pending, *path], np.int64)
-        observe_step(self._at, outcome, len(self._pending), nodes)
+    def _learn(self, accepted: int, nodes: int) -> None:
+        """Learn from the emitted tokens, and from how many nodes of a tree were accepted; ``nodes`` is 0 for none."""
+        observe_step(self._at, np.array(self._pending, np.int64), accepted, nodes)
         self._pending.clear()

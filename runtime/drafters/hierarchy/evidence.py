@@ -35,13 +35,13 @@ WORTH_A_SEARCH = 5.0
 BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
 WHOLE = 1_000_000
-"""Shares of heads and plug-ins are in millionths."""
+"""Predicted shares are in millionths."""
 BEST_OF_HEAD = 10
 """Tokens of a trained head."""
 MOST_PLUGINS = len(PLUGINS)
 LONGEST_CHAIN = MOST_HEADS
 """Positions after the root that heads or a plug-in predict."""
-BEST_OF_PLUGIN = 32
+BEST_PREDICTED = 60
 """Tokens of such a position, the most probable ones."""
 ANY, NO_TOKEN = -1, -2
 OF_MODEL, OF_CORPUS = SourceName.MODEL.value, SourceName.CORPUS.value
@@ -52,12 +52,12 @@ PREDICTED = np.dtype(
         ("count", np.int64),  # of positions; 0 where there is no evidence
         ("ahead", np.int64),  # tokens that were emitted since
         ("chain", np.int64, LONGEST_CHAIN),  # the token of each position that the next ones are predicted after, or ANY
-        ("tokens", np.int64, (LONGEST_CHAIN, BEST_OF_PLUGIN)),  # most probable first
-        ("shares", np.int64, (LONGEST_CHAIN, BEST_OF_PLUGIN)),
+        ("tokens", np.int64, (LONGEST_CHAIN, BEST_PREDICTED)),  # most probable first
+        ("shares", np.int64, (LONGEST_CHAIN, BEST_PREDICTED)),
     ],
     align=True,
 )
-"""What trained heads or a plug-in predict for the positions after the root."""
+"""What heads, a plug-in or the last logit predict for the positions after the root."""
 
 
 def _find_in_model(at: int, node: int) -> int:
@@ -167,7 +167,7 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
         tokens, values = tokens[usable], values[usable]
         if not len(tokens):
             return
-        best = np.argsort(-values, kind="stable")[:BEST_OF_PLUGIN]
+        best = np.argsort(-values, kind="stable")[:BEST_PREDICTED]
         _note(record, place, tokens[best], values[best] / max(1.0, values.sum()))
         record["chain"][place] = tokens[best[0]]
         path.append(int(tokens[best[0]]))
@@ -190,14 +190,24 @@ def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
     return position_after(record, depth)
 
 
-def _predicting(name: SourceName, records: int, rows: int) -> Source:
+@compiled
+def follow(record: Any, token: int) -> None:
+    """Move a record on by an emitted token; a chain that continues otherwise ends."""
+    place = record.ahead
+    is_on_chain = place < record.count and (record.chain[place] == ANY or record.chain[place] == token)
+    record.ahead += 1
+    if token == RESTART or not is_on_chain:
+        record.count = 0
+
+
+def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> Source:
     """A source with so many records, which have a row of weights each; a single one has a row for each position."""
     number = name.value
 
     def find(at: int, node: int) -> int:
-        return BEFORE_ORDER
+        return order
 
-    def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
+    def weigh(at: int, node: int, _: int, first: int, left: float) -> float:
         work = work_at(at)
         for slot in range(records):
             record = records_at(at, number, records, PREDICTED)[slot]
@@ -211,16 +221,10 @@ def _predicting(name: SourceName, records: int, rows: int) -> Source:
 
     def move(at: int, token: int, emitted: int) -> None:
         for slot in range(records):
-            record = records_at(at, number, records, PREDICTED)[slot]
-            on_chain = record.ahead < record.count and (
-                record.chain[record.ahead] == ANY or record.chain[record.ahead] == token
-            )
-            record.ahead += 1
-            if token == RESTART or not on_chain:
-                record.count = 0
+            follow(records_at(at, number, records, PREDICTED)[slot], token)
 
-    return Source(name, BEFORE_ORDER, Prior(rows, 0.5, 0.85, 0.5, 0.5), find, weigh, move)
+    return Source(name, order, prior, find, weigh, move)
 
 
-HEADS = _predicting(SourceName.HEADS, 1, MOST_HEADS)
-PLUGIN = _predicting(SourceName.PLUGIN_1, MOST_PLUGINS, MOST_PLUGINS)
+HEADS = predicting(SourceName.HEADS, BEFORE_ORDER, Prior(MOST_HEADS, 0.5, 0.85))
+PLUGIN = predicting(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MOST_PLUGINS, 0.5, 0.85), MOST_PLUGINS)

@@ -42,7 +42,6 @@ WORK = np.dtype(
         ("probs", np.float64, ROWS),  # that the target takes the whole path
         ("depths", np.int64, ROWS),
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
-        ("agreements", np.int64, ROWS),  # the kind of neighboring ranking that holds it
         ("known", np.int64, ROWS),  # the longest match in the model store
         ("cut", np.int64, ROWS),  # whether too little was left for the shortest orders
         # The nodes as a tree has them: the root is not counted, and probabilities are calibrated.
@@ -53,7 +52,7 @@ WORK = np.dtype(
         ("predicted", np.float64),
         # The best paths, most probable first: those that are nodes already, and those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
-        ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
+        ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token in one number
         # Tokens that the tree begins with, as they are almost certain.
         ("expected", np.int64),
         ("chain", np.int64, LARGEST_TREE),
@@ -61,7 +60,6 @@ WORK = np.dtype(
         ("size", np.int64),
         ("candidates", np.int64, CANDIDATES),
         ("chances", np.float64, CANDIDATES),
-        ("agreed", np.int64, CANDIDATES),  # the kind of neighboring ranking that holds it
         ("recency", np.int64, CANDIDATES),  # the class of its distance from its latest place in the conversation
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
@@ -81,9 +79,6 @@ WORK = np.dtype(
         ("buckets", np.int64, MOST_ROWS),
         ("shares", np.float64, MOST_ROWS),
         ("explained", np.float64, MOST_ROWS),
-        ("last_open", np.float64),  # left to the candidates of the last logit; 0 if they were not used
-        ("last_part", np.float64),  # of it, the token's
-        ("last_kind", np.int64),
         # What the times of draws depend on.
         ("is_sampled", np.int64),
         ("seed", np.uint64),
@@ -92,7 +87,6 @@ WORK = np.dtype(
         ("vocabulary", np.int64),  # no source may draft a token outside it
         ("rows", np.int64),  # of the table of sources
         ("has_context", np.int64),
-        ("has_recycled", np.int64),
         # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
         ("timed", np.int64),
         ("laps", np.int64, len(SourceName)),

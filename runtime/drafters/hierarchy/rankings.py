@@ -13,9 +13,19 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.hierarchy.candidates import contribute, put
-from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, NEAR_AT, RESTART, Prior, Source, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import FEW, KINDS, MANY, ONE, bucket_of_share, weights_at
+from hdtool.runtime.drafters.hierarchy.candidates import contribute, index_of, rescale, whole
+from hdtool.runtime.drafters.hierarchy.evidence import (
+    BEST_PREDICTED,
+    LONGEST_CHAIN,
+    NO_TOKEN,
+    PREDICTED,
+    follow,
+    predicted_by,
+    predicting,
+)
+from hdtool.runtime.drafters.hierarchy.evidence import WHOLE as MILLION
+from hdtool.runtime.drafters.hierarchy.memory import NEAR_AT, Prior, Source, record_at, work_at
+from hdtool.runtime.drafters.hierarchy.weights import FEW, MANY, ONE, bucket_of_share
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
@@ -35,37 +45,14 @@ from hdtool.runtime.stores.recycled_rankings import (
 from hdtool.runtime.stores.recycled_rankings import TABLE as RECYCLED_TABLE
 from hdtool.runtime.verified import Verified
 
-MOST_CANDIDATES = 60
-"""Candidates that the last logit gives at most."""
-MOST_OF_THE_REST = 0.9
-"""The candidates of the last logit get at most this part of the probability that is left in the end."""
-PLACES = 8
-"""Positions after the root that have neighboring rankings."""
 NAMED = 32
-"""The most tokens of such a position; those of probable nodes come first."""
-NEAR_SHARPNESS = 0.7
-OF_LAST, OF_RECYCLED = SourceName.LAST.value, SourceName.RECYCLED.value
-
-LAST_RECORD = np.dtype(
-    [
-        ("count", np.int64),  # of candidates; 0 where the ranking of the root is missing
-        ("tokens", np.int64, MOST_CANDIDATES),  # most probable first
-        ("kinds", np.int64, MOST_CANDIDATES),
-    ],
-    align=True,
-)
-NEIGHBORS = np.dtype(
-    [
-        ("count", np.int64),  # of positions; 0 where there are none
-        ("ahead", np.int64),  # tokens that were emitted since
-        ("named", np.int64, PLACES),  # the number of tokens
-        ("whole", np.float64, PLACES),  # the sum of the probabilities of all nodes there
-        ("tokens", np.int64, (PLACES, NAMED)),
-        ("shares", np.float64, (PLACES, NAMED)),
-        ("kinds", np.int64, (PLACES, NAMED)),
-    ],
-    align=True,
-)
+"""The most tokens of a neighboring ranking; those of probable nodes come first."""
+AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
+"""Gains of candidates that a neighboring ranking holds with a share of a half or more, a quarter or more, and so on."""
+LEAST_SUM = 1e-9
+LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
+"""Shares are of probabilities raised to these powers."""
+OF_RECYCLED = SourceName.RECYCLED.value
 
 
 class RankedNodes(NamedTuple):
@@ -82,15 +69,16 @@ class Rankings(Pinned):
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
         """``known`` are rankings of single tokens that are there from the first step on."""
-        self.last, self.near, self.recycled = np.zeros(1, LAST_RECORD), np.zeros(1, NEIGHBORS), RecycledRankings()
+        self.last, self.near = predicted_by([SourceName.LAST]), predicted_by([SourceName.RECYCLED])
+        self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
         self._known = known
         self.forget()
         if self.uses_logits:  # compiled, or loaded from the cache, before a step needs it
             tokens, scores = topk(torch.full((1, 1), NO_LOGIT), 1)
-            remember(self.last, 0, tokens[0], scores[0])
-            look_round(self.near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
+            remember(self.last[0], 0, tokens[0], scores[0])
+            look_round(self.near[0], np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
     def forget(self) -> None:
         """Drop what was ranked in earlier answers; known rankings stay."""
@@ -105,62 +93,32 @@ class Rankings(Pinned):
         rankable = verified.rankable()
         if self._uses_last:
             row = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = topk(rankable[row : row + 1], MOST_CANDIDATES + 1)
-            remember(self.last, accepted.tokens[-1], tokens[0], scores[0])
+            tokens, scores = topk(rankable[row : row + 1], BEST_PREDICTED + 1)
+            remember(self.last[0], accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
             tokens, scores = topk(rankable, BEST)
             self.recycled.keep(nodes.tails, tokens, scores, verified.logits.shape[-1])
-            look_round(self.near, nodes.depths, nodes.probs, tokens, scores, len(accepted.path))
+            look_round(self.near[0], nodes.depths, nodes.probs, tokens, scores, len(accepted.path))
 
 
 @compiled
-def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
-    """Store the top tokens that the root was chosen from, and their logits, without the root itself."""
-    last = memory[0]
-    last.count = 0
-    if not np.isfinite(scores[0]):
-        return
-    chances = np.exp(scores - scores[0])
-    chances /= chances.sum()
+def remember(last: Any, root: int, tokens: Array, scores: Array) -> None:
+    """Store the top tokens that the root was chosen from, by their logits, without the root itself."""
+    last.count = last.ahead = 0
+    last.tokens[0, :] = NO_TOKEN
+    shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
     for place in range(len(tokens)):
-        if tokens[place] != root and chances[place] > 0 and last.count < MOST_CANDIDATES:
-            last.tokens[last.count] = tokens[place]
-            last.kinds[last.count] = min(KINDS - 1, int(-np.log2(chances[place])))
+        if tokens[place] == root or not np.isfinite(shares[place]):
+            shares[place] = 0.0
+    shares *= MILLION / max(LEAST_SUM, shares.sum())
+    for place in range(len(tokens)):
+        if shares[place] > 0 and last.count < BEST_PREDICTED:
+            last.tokens[0, last.count], last.shares[0, last.count] = tokens[place], int(shares[place])
             last.count += 1
+    last.count = min(last.count, 1)  # position
 
 
-@compiled
-def last_at(at: int) -> Any:
-    return record_at(at, OF_LAST, LAST_RECORD)
-
-
-def _find_last(at: int, node: int) -> int:
-    return 0 if node == 0 and last_at(at).count > 0 else -1
-
-
-def _weigh_last(at: int, node: int, order: int, first: int, left: float) -> float:
-    """Give each candidate of the last logit its part of what is left after all n-gram orders."""
-    work, last, rates, whole = work_at(at), last_at(at), weights_at(at).rates, 0.0
-    for place in range(last.count):
-        whole += rates[last.kinds[place]]
-    unit = left / max(1.0, whole / MOST_OF_THE_REST)
-    work.last_open = left
-    for place in range(last.count):
-        token, kind = last.tokens[place], last.kinds[place]
-        part = unit * rates[kind]
-        if work.truth == DRAFTING:
-            if part >= work.floor and 0 <= token < work.vocabulary:
-                put(work, OF_LAST, token, part)
-        elif token == work.truth:
-            work.last_part, work.last_kind = part, kind
-    return left
-
-
-def _move_last(at: int, token: int, emitted: int) -> None:
-    last_at(at).count = 0
-
-
-LAST = Source(SourceName.LAST, 0, None, _find_last, _weigh_last, _move_last)
+LAST = predicting(SourceName.LAST, 0, Prior(1, 0.7))
 
 
 @compiled
@@ -195,14 +153,11 @@ def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> 
 
 @compiled
 def near_at(at: int) -> Any:
-    return record_at(at, NEAR_AT, NEIGHBORS)
+    return record_at(at, NEAR_AT, PREDICTED)
 
 
 def _move_recycled(at: int, token: int, emitted: int) -> None:
-    near = near_at(at)
-    near.ahead += 1
-    if token == RESTART:
-        near.count = 0
+    follow(near_at(at), token)
 
 
 RECYCLED = Source(
@@ -213,42 +168,49 @@ SINGLE = RECYCLED._replace(find=_find_single)
 
 
 @compiled
-def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
+def look_round(near: Any, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
     """Store the rankings of nodes with these depths and probabilities, the root first; ``passed`` were accepted.
 
     All nodes at the depth of the bonus token or deeper were rejected. Their rankings add no candidates: the probability
     of a candidate of other sources rises where they hold it.
     """
-    near = memory[0]
     near.count = near.ahead = 0
-    near.named[:], near.whole[:] = 0, 0.0
-    chances = np.empty(tokens.shape[1])
+    near.tokens[:] = NO_TOKEN
+    shares, sums = np.zeros((LONGEST_CHAIN, NAMED)), np.zeros(LONGEST_CHAIN)
     for node in range(1, len(tokens)):
         place = depths[node] - passed - 1
-        if not 0 <= place < PLACES or not np.isfinite(scores[node, 0]):
-            continue
-        chances[:] = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
-        chances *= probs[node] / chances.sum()
-        near.whole[place] += probs[node]
-        near.count = max(near.count, place + 1)
-        for rank in range(len(chances)):
-            _name(near, place, tokens[node, rank], chances[rank])
+        if 0 <= place < LONGEST_CHAIN and np.isfinite(scores[node, 0]):
+            chances = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
+            chances *= probs[node] / chances.sum()
+            sums[place] += probs[node]
+            near.count = max(near.count, place + 1)
+            for rank in range(len(chances)):
+                at = _rank_of(near.tokens[place], tokens[node, rank])
+                if at < NAMED and chances[rank] > 0:
+                    near.tokens[place, at] = tokens[node, rank]
+                    shares[place, at] += chances[rank]
     for place in range(near.count):
-        for at in range(near.named[place]):
-            share = near.shares[place, at] / near.whole[place]
-            near.kinds[place, at] = min(KINDS - 1, int(-np.log2(share)))
+        for at in range(NAMED if sums[place] > 0 else 0):
+            near.shares[place, at] = int(MILLION * (shares[place, at] / sums[place]))
 
 
 @compiled
-def _name(near: Any, place: int, token: int, part: float) -> None:
-    """Add to the share of a token."""
-    if part <= 0:
-        return
-    for at in range(near.named[place]):
-        if near.tokens[place, at] == token:
-            near.shares[place, at] += part
-            return
-    if near.named[place] < NAMED:
-        at = near.named[place]
-        near.tokens[place, at], near.shares[place, at] = token, part
-        near.named[place] += 1
+def _rank_of(named: Array, token: int) -> int:
+    """Where a token is among those of a position, or the place after them."""
+    at = 0
+    while at < NAMED and named[at] != token and named[at] != NO_TOKEN:
+        at += 1
+    return at
+
+
+@compiled
+def agree(work: Any, near: Any, place: int) -> None:
+    """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
+    before = whole(work)
+    for rank in range(_rank_of(near.tokens[place], NO_TOKEN)):
+        at, kind = index_of(work, near.tokens[place, rank]), 0
+        while kind < len(AGREEMENT) - 1 and near.shares[place, rank] << (kind + 1) <= MILLION:
+            kind += 1
+        if at >= 0:
+            work.chances[at] *= AGREEMENT[kind]
+    rescale(work, before)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.candidates import agree, learn_gains, weigh_draws, weigh_recency
+from hdtool.runtime.drafters.hierarchy.candidates import weigh_draws, weigh_recency
 from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
 from hdtool.runtime.drafters.hierarchy.memory import (
@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     table_at,
     work_at,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import last_at, near_at
+from hdtool.runtime.drafters.hierarchy.rankings import agree, near_at
 from hdtool.runtime.drafters.hierarchy.weights import calibrate, learn, learn_calibration, weights_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -67,18 +67,17 @@ def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
     while order > 0 and left >= least:
         left = _add_order(at, node, order, left)
         order -= 1
+    work.cut[node] = left < least
     if truth == DRAFTING:
         _adjust(at, node, left)
     elif left >= least:
         _add_order(at, node, 0, left)
-    work.cut[node] = left < least
 
 
 @compiled
 def _start(work: Any, node: int) -> None:
     """Begin with no candidates, and hash the last tokens."""
     work.size = work.used = 0
-    work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, work.hashed + 1):
@@ -112,7 +111,7 @@ def _adjust(at: int, node: int, left: float) -> None:
     if left >= work.least:
         _add_order(at, node, 0, left)
     if ranked >= 0:
-        agree(work, weights.gains, near, ranked)
+        agree(work, near, ranked)
         lap(work, RECYCLED)
     if work.is_sampled:
         weigh_draws(work, node)
@@ -182,7 +181,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
             place -= 1
         source = np.argmax(work.parts[at])
         work.best_probs[place] = probs
-        work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
+        work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
         if size == most:
             bar = work.best_probs[size - 1]
     return size, bar
@@ -194,8 +193,7 @@ def _settle(work: Any, node: int) -> None:
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.probs[node] = work.best_probs[node - 1]
-    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
-    work.agreements[node] = key >> 48
+    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40
     work.depths[node] = work.depths[parent] + 1
     extend(work, parent, node, token)
 
@@ -225,20 +223,14 @@ def feed(at: int, tokens: Ints) -> None:
     work = work_at(at)
     for token in tokens:
         expand(at, 0, LEFT_TO_LEARN, 0.0, token)
-        learn(weights_at(at), work, last_at(at))
+        learn(weights_at(at), work)
         extend(work, 0, 0, token)
         move_all(at, token, 1)
 
 
 @compiled
-def observe_step(at: int, outcome: Ints, count: int, nodes: int) -> None:
-    """Learn from ``count`` emitted tokens, which come first in the ``outcome``, and from the accepted path after them.
-
-    The path is that of a tree of so many nodes, 0 if it is not known which of them were accepted.
-    """
+def observe_step(at: int, tokens: Ints, accepted: int, nodes: int) -> None:
+    """Learn from emitted tokens, and from how many of a tree's nodes were accepted, unless ``nodes`` is 0."""
     if nodes > 0:
-        work = work_at(at)
-        if work.has_recycled:
-            learn_gains(at, outcome[count:], nodes)
-        learn_calibration(work, len(outcome) - count, nodes)
-    feed(at, outcome[:count])
+        learn_calibration(work_at(at), accepted, nodes)
+    feed(at, tokens)

@@ -24,8 +24,6 @@ SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as occurrences, or more."""
 BUCKETS = SIZES * 3
-KINDS = 8
-"""The kind of a ranked candidate is its probability or share: a half or more, a quarter or more, and so on."""
 STRENGTH = 20.0
 """Observations that the prior is worth."""
 EMA_WINDOW = 100.0
@@ -33,8 +31,6 @@ EMA_WINDOW = 100.0
 UNSEEN = 1 / 32_000
 """The share of a single token in the probability that is left in the end; it suits vocabularies of any size."""
 NEGLIGIBLE = 1e-6
-GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 RECENCY = (
     (0.42, 0.47, 0.37, 0.93),  # the token never occurred,
     (0.51, 0.72, 1.13, 1.13),  # it is the last token,
@@ -60,11 +56,6 @@ WEIGHTS = np.dtype(
         ("weight", np.float64, (MOST_ROWS, BUCKETS)),
         ("credit", np.float64, (MOST_ROWS, BUCKETS)),
         ("used", np.float64, (MOST_ROWS, BUCKETS)),
-        # The share of one candidate of the last logit in the probability that is left, by its kind.
-        ("rates", np.float64, KINDS),
-        ("rate_credit", np.float64, KINDS),
-        ("rate_used", np.float64, KINDS),
-        ("gains", np.float64, KINDS),  # of candidates in neighboring rankings, by kind
         ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
     ],
     align=True,
@@ -93,10 +84,6 @@ def new_weights(sources: Sequence[Source]) -> Array:
                 weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
     memory["credit"] = weight * STRENGTH
     memory["used"] = STRENGTH
-    memory["rates"] = RATES
-    memory["rate_credit"] = memory["rates"] * STRENGTH
-    memory["rate_used"] = STRENGTH
-    memory["gains"] = GAINS
     memory["recency"] = RECENCY
     return memory
 
@@ -129,7 +116,7 @@ def bucket_of_share(share: Any, whole: int, spread: int) -> int:
 
 
 @compiled
-def learn(weights: Any, work: Any, last: Any) -> None:
+def learn(weights: Any, work: Any) -> None:
     """Credit the orders that were used with their shares of the estimate of the emitted token."""
     left, estimate = 1.0, 0.0
     for turn in range(work.used):
@@ -137,7 +124,7 @@ def learn(weights: Any, work: Any, last: Any) -> None:
         work.explained[turn] = left * weight * work.shares[turn]
         estimate += work.explained[turn]
         left *= 1 - weight
-    estimate += work.last_part + left * UNSEEN
+    estimate += left * UNSEEN
     left = 1.0
     for turn in range(work.used):
         order, bucket = work.orders[turn], work.buckets[turn]
@@ -149,22 +136,6 @@ def learn(weights: Any, work: Any, last: Any) -> None:
         left -= credit
         if left < NEGLIGIBLE:
             break
-    if work.last_open > 0:
-        _learn_last(weights, work, last, work.last_part / estimate)
-
-
-@compiled
-def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
-    """Uses count by the probability that was left before: few candidates are ever right, and the rates must show it."""
-    for place in range(last.count):
-        kind = last.kinds[place]
-        fading = min(1.0, EMA_WINDOW / weights.rate_used[kind])
-        weights.rate_used[kind] = weights.rate_used[kind] * fading + work.last_open
-        weights.rate_credit[kind] *= fading
-    if work.last_part > 0:
-        weights.rate_credit[work.last_kind] += credit
-    for kind in range(KINDS):
-        weights.rates[kind] = weights.rate_credit[kind] / weights.rate_used[kind]
 
 
 @compiled
