@@ -25,16 +25,13 @@ WHOLE = 1000
 """Shares of recycled rankings are in thousandths."""
 SHARPNESS = 1.5
 """Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
-LONG_RUN = 4
-"""Rankings with the same best token so many times in a row have a weight of their own."""
 
 RANKING = np.dtype(
     [
         ("tokens", np.int32, BEST),  # best first
         ("shares", np.int16, BEST),
         ("tag", np.uint32),  # the other half of the hash, which detects collisions
-        ("run", np.uint8),  # how many times in a row the best token was the same
-        ("unused", np.uint8, 11),
+        ("unused", np.uint8, 12),
     ]
 )
 """A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
@@ -110,9 +107,8 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
         for length in range(1, table.longest + 1):
             row = row_of(table, tails[node, -1], marks[length], length)
             if row >= 0:
-                kept, tag = rankings[row], tag_of(marks[length])
-                again = kept.tag == tag and kept.tokens[0] == tokens[node, 0]
-                kept.tag, kept.run = tag, min(kept.run + 1, LONG_RUN) if again else 0
+                kept = rankings[row]
+                kept.tag = tag_of(marks[length])
                 for place in range(BEST):
                     kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
 

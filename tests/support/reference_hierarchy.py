@@ -22,7 +22,7 @@ LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
 LONGEST_PREFIX = 4
 LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
-LONGEST_NODE, BEST, HASHED_ROWS, LONG_RUN, SHARPNESS, WHOLE = 5, 8, 2**15, 4, 1.5, 1000
+LONGEST_NODE, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
 MOST_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
 CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS = 0, 12, 16, 22, 27
 LAST_ORDERS, ORDERS = 39, 40
@@ -30,7 +30,7 @@ PRIORS = {
     CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
     MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
-    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
+    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.0, 0.0),
     HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
     LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
 }
@@ -59,9 +59,9 @@ WORTH_A_SEARCH = 5.0
 
 Counts = dict[int, int]
 Row = tuple[int, int]
-Ranking = tuple[tuple[int, ...], Counts, int]
-"""The last tokens it follows, its tokens and shares, and how often in a row the first was the same."""
-NO_RANKING: Ranking = ((), {}, 0)
+Ranking = tuple[tuple[int, ...], Counts]
+"""The last tokens it follows, and its tokens and shares."""
+NO_RANKING: Ranking = ((), {})
 
 
 @dataclass
@@ -244,13 +244,12 @@ class SlowHierarchy:
 
     def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
-        owner, counts, run = self.kept.get(row_of(tail), NO_RANKING)
+        owner, counts = self.kept.get(row_of(tail), NO_RANKING)
         if order > LONGEST_NODE or owner != tail:
             return None
         sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
-        spread = 0 if run >= LONG_RUN else 1 if run else 2
         level = RECYCLED_ORDERS + order - 1
-        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure + spread)
+        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure)
 
     def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
         """What stands in the rows of logits, each behind the root or a node."""
@@ -273,9 +272,7 @@ class SlowHierarchy:
             said = dict(zip(best.indices.tolist(), whole, strict=True))
             for order in range(1, LONGEST_NODE + 1):
                 tail = tail_of(nodes[row].context, order)
-                owner, before, run = self.kept.get(row_of(tail), NO_RANKING)
-                again = owner == tail and next(iter(before)) == next(iter(said))
-                self.kept[row_of(tail)] = tail, said, run + 1 if again else 0
+                self.kept[row_of(tail)] = tail, said
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """What was thought at the places behind the new root, each node heard as far as it was likely."""

@@ -35,7 +35,7 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     WORK_AT,
     Source,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, RankedNodes, Rankings
+from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import grow, grow_all, observe_step, restart
 from hdtool.runtime.drafters.hierarchy.weights import CALIBRATION_PRIOR, new_weights, rows_of_weights
 from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
@@ -345,7 +345,9 @@ class Hierarchy(Pinned):
             return
         started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
-        ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
+        ranked = None
+        if uses_logits and is_ranked:  # the tail of the root is copied, as the root moves on
+            ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
         self._learn(len(accepted.path), nodes if is_ranked else 0)
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
@@ -353,10 +355,6 @@ class Hierarchy(Pinned):
         self._learning_seconds = time.perf_counter() - started
         if self._heads and self._gate and is_drafting and is_current and rows and nodes:
             self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
-
-    def _ranked_nodes(self, rows: int) -> RankedNodes:
-        """The nodes of so many rows of logits; the tail of the root is copied, as the root moves on."""
-        return RankedNodes(self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows])
 
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""

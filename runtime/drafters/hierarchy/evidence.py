@@ -11,7 +11,7 @@ import numpy as np
 from hdtool.runtime.config import MOST_HEADS
 from hdtool.runtime.drafters.hierarchy.candidates import contribute
 from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, record_at, records_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import ONE, bucket_of, bucket_of_share, spread_of
+from hdtool.runtime.drafters.hierarchy.weights import bucket_of, bucket_of_share, spread_of
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
@@ -214,7 +214,7 @@ def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> 
             place = _position_on_chain(record, work.tails[node], work.depths[node])
             if place >= 0:
                 tokens, shares = record.tokens[place], record.shares[place]
-                row, bucket = first + (slot if records > 1 else place), bucket_of_share(shares[0], WHOLE, ONE)
+                row, bucket = first + (slot if records > 1 else place), bucket_of_share(shares[0], WHOLE)
                 left = contribute(at, record.source, row, tokens, shares, WHOLE, bucket, left)
                 lap(work, record.source)
         return left

@@ -7,7 +7,7 @@ rejected nodes tell of the same position after other tokens: a wrong token seldo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
 )
 from hdtool.runtime.drafters.hierarchy.evidence import WHOLE as MILLION
 from hdtool.runtime.drafters.hierarchy.memory import NEAR_AT, Prior, Source, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import FEW, MANY, ONE, bucket_of_share
+from hdtool.runtime.drafters.hierarchy.weights import bucket_of_share
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
@@ -33,7 +33,6 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.recycled_rankings import (
     BEST,
-    LONG_RUN,
     LONGEST_NODE,
     WHOLE,
     RecycledRankings,
@@ -55,13 +54,8 @@ LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 OF_RECYCLED = SourceName.RECYCLED.value
 
 
-class RankedNodes(NamedTuple):
-    """The nodes of the rows of logits, the root first."""
-
-    tails: Array
-    """The last tokens down to each node."""
-    depths: Array
-    probs: Array
+RankedNodes = tuple[Array, Array, Array]
+"""Of the nodes of the rows of logits, the root first: the last tokens down to each, depths and probabilities."""
 
 
 class Rankings(Pinned):
@@ -96,9 +90,10 @@ class Rankings(Pinned):
             tokens, scores = topk(rankable[row : row + 1], BEST_PREDICTED + 1)
             remember(self.last[0], accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
+            tails, depths, probs = nodes
             tokens, scores = topk(rankable, BEST)
-            self.recycled.keep(nodes.tails, tokens, scores, verified.logits.shape[-1])
-            look_round(self.near[0], nodes.depths, nodes.probs, tokens, scores, len(accepted.path))
+            self.recycled.keep(tails, tokens, scores, verified.logits.shape[-1])
+            look_round(self.near[0], depths, probs, tokens, scores, len(accepted.path))
 
 
 @compiled
@@ -146,8 +141,7 @@ def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> 
     kept = rankings_of(table)[row]
     if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
         return left
-    # How often the best token was the best takes the place of how far the evidence spreads.
-    bucket = bucket_of_share(kept.shares[0], WHOLE, ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY)
+    bucket = bucket_of_share(kept.shares[0], WHOLE)
     return contribute(at, OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left)
 
 
@@ -161,7 +155,7 @@ def _move_recycled(at: int, token: int, emitted: int) -> None:
 
 
 RECYCLED = Source(
-    SourceName.RECYCLED, 1, Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3), _find_recycled, _weigh_recycled, _move_recycled
+    SourceName.RECYCLED, 1, Prior(LONGEST_NODE, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE = RECYCLED._replace(find=_find_single)
 """Rankings of single tokens that nothing replaces count less than what followed the token in texts."""

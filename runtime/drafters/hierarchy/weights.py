@@ -109,10 +109,10 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 
 @compiled
-def bucket_of_share(share: Any, whole: int, spread: int) -> int:
+def bucket_of_share(share: Any, whole: int) -> int:
     """For rankings, the share of the best token takes the place of the amount of evidence."""
     certainty: Any = SIZES * np.int64(share) // whole
-    return 3 * min(SIZES - 1, certainty) + spread  # type: ignore[no-any-return]
+    return 3 * min(SIZES - 1, certainty)  # type: ignore[no-any-return]
 
 
 @compiled
