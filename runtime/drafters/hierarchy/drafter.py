@@ -114,22 +114,14 @@ class Hierarchy(Pinned):
         work, self._learned = np.zeros(1, WORK), new_weights(table)
         self._weight_rows = rows_of_weights(table)
         chosen = [source for source in table if source in added or used[source]]
-        self._rows = [(one, one.row(self._weight_rows[one.name].start if one.prior else 0)) for one in chosen]
+        self._rows = [(source, source.row(self._weight_rows[source.name].start)) for source in chosen]
         self._table = np.zeros(MOST_EVIDENCE, ROW)
-        self._records: dict[int, Array] = {
-            WORK_AT: work,
-            WEIGHTS_AT: self._learned,
-            NEAR_AT: rankings.near,
-            TABLE_AT: self._table,
-            **self._found,
-            SourceName.MODEL: model_record(model),
-            SourceName.CORPUS: ranges,
-            SourceName.LAST: rankings.last,
-            SourceName.RECYCLED: rankings.recycled.record,
-            SourceName.HEADS: self._heads_record,
-            SourceName.PLUGIN_1: self._plugin_records,
-            **{source.name: record for source, record in added.items()},
-        }
+        self._records: dict[int, Array] = dict(self._found)
+        self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
+        self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
+        self._records |= {SourceName.HEADS: self._heads_record, SourceName.PLUGIN_1: self._plugin_records}
+        self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
+        self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
         self._addresses = np.zeros(ADDRESSES, np.int64)
         for number, record in self._records.items():

@@ -104,18 +104,17 @@ WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
 
 class Prior(NamedTuple):
-    """The n-gram orders of a source, and the weights that they begin with."""
+    """The weights that a source begins with, the same for all of its n-gram orders.
+
+    Evidence of one token leaves a ``remainder`` to shorter orders, which each doubling of the evidence multiplies by
+    ``decay``; evidence that names few or many tokens has a weight of its own.
+    """
 
     orders: int
-    """Or places: a trained head, or a plug-in, counts as an order of its own."""
     remainder: float = 1.0
-    """Left to shorter orders by evidence of one token,"""
     decay: float = 1.0
-    """which each doubling of the evidence multiplies by this."""
     few: float = 0.0
-    """The weight of evidence that names few tokens,"""
     many: float = 0.0
-    """and of evidence that names many."""
 
 
 class Source(NamedTuple):
@@ -124,8 +123,7 @@ class Source(NamedTuple):
     name: SourceName
     lowest: int
     """Its shortest n-gram order."""
-    prior: Prior | None
-    """None for a source without weights of its own."""
+    prior: Prior
     find: Callable[[int, int], int]
     """``find(at, node)``: begin with a node; returns the highest order with evidence, -1 for none."""
     weigh: Callable[[int, int, int, int, float], float]

@@ -66,7 +66,7 @@ def rows_of_weights(sources: Sequence[Source]) -> dict[SourceName, slice]:
     """The rows of weights of each source, one for each n-gram order."""
     rows, free = dict[SourceName, slice](), 0
     for source in sources:
-        if source.prior and source.name not in rows:
+        if source.name not in rows:
             rows[source.name] = slice(free, free + source.prior.orders)
             free += source.prior.orders
     assert free <= MOST_ROWS
@@ -78,13 +78,11 @@ def new_weights(sources: Sequence[Source]) -> Array:
     memory, rows = np.zeros(1, WEIGHTS), rows_of_weights(sources)
     weight = memory["weight"][0]
     for source in sources:
-        if prior := source.prior:
-            for size in range(SIZES):
-                one = 1 - prior.remainder * prior.decay**size
-                weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
-    memory["credit"] = weight * STRENGTH
-    memory["used"] = STRENGTH
-    memory["recency"] = RECENCY
+        prior = source.prior
+        for size in range(SIZES):
+            one = 1 - prior.remainder * prior.decay**size
+            weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
+    memory["credit"], memory["used"], memory["recency"] = weight * STRENGTH, STRENGTH, RECENCY
     return memory
 
 
