@@ -36,8 +36,8 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     Source,
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
-from hdtool.runtime.drafters.hierarchy.tree import grow, grow_all, observe_step, restart
-from hdtool.runtime.drafters.hierarchy.weights import CALIBRATION_PRIOR, new_weights, rows_of_weights
+from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
+from hdtool.runtime.drafters.hierarchy.weights import new_weights, rows_of_weights
 from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
@@ -56,7 +56,6 @@ from hdtool.runtime.verified import Verified
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
 ANY_TOKEN = 2**31 - 1
-LOG_SOURCES = SourceName.PREDICTION, SourceName.HISTORY
 
 
 class Hierarchy(Pinned):
@@ -105,7 +104,7 @@ class Hierarchy(Pinned):
         self._heads_record = predicted_by([SourceName.HEADS])
         self._plugin_records = predicted_by([*self._plugins, *[SourceName.NONE] * (MOST_PLUGINS - len(self._plugins))])
         self._lane = np.zeros(1, LANE)
-        self._found: dict[int, Array] = {name: np.zeros(1, FOUND) for name in (SourceName.CONTEXT, *LOG_SOURCES)}
+        self._found: dict[int, Array] = {row.name: np.zeros(1, FOUND) for row in (CONTEXT, PREDICTION, HISTORY)}
         corpus_row = corpus_source(self._shards.tokens.dtype.name)
         used: dict[Source, Any] = {HEADS: heads, PLUGIN: plugins, CONTEXT: context, PREDICTION: True, HISTORY: history}
         used |= {RECYCLED: rankings.is_kept, MODEL: model, corpus_row: corpus, SINGLE: rankings.is_kept, LAST: last}
@@ -132,9 +131,8 @@ class Hierarchy(Pinned):
         self._fill_in(work, context, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
+        self._parents, self._depths, self._root_and_probs = (work[field][0] for field in ("above", "depths", "probs"))
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
-        self._depths, self._root_and_probs = work["depths"][0], work["probs"][0]
         self._pending: list[int] = []
         self._nodes = 0
         """Of the last tree, as far as rows of logits are those of its nodes."""
@@ -143,34 +141,28 @@ class Hierarchy(Pinned):
         self._drafts = 0
         self._learning_seconds = 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
-        self._compile()
+        # Compiled, or loaded from the cache, before the first step.
+        self.predict((0,))
+        self.begin(())
+        feed(self._at, np.empty(0, np.int64))
+        grow(self._at, 1)
 
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
-        work["vocabulary"] = min(
-            [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
-        )
+        sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
+        work["vocabulary"] = min([vocabulary, *sizes])
         self._found[SourceName.CONTEXT]["log"][0, ANSWERS] = self.table.memory.ctypes.data
         if self._history:
             found = self._found[SourceName.HISTORY]
             found["log"][0, ANSWERS] = address_of(self._history.answers.memory)
             found["log"][0, STORED] = address_of(self._history.stored_log)
             found["lane"] = self._lane.ctypes.data
-        work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
         work["has_context"] = context
-        hashes = self._rankings.is_kept or self._stores[0]
-        work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
+        work["hashed"] = LONGEST_HASH if self._rankings.is_kept or self._stores[0] else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
-
-    def _compile(self) -> None:
-        """Compile everything, or load it from the cache, before the first step."""
-        self.predict((0,))
-        self.begin(())
-        observe_step(self._at, np.empty(0, np.int64), 0, 0)
-        grow(self._at, 1)
 
     @property
     def address(self) -> int:
-        """Where the addresses of its memory are, which it must outlive: for compiled code that drafts for many."""
+        """Where the addresses of its memory are, for compiled code that drafts for many."""
         return self._at
 
     @property
@@ -194,10 +186,7 @@ class Hierarchy(Pinned):
 
     @property
     def seconds(self) -> dict[SourceName, float]:
-        """The time that drafting took so far, by source, as every 32nd draft shares it out; NONE is the tree itself.
-
-        Empty where compiled code has no clock.
-        """
+        """The time of drafting so far, by source, as every 32nd draft shares it out; empty without a compiled clock."""
         parts = self._time.read()
         if any(parts):
             parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
@@ -309,7 +298,7 @@ class Hierarchy(Pinned):
         # Learning from the last step, which nothing but drafting needs, included.
         self._cost.observe(seconds + self._learning_seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        size = self._nodes = self.budget.nodes(self._calibrated[:grown])
+        size = self._nodes = self.budget.nodes(self._probs[:grown])
         if not size:
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources
@@ -340,7 +329,7 @@ class Hierarchy(Pinned):
         ranked = None
         if uses_logits and is_ranked:  # the tail of the root is copied, as the root moves on
             ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
-        self._learn(len(accepted.path), nodes if is_ranked else 0)
+        self._catch_up()
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, verified, ranked)
@@ -351,9 +340,5 @@ class Hierarchy(Pinned):
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""
         if self._pending:
-            self._learn(0, 0)
-
-    def _learn(self, accepted: int, nodes: int) -> None:
-        """Learn from the emitted tokens, and from how many nodes of a tree were accepted; ``nodes`` is 0 for none."""
-        observe_step(self._at, np.array(self._pending, np.int64), accepted, nodes)
-        self._pending.clear()
+            feed(self._at, np.array(self._pending, np.int64))
+            self._pending.clear()

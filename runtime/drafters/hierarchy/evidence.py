@@ -34,7 +34,7 @@ WORTH_A_SEARCH = 5.0
 """The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
 BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
-WHOLE = 1_000_000
+MILLION = 1_000_000
 """Predicted shares are in millionths."""
 BEST_OF_HEAD = 10
 """Tokens of a trained head."""
@@ -144,7 +144,7 @@ def predicted_by(sources: Sequence[SourceName]) -> Array:
 
 def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
     record["tokens"][place], record["shares"][place] = NO_TOKEN, 0
-    record["tokens"][place, : len(tokens)], record["shares"][place, : len(tokens)] = tokens, probs * WHOLE
+    record["tokens"][place, : len(tokens)], record["shares"][place, : len(tokens)] = tokens, probs * MILLION
     record["count"] = place + 1
 
 
@@ -214,8 +214,8 @@ def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> 
             place = _position_on_chain(record, work.tails[node], work.depths[node])
             if place >= 0:
                 tokens, shares = record.tokens[place], record.shares[place]
-                row, bucket = first + (slot if records > 1 else place), bucket_of_share(shares[0], WHOLE)
-                left = contribute(at, record.source, row, tokens, shares, WHOLE, bucket, left)
+                row, bucket = first + (slot if records > 1 else place), bucket_of_share(shares[0], MILLION)
+                left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
                 lap(work, record.source)
         return left
 

@@ -44,12 +44,7 @@ WORK = np.dtype(
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
         ("known", np.int64, ROWS),  # the longest match in the model store
         ("cut", np.int64, ROWS),  # whether too little was left for the shortest orders
-        # The nodes as a tree has them: the root is not counted, and probabilities are calibrated.
-        ("above", np.int32, LARGEST_TREE),
-        ("calibrated", np.float64, LARGEST_TREE),
-        # Draft tokens that were accepted lately, and how many their probabilities predicted.
-        ("accepted", np.float64),
-        ("predicted", np.float64),
+        ("above", np.int32, LARGEST_TREE),  # parents as a tree has them: the root is not counted
         # The best paths, most probable first: those that are nodes already, and those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token in one number

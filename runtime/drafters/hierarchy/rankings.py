@@ -17,13 +17,13 @@ from hdtool.runtime.drafters.hierarchy.candidates import contribute, index_of, r
 from hdtool.runtime.drafters.hierarchy.evidence import (
     BEST_PREDICTED,
     LONGEST_CHAIN,
+    MILLION,
     NO_TOKEN,
     PREDICTED,
     follow,
     predicted_by,
     predicting,
 )
-from hdtool.runtime.drafters.hierarchy.evidence import WHOLE as MILLION
 from hdtool.runtime.drafters.hierarchy.memory import NEAR_AT, Prior, Source, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.weights import bucket_of_share
 from hdtool.runtime.kernels.compiled import Array, compiled

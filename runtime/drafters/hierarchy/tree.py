@@ -24,7 +24,7 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     work_at,
 )
 from hdtool.runtime.drafters.hierarchy.rankings import agree, near_at
-from hdtool.runtime.drafters.hierarchy.weights import calibrate, learn, learn_calibration, weights_at
+from hdtool.runtime.drafters.hierarchy.weights import learn, weights_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
@@ -141,7 +141,6 @@ def grow(at: int, most: int) -> int:
         if node == most:
             break
     work.expected = 0
-    calibrate(work, node)
     for place in range(node):
         work.above[place] = work.parents[place + 1] - 1
     lap(work, TREE)
@@ -226,11 +225,3 @@ def feed(at: int, tokens: Ints) -> None:
         learn(weights_at(at), work)
         extend(work, 0, 0, token)
         move_all(at, token, 1)
-
-
-@compiled
-def observe_step(at: int, tokens: Ints, accepted: int, nodes: int) -> None:
-    """Learn from emitted tokens, and from how many of a tree's nodes were accepted, unless ``nodes`` is 0."""
-    if nodes > 0:
-        learn_calibration(work_at(at), accepted, nodes)
-    feed(at, tokens)

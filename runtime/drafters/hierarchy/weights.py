@@ -1,12 +1,10 @@
-"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online, and their calibration.
+"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online.
 
-Each source has evidence of several n-gram orders: what followed so many of the last tokens. The estimate goes from
-the longest order to the shortest, and each gets its share of the probability that is left:
+The estimate goes from the longest n-gram order to the shortest; each gets its share of the probability that is left:
 
     P(token) += left * weight * count(token) / total;  left *= 1 - weight
 
-The weight depends on the source, the order, how much evidence there is and how far it spreads. After each emitted
-token, every order is credited with its part of the estimate: one step of expectation maximization, exact and online.
+After each emitted token, every order is credited with its part of the estimate: one step of expectation maximization.
 """
 
 from __future__ import annotations
@@ -46,10 +44,6 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),  # or 1,024 and more; conversations that long were too few to fit
 )
 """Gains by distance and by probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
-CALIBRATION_PRIOR, CALIBRATION_DECAY = 10.0, 0.995
-"""Tokens that the calibration begins with, both predicted and accepted, and the decay of both in each step."""
-TOLERANCE = 1.1
-"""Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
 
 WEIGHTS = np.dtype(
     [
@@ -134,22 +128,3 @@ def learn(weights: Any, work: Any) -> None:
         left -= credit
         if left < NEGLIGIBLE:
             break
-
-
-@compiled
-def calibrate(work: Any, nodes: int) -> None:
-    """Write the calibrated probabilities of so many nodes: scaled by how many were accepted lately."""
-    scale = min(1.0, TOLERANCE * work.accepted / work.predicted)
-    for node in range(nodes):
-        work.calibrated[node] = scale * work.probs[node + 1]
-
-
-@compiled
-def learn_calibration(work: Any, accepted: int, nodes: int) -> None:
-    """Compare the number of accepted nodes with the probabilities of all nodes of a tree."""
-    predicted = 0.0
-    for node in range(1, nodes + 1):
-        predicted += work.probs[node]
-    if predicted > 0:
-        work.accepted = CALIBRATION_DECAY * work.accepted + accepted
-        work.predicted = CALIBRATION_DECAY * work.predicted + predicted
