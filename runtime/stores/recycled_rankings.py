@@ -143,3 +143,12 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 def rankings_of(table: Any) -> Array:
     """All rows."""
     return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)
+
+
+@compiled
+def kept_row(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+    """The row of the ranking that is kept after ``length`` tokens of this hash, or -1."""
+    row = row_of(table, last, mark, length)
+    if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(mark):
+        return row  # type: ignore[no-any-return]
+    return -1

@@ -17,7 +17,6 @@ from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.sampling.exponential_race import start_of, time_of
 from hdtool.runtime.stores.context_table import latest_place
 
-NEVER = 0
 DISTANCES = len(RECENCY)
 """Classes of distances: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one has no end."""
 PROBS = (0.1, 0.01, 0.001)
@@ -122,7 +121,7 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
     next_place = table.end + work.depths[node]
     for at in range(work.size):
         place = latest_place(table, work.candidates[at])
-        work.recency[at] = NEVER if place < 0 else distance_class(next_place - place)
+        work.recency[at] = 0 if place < 0 else distance_class(next_place - place)
     before = whole(work)
     for at in range(work.size):
         work.chances[at] *= gains[work.recency[at], prob_class(work.chances[at])]

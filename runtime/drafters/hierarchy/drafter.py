@@ -112,8 +112,8 @@ class Hierarchy(Pinned):
         table = [*added, *used]
         work, self._learned = np.zeros(1, WORK), new_weights(table)
         self._weight_rows = rows_of_weights(table)
-        chosen = [source for source in table if source in added or used[source]]
-        self._rows = [(source, source.row(self._weight_rows[source.name].start)) for source in chosen]
+        first = {source: self._weight_rows[source.name].start for source in table}
+        self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
         self._table = np.zeros(MOST_EVIDENCE, ROW)
         self._records: dict[int, Array] = dict(self._found)
         self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
@@ -138,8 +138,7 @@ class Hierarchy(Pinned):
         """Of the last tree, as far as rows of logits are those of its nodes."""
         self._together: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
-        self._drafts = 0
-        self._learning_seconds = 0.0
+        self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
         # Compiled, or loaded from the cache, before the first step.
         self.predict((0,))
@@ -181,7 +180,7 @@ class Hierarchy(Pinned):
 
     @property
     def learned(self) -> Any:
-        """All that is learned, and the gains of recency; see ``weights.py``."""
+        """All that is learned; see ``weights.py``."""
         return self._learned[0]
 
     @property
@@ -268,10 +267,7 @@ class Hierarchy(Pinned):
         ]
 
     def prepare(self, context: Sequence[int]) -> int:
-        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft.
-
-        The tree is grown by ``grow``, or by ``grow_all`` with those of others, and made by ``completed``.
-        """
+        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:

@@ -88,7 +88,7 @@ def _find_in_context(at: int, node: int) -> int:
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
     work, found = work_at(at), found_at(at, OF_CONTEXT)
-    if order <= LONGEST_SHORT and order == min(LONGEST_SHORT, found.shortest[node] - 1):
+    if order == min(LONGEST_SHORT, found.shortest[node] - 1):
         add_short_matches(table_of(found), found, node, work.tails[node], work.marks)
     return _weigh(at, OF_CONTEXT, found, order, first, left)
 
@@ -159,8 +159,7 @@ def append_to_log(found: Any, token: int) -> None:
 def _begin(found: Any, node: int) -> None:
     found.followers = found.total = found.distinct = 0
     found.highest, found.of_order[:] = -1, 0
-    for log in range(LOGS):
-        found.count[log, node] = 0
+    found.count[:, node] = 0
 
 
 @compiled

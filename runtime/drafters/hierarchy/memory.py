@@ -28,10 +28,8 @@ LONGEST_HASH = 8
 """Most last tokens of a node that are hashed."""
 MOST_ROWS, MOST_EVIDENCE = 128, 32
 """Rows of learned weights, and rows of the table of sources, at most."""
-DRAFTING = -1
-"""In place of an emitted token to learn from."""
-RESTART = -1
-"""In place of an emitted token: another conversation begins."""
+DRAFTING = RESTART = -1
+"""In place of an emitted token: an estimate is for a tree, or another conversation begins."""
 
 WORK = np.dtype(
     [

@@ -37,9 +37,8 @@ from hdtool.runtime.stores.recycled_rankings import (
     WHOLE,
     RecycledRankings,
     fetch,
+    kept_row,
     rankings_of,
-    row_of,
-    tag_of,
 )
 from hdtool.runtime.stores.recycled_rankings import TABLE as RECYCLED_TABLE
 from hdtool.runtime.verified import Verified
@@ -52,7 +51,6 @@ LEAST_SUM = 1e-9
 LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 """Shares are of probabilities raised to these powers."""
 OF_RECYCLED = SourceName.RECYCLED.value
-
 
 RankedNodes = tuple[Array, Array, Array]
 """Of the nodes of the rows of logits, the root first: the last tokens down to each, depths and probabilities."""
@@ -135,12 +133,10 @@ def _find_single(at: int, node: int) -> int:
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Add the ranking that the target last gave after the same tokens."""
     work, table = work_at(at), _recycled_at(at)
-    row = row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
+    row = kept_row(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left
     kept = rankings_of(table)[row]
-    if kept.shares[0] == 0 or kept.tag != tag_of(work.marks[order]):
-        return left
     bucket = bucket_of_share(kept.shares[0], WHOLE)
     return contribute(at, OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left)
 

@@ -127,9 +127,10 @@ def grow(at: int, most: int) -> int:
     while True:
         probs = work.probs[node]
         if node < work.expected and size < most:
-            # For the matches that lower nodes inherit.
+            # The expected token follows alone; lower nodes inherit the matches.
             expand(at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
-            size = _enlist_expected(work, node)
+            work.best_probs[node], work.best_keys[node] = probs, GRAMMAR << 40 | node << 32 | work.chain[node]
+            size = node + 1
         elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
             least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
             expand(at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
@@ -152,14 +153,6 @@ def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
     """Grow a tree in each of several workspaces, by their addresses; ``grown`` gets the numbers of nodes."""
     for row in range(len(most)):
         grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
-
-
-@compiled
-def _enlist_expected(work: Any, node: int) -> int:
-    """Put the token that is expected after a node into the list, alone; the new size of the list."""
-    work.best_probs[node] = work.probs[node]
-    work.best_keys[node] = GRAMMAR << 40 | node << 32 | work.chain[node]
-    return node + 1
 
 
 @compiled

@@ -21,7 +21,6 @@ from hdtool.runtime.source_names import SourceName
 SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as occurrences, or more."""
-BUCKETS = SIZES * 3
 STRENGTH = 20.0
 """Observations that the prior is worth."""
 EMA_WINDOW = 100.0
@@ -47,9 +46,9 @@ RECENCY = (
 
 WEIGHTS = np.dtype(
     [
-        ("weight", np.float64, (MOST_ROWS, BUCKETS)),
-        ("credit", np.float64, (MOST_ROWS, BUCKETS)),
-        ("used", np.float64, (MOST_ROWS, BUCKETS)),
+        ("weight", np.float64, (MOST_ROWS, 3 * SIZES)),
+        ("credit", np.float64, (MOST_ROWS, 3 * SIZES)),
+        ("used", np.float64, (MOST_ROWS, 3 * SIZES)),
         ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
     ],
     align=True,
