@@ -150,5 +150,5 @@ def kept_row(table: Any, last: Any, mark: np.uint64, length: int) -> int:
     """The row of the ranking that is kept after ``length`` tokens of this hash, or -1."""
     row = row_of(table, last, mark, length)
     if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(mark):
-        return row  # type: ignore[no-any-return]
+        return row
     return -1

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.data.traces import read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.node_budget import CostBudget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.decode import decode
@@ -63,19 +64,14 @@ def _orders_up_to_8(length: int) -> int:
 
 
 @numba.njit
-def _amount(total: Any, distinct: Any) -> int:
-    """The bucket without the spread of the evidence."""
-    size, left = 0, total
-    while left >= 2 and size < 7:
-        left >>= 1
-        size += 1
-    return 3 * size + 2
+def _one_amount(total: Any, spread: int) -> int:
+    """The bucket without the amount of the evidence."""
+    return 9 + spread
 
 
 @numba.njit
-def _spread(total: Any, distinct: Any) -> int:
-    """The bucket without the amount of the evidence."""
-    return 9 + (0 if distinct <= 1 else 1 if distinct * 4 <= total else 2)
+def _one_spread(total: Any, distinct: Any) -> int:
+    return 2
 
 
 TEXT: Mapping[str, Mapping[str, Any]] = {
@@ -84,21 +80,16 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
     "orders of matches above 8": {"matches.level_of": _orders_up_to_8},
     "learned weights": {"tree.learn": _nothing},
     "weights that forget": {"weights.EMA_WINDOW": NO_LIMIT},
-    "amount of the evidence": {"matches.bucket_of": _spread, "evidence.bucket_of": _spread},
-    "spread of the evidence": {"matches.bucket_of": _amount, "evidence.bucket_of": _amount},
-    "calibration": {"weights.TOLERANCE": NO_LIMIT},
+    "amount of the evidence": {"matches.bucket_of": _one_amount, "evidence.bucket_of": _one_amount},
+    "spread of the evidence of stores": {"evidence.spread_of": _one_spread},
     "history": {},
 }
 LOGITS: Mapping[str, Mapping[str, Any]] = {
     "recency": {"tree.weigh_recency": _nothing},
     "agreement": {"tree.agree": _nothing},
-    "learned gains of agreement": {"tree.learn_gains": _nothing},
     "known draws": {"tree.weigh_draws": _nothing},
     "recycled rankings": {},
-    "runs of recycled rankings": {"rankings.LONG_RUN": 0},
     "last logit": {},
-    "learned rates of the last logit": {"weights._learn_last": _nothing},
-    "calibration": {"weights.TOLERANCE": NO_LIMIT},
 }
 """By mechanism, what takes the place of what; the sources that have a letter are left out of the method instead."""
 LETTERS = {"history": "H", "recycled rankings": "R", "last logit": "L"}
@@ -113,7 +104,7 @@ def replace(changes: Mapping[str, Any]) -> None:
         setattr(found, attribute, value)
 
 
-def recorded(title: str, traces: str, model: str, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     """Tokens per step of a recording, and tokens per second of passes where a budget chooses the nodes."""
     loading = ModelConfig(model=model)
     reader = TurnReader.of_model(loading, False if "edits" in title else None)
@@ -147,11 +138,15 @@ def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
             if len(asked) <= LONGEST_PROMPT:
                 sampling = SamplingConfig(temperature=options.temperature, seed=SEEDS + number)
                 budget = FixedBudget(nodes) if nodes else CostBudget(COST)
-                drafter = drafter_within(lambda budget=budget: budget, config, stores, loaded.target)
+                drafter = drafter_within(partial(_same, budget), config, stores, loaded.target)
                 steps = steps_of(loaded, drafter, asked, sampling, options.max_new_tokens)[1:]
                 tokens += sum(len(step.tokens) for step in steps)
                 passes += len(steps) if nodes else sum(COST.seconds(len(step.tree)) for step in steps)
         yield f"sampled, {nodes or 'chosen'}", tokens / passes
+
+
+def _same(budget: Budget) -> Budget:
+    return budget
 
 
 def steps_of(loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int) -> list[Step]:
@@ -194,7 +189,7 @@ def main() -> None:
     mechanisms = LOGITS if options.answered else TEXT
     if options.without:
         replace(mechanisms.get(options.without, {}))
-        kinds = [recorded(*kind, options) for kind in options.recorded] or [answered(options)]
+        kinds = [recorded(*kind, options=options) for kind in options.recorded] or [answered(options)]
         print(json.dumps([figure for kind in kinds for figure in kind]))
         return
     print(f"{machine()}, one thread\n")

@@ -83,7 +83,7 @@ def table_of(found: Any) -> Any:
 def _find_in_context(at: int, node: int) -> int:
     work, found = work_at(at), found_at(at, OF_CONTEXT)
     find_matches(table_of(found), found, node, work.parents[node], work.tails[node], work.marks)
-    return max(found.highest, LONGEST_SHORT)
+    return max(found.highest, LONGEST_SHORT)  # type: ignore[no-any-return]
 
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
