@@ -17,7 +17,6 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.growing_context import GrowingContext
-from hdtool.runtime.drafters.hierarchy.rankings import MOST_CANDIDATES
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -31,6 +30,8 @@ LONGEST = 3
 """The longest match, in tokens, the candidate included."""
 FOLLOWED = 20
 """Tokens of the continuation of the root."""
+MOST_CANDIDATES = 60
+"""Tokens of the last logit that may follow the root."""
 DEPTHS = ((8, 4), (32, 3), (MOST_CANDIDATES, 1))
 """(rank, length): the first 8 candidates start sequences of 4 tokens, those up to rank 32 of 3, the others of 1."""
 RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)

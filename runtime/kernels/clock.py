@@ -6,9 +6,10 @@ import ctypes
 import time
 from typing import Any
 
+import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.compiled import Array, compiled
 
 
 def _has_clock() -> bool:
@@ -45,3 +46,24 @@ def start_clock(work: Any) -> None:
     """Start the first lap."""
     lap(work, 0)
     work.laps[:] = 0
+
+
+class SharedTime:
+    """Time that is measured as a whole, and shared out by the laps of a part of it."""
+
+    def __init__(self, parts: int) -> None:
+        self._laps, self._shared_out = np.zeros((2, parts))
+        self._spent = 0.0
+
+    def spend(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def clock(self, laps: Array) -> None:
+        self._laps += laps
+
+    def read(self) -> list[float]:
+        """The time of each part. What was read before keeps its shares, so that no part's time goes down."""
+        if whole := self._laps.sum():
+            self._shared_out += self._spent * self._laps / whole
+            self._spent = 0.0
+        return self._shared_out.tolist()  # type: ignore[no-any-return]

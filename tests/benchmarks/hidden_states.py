@@ -18,7 +18,7 @@ import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.drafters.hierarchy.adjustments import prob_class
+from hdtool.runtime.drafters.hierarchy.candidates import prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
 from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
@@ -55,11 +55,11 @@ def _rows(
         drafter.begin(turn.prompt)
         tokens, states = np.array([*turn.prompt, *turn.answer]), _states(model, [*turn.prompt, *turn.answer])
         for at, token in enumerate(turn.answer, len(turn.prompt)):
-            expand(drafter.addresses, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            expand(drafter.address, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
             candidates = work["candidates"][: int(work["size"])].copy()
             classes = _classes(candidates, tokens[:at], states)
             yield work["chances"][: len(candidates)].copy(), classes, candidates == token
-            feed(drafter.addresses, np.array([token], np.int64))
+            feed(drafter.address, np.array([token], np.int64))
 
 
 def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:

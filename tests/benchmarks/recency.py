@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.adjustments import prob_class
+from hdtool.runtime.drafters.hierarchy.candidates import prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
 from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
@@ -74,8 +74,8 @@ def read_candidates(conversations: Sequence[Sequence[RecordedTurn]], stores: Sto
 def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Chances, distance classes and which one was emitted, of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
-    drafter.recency[:] = 1
-    at = drafter.addresses
+    drafter.learned["recency"][:] = 1
+    at = drafter.address
     work = drafter.work[0]
     for turn in turns:
         drafter.begin(turn.prompt)

@@ -10,8 +10,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import contribute
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, addresses, work_at
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, record_at, work_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.verified import Verified
@@ -22,18 +21,18 @@ COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.
 
 def find(at: int, node: int) -> int:
     """The next number follows every number."""
-    counter, work = array_at(addresses(at)[NUMBER], 1, COUNTER)[0], work_at(addresses(at))
+    counter, work = record_at(at, NUMBER, COUNTER), work_at(at)
     counter.token[0] = work.tails[node, LONGEST_MATCH - 1] + 1
     return 2
 
 
-def weigh(at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int) -> float:
-    counter = array_at(addresses(at)[NUMBER], 1, COUNTER)[0]
-    return contribute(addresses(at), NUMBER, first, counter.token, counter.count, 1, 0, left, floor, truth)
+def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
+    counter = record_at(at, NUMBER, COUNTER)
+    return contribute(at, NUMBER, first, counter.token, counter.count, 1, 0, left)
 
 
 def move(at: int, token: int, emitted: int) -> None:
-    counter = array_at(addresses(at)[NUMBER], 1, COUNTER)[0]
+    counter = record_at(at, NUMBER, COUNTER)
     counter.emitted += emitted
     counter.restarts += token == RESTART
 

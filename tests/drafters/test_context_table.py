@@ -8,19 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.runtime.drafters.hierarchy.matches import (
-    CHAINS,
     FOUND,
-    LONG,
     LONGEST_SHORT,
     PLACES,
     PLACES_BELOW,
-    WINDOW,
-    ContextTable,
     add_short_matches,
     find_matches,
-    latest_place,
     level_of,
 )
+from hdtool.runtime.stores.context_table import CHAINS, LONG, WINDOW, ContextTable, latest_place
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import sequence_hash
 

@@ -8,7 +8,7 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.weights import bucket_of
+from hdtool.runtime.drafters.hierarchy.weights import MANY, bucket_of
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.verified import Verified
 from tests.support.project import ROOT
@@ -28,7 +28,7 @@ def test_the_example_is_what_the_drafter_computes() -> None:
         return number
 
     assert f"`{' '.join(map(str, CONVERSATION))}`" in example
-    hierarchy, bucket = Hierarchy(budget=FixedBudget(2)), bucket_of(2, 2)
+    hierarchy, bucket = Hierarchy(budget=FixedBudget(2)), bucket_of(2, MANY)
     hierarchy.begin(CONVERSATION)
     weight = on_page(float(hierarchy.weights(SourceName.CONTEXT)[1, bucket]))
     second = on_page(weight / 2)

@@ -276,10 +276,10 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
     for ahead in range(5):
         assert memory["ahead"][0] == ahead
         tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
-        grown = grow(drafter.addresses, 30)
+        grown = grow(drafter.address, 30)
         tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
         assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
-        feed(drafter.addresses, np.array([7]))
+        feed(drafter.address, np.array([7]))
 
 
 def test_heads_run_only_if_they_pay() -> None:

@@ -76,7 +76,7 @@ def test_its_weight_is_learned_and_its_time_measured(plugin: SourceName) -> None
             words += emitted
             hierarchy.observe(Accepted([], emitted), NO_LOGITS)
     assert right.weights(SourceName.PLUGIN_1)[0].max() > wrong.weights(SourceName.PLUGIN_1)[0].max()
-    assert wrong.weights(SourceName.PLUGIN_1)[0].min() < right.weights(SourceName.PLUGIN_1)[0].min()
+    assert wrong.weights(SourceName.PLUGIN_1)[0, ::3].min() < right.weights(SourceName.PLUGIN_1)[0, ::3].min()
     if HAS_CLOCK:
         assert right.seconds[plugin] > 0
 

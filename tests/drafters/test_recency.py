@@ -11,7 +11,7 @@ from hdtool.builders.stores.build_model_store import build_model_store
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.adjustments import DISTANCES, distance_class
+from hdtool.runtime.drafters.hierarchy.candidates import DISTANCES, distance_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -47,23 +47,6 @@ def test_a_token_that_the_conversation_had_is_more_probable(store: ModelStore) -
 def test_without_the_conversation_as_a_source_there_is_no_recency(store: ModelStore) -> None:
     having = probs_after([1, OLD, 2, 3, 4, LAST], store, context=False)
     assert having[NEW] == pytest.approx(having[OLD])
-
-
-def test_tokens_of_the_path_are_recent_too() -> None:
-    """After a token that the conversation once had twice in a row, it is drafted once more; then it is the last one."""
-
-    def second(gain: float) -> float:
-        """The probability of the token after itself."""
-        hierarchy = Hierarchy(budget=FixedBudget(8))
-        hierarchy.begin([1, 3, 3, 1, 3, 1])
-        hierarchy.recency[:] = 1.0
-        hierarchy.recency[distance_class(1)] = gain
-        tree = hierarchy.draft([1])
-        assert tree.tokens[0] == 3
-        again = [node for node in range(1, len(tree)) if tree.parents[node] == 0 and tree.tokens[node] == 3]
-        return float(hierarchy.probs[again].sum())
-
-    assert second(10.0) > second(1.0) > second(0.1)
 
 
 def test_distances_have_classes_by_doubling() -> None:

@@ -22,20 +22,20 @@ LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
 LONGEST_PREFIX = 4
 LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
-LONGEST_NODE, BEST, HASHED_ROWS, LONG_RUN, SHARPNESS, WHOLE = 5, 8, 2**15, 4, 1.5, 1000
-MOST_CANDIDATES = 60
-CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS, ORDERS = 0, 12, 16, 22, 27, 39
+LONGEST_NODE, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
+MOST_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
+CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS = 0, 12, 16, 22, 27
+LAST_ORDERS, ORDERS = 39, 40
 PRIORS = {
-    CONTEXT_ORDERS: (len(LEVELS), 0.7, 0.62, 0.6, 0.25),
+    CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
     MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
     CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
-    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.3, 0.3),
-    HISTORY_ORDERS: (len(LEVELS), 0.93, 0.75, 0.4, 0.06),
+    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.0, 0.0),
+    HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
+    LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
 }
 """By the row of the shortest order: orders, remainder and its decay, weights of evidence that names few and many."""
 SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
-RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
-KINDS = len(RATES)
 GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 """Of candidates that neighboring rankings name, by kind."""
 RECENCY = (
@@ -53,17 +53,15 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
 )
 """Gains by the number of binary digits of the distance, 0 for none, and by probability."""
-NEAREST = 7
-NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS, UNNAMED = 8, 8, 32, 0.7, 8
-LEARNING_RATE, LEAST_GAIN, MOST_GAIN = 0.03, 1 / 16, 64.0
+NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
 DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
-MOST_OF_THE_REST, WORTH_A_SEARCH = 0.9, 5.0
+WORTH_A_SEARCH = 5.0
 
 Counts = dict[int, int]
 Row = tuple[int, int]
-Ranking = tuple[tuple[int, ...], Counts, int]
-"""The last tokens it follows, its tokens and shares, and how often in a row the first was the same."""
-NO_RANKING: Ranking = ((), {}, 0)
+Ranking = tuple[tuple[int, ...], Counts]
+"""The last tokens it follows, and its tokens and shares."""
+NO_RANKING: Ranking = ((), {})
 
 
 @dataclass
@@ -83,8 +81,6 @@ class Node:
     probs: float = 1.0
     depth: int = 0
     source: int = 0
-    agreed: int = UNNAMED
-    """How much the neighboring rankings thought of it."""
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was asked; those of a child are searched for within these."""
@@ -107,10 +103,7 @@ class SlowHierarchy:
         self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str, seed: int | None = None
     ) -> None:
         self.seed = seed
-        self.rates = np.array(RATES)
-        self.rate_credit, self.rate_asked = STRENGTH * self.rates, np.full(KINDS, STRENGTH)
-        self.last: dict[int, int] = {}  # the kind of each candidate
-        self.gains = np.array(GAINS)
+        self.last: Counts = {}  # the share of each candidate, in millionths
         self.near: list[dict[int, int]] = []  # the kind of each token that is named at a place
         self.kept: dict[Row, Ranking] = {}
         self.letters, use_context = letters, "C" in letters
@@ -118,8 +111,6 @@ class SlowHierarchy:
         self.credit, self.asked = STRENGTH * self.weight, np.full(self.weight.shape, STRENGTH)
         self.model, self.use_context = model, use_context
         self.context: list[int] = []
-        self.last_parts: dict[int, float] = {}
-        self.last_open = 0.0
         self.history: list[tuple[list[int], int]] = []
         """Earlier answers after the last tokens of their prompts, whose number is beside them."""
         self.answering: tuple[list[int], int] = [], 0
@@ -147,7 +138,7 @@ class SlowHierarchy:
         counts = Counter(self.context[at] for at, of in orders if of >= order)
         total = sum(counts.values())
         level = CONTEXT_ORDERS + order - 1
-        return Evidence(level, SourceName.CONTEXT, counts, total, bucket(total, len(counts))) if total else None
+        return Evidence(level, SourceName.CONTEXT, counts, total, 3 * size_of(total) + 2) if total else None
 
     def look_up(self, node: Node) -> None:
         """A child keeps those places of its parent that go on with it; without any, and at the root, the latest."""
@@ -187,7 +178,7 @@ class SlowHierarchy:
                 counts[answer[at]] += 1
         total = sum(counts.values())
         level = HISTORY_ORDERS + order - 1
-        return Evidence(level, SourceName.HISTORY, counts, total, bucket(total, len(counts))) if total else None
+        return Evidence(level, SourceName.HISTORY, counts, total, 3 * size_of(total) + 2) if total else None
 
     def _told(self, node: Node) -> list[tuple[list[int], int]]:
         wanted = TOLD_BELOW if node.above else TOLD
@@ -253,27 +244,27 @@ class SlowHierarchy:
 
     def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
-        owner, counts, run = self.kept.get(row_of(tail), NO_RANKING)
+        owner, counts = self.kept.get(row_of(tail), NO_RANKING)
         if order > LONGEST_NODE or owner != tail:
             return None
         sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
-        spread = 0 if run >= LONG_RUN else 1 if run else 2
         level = RECYCLED_ORDERS + order - 1
-        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure + spread)
+        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure)
 
     def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
         """What stands in the rows of logits, each behind the root or a node."""
         if "R" in self.letters:
-            self._learn_gains(nodes, accepted)
             self._look_round(nodes[1:], logits[1:], len(accepted.path))
         rows = [0, *(node + 1 for node in accepted.path)]
         if "L" in self.letters:
             best = logits[rows[-1]].topk(min(MOST_CANDIDATES + 1, logits.shape[1]))
-            chances = np.exp(best.values.numpy() - best.values[0].numpy())
-            chances /= chances.sum()
-            found = zip(best.indices.tolist(), (-np.log2(chances)).tolist(), strict=True)
-            kinds = {token: min(KINDS - 1, int(bits)) for token, bits in found if token != accepted.tokens[-1]}
-            self.last = dict(list(kinds.items())[:MOST_CANDIDATES])
+            shares = np.exp(LAST_SHARPNESS * (best.values - best.values[0]).double().numpy())
+            shares[best.indices.numpy() == accepted.tokens[-1]] = 0.0
+            millionths = (shares * (MILLION / shares.sum())).astype(int).tolist()
+            found = [
+                pair for pair in zip(best.indices.tolist(), millionths, strict=True) if pair[0] != accepted.tokens[-1]
+            ]
+            self.last = dict(found[:MOST_CANDIDATES])
         for row in reversed(range(len(logits)) if "R" in self.letters else []):
             best = logits[row].topk(BEST)
             shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
@@ -281,17 +272,7 @@ class SlowHierarchy:
             said = dict(zip(best.indices.tolist(), whole, strict=True))
             for order in range(1, LONGEST_NODE + 1):
                 tail = tail_of(nodes[row].context, order)
-                owner, before, run = self.kept.get(row_of(tail), NO_RANKING)
-                again = owner == tail and next(iter(before)) == next(iter(said))
-                self.kept[row_of(tail)] = tail, said, run + 1 if again else 0
-
-    def _learn_gains(self, nodes: list[Node], accepted: Accepted) -> None:
-        came = {id(nodes[node + 1]) for node in accepted.path}
-        reached = [node for node in nodes[1:] if node.above and (not node.above.above or id(node.above) in came)]
-        for kind in range(NEIGHBOR_KINDS):
-            alike = [node for node in reached if node.agreed == kind]
-            surprise = sum((id(node) in came) - node.probs / node.above.probs for node in alike if node.above)
-            self.gains[kind] = np.clip(self.gains[kind] * np.exp(LEARNING_RATE * surprise), LEAST_GAIN, MOST_GAIN)
+                self.kept[row_of(tail)] = tail, said
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """What was thought at the places behind the new root, each node heard as far as it was likely."""
@@ -305,7 +286,7 @@ class SlowHierarchy:
                         shares[place][token] += node.probs * chance
         wholes = [sum(node.probs for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
         self.near = [
-            {token: min(NEIGHBOR_KINDS - 1, int(-np.log2(share / whole))) for token, share in of.items()}
+            {token: kind_of(int(MILLION * (share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
             if of
         ]
@@ -323,25 +304,20 @@ class SlowHierarchy:
         return {token: chance * scale for token, chance in gained.items()}
 
     def _distance(self, node: Node, token: int) -> int:
-        """How long ago the conversation or a path of a few tokens had a token; 0 if it never did."""
-        near = node.context[-NEAREST:]
-        if token in near:
-            return near[::-1].index(token) + 1
+        """How long ago the conversation had a token; 0 if it never did."""
         before = self.context[:-1]
         return (
             len(node.context) - max(at for at, other in enumerate(before) if other == token) if token in before else 0
         )
 
-    def _agree(self, node: Node, chances: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:
-        """The chance of each candidate, which is more where a neighboring ranking names it; and what they thought."""
+    def _agree(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
+        """The chance of each candidate, which is more where a neighboring ranking names it."""
         named = self.near[node.depth] if node.depth < len(self.near) else {}
         if not chances:
-            return {}, {}
-        more = {
-            token: chance * (self.gains[named[token]] if token in named else 1) for token, chance in chances.items()
-        }
+            return {}
+        more = {token: chance * (GAINS[named[token]] if token in named else 1) for token, chance in chances.items()}
         scale = sum(chances.values()) / sum(more.values())
-        return {token: chance * scale for token, chance in more.items()}, named
+        return {token: chance * scale for token, chance in more.items()}
 
     def expand(
         self, node: Node, least: float, floor: float
@@ -382,20 +358,20 @@ class SlowHierarchy:
                 if left_open < least:
                     break
         chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
-        if not node.above and left_open >= least:
-            # Learning takes the parts from here.
-            whole = sum(self.rates[kind] for kind in self.last.values())
-            self.last_parts = {
-                token: left_open / max(1.0, whole / MOST_OF_THE_REST) * self.rates[kind]
-                for token, kind in self.last.items()
-            }
-            self.last_open = left_open if self.last else 0.0
-            for token, part in self.last_parts.items():
-                if part >= floor:
-                    parts.setdefault(token, {})[SourceName.LAST] = part
-                    chances[token] = chances.get(token, 0.0) + part
         if not node.known and left_open < least:
             node.known = LONGEST_PREFIX
+        if not node.above and left_open >= least and self.last:
+            weigh(
+                Evidence(
+                    LAST_ORDERS,
+                    SourceName.LAST,
+                    self.last,
+                    MILLION,
+                    3 * min(SIZES - 1, SIZES * max(self.last.values()) // MILLION),
+                )
+            )
+            for token, part in parts.items():
+                chances[token] = chances.get(token, 0.0) + part.get(SourceName.LAST, 0.0)
         return parts, chances, evidences
 
     def _draw(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
@@ -415,7 +391,7 @@ class SlowHierarchy:
                 least = max(WORTH_EXPANDING * bar / node.probs, LEAST_LEFT)
                 floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
                 parts, chances, _ = self.expand(node, least, floor)
-                chances, named = self._agree(node, chances)
+                chances = self._agree(node, chances)
                 chances = self._draw(node, chances)
                 for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
@@ -426,8 +402,7 @@ class SlowHierarchy:
                         waiting.pop()
                     place = next((at for at, other in enumerate(waiting) if other.probs < probs), len(waiting))
                     context = [*node.context, token]
-                    agreed = named.get(token, UNNAMED)
-                    waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source, agreed))
+                    waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source))
                     if len(nodes) - 1 + len(waiting) == most:
                         bar = waiting[-1].probs
             if not waiting:
@@ -437,15 +412,13 @@ class SlowHierarchy:
 
     def hear(self, token: int) -> None:
         """One step of expectation maximisation, and the token is part of the context."""
-        self.last_parts, self.last_open = {}, 0.0
         *_, evidences = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)
         explained, left_open = [], 1.0
         for evidence in evidences:
             weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
-        guessed = self.last_parts.get(token, 0.0)
-        heard = sum(explained) + guessed + left_open * UNSEEN
+        heard = sum(explained) + left_open * UNSEEN
         left = 1.0
         for evidence, part in zip(evidences, explained, strict=True):
             at = evidence.level, evidence.bucket
@@ -456,20 +429,9 @@ class SlowHierarchy:
             left -= part / heard
             if left < NEGLIGIBLE:
                 break
-        if self.last_open:
-            self._learn_last(token, guessed / heard)
         self.go_to([*self.context, token])
         self.answering[0].append(token)
         self.near = self.near[1:]
-
-    def _learn_last(self, token: int, credit: float) -> None:
-        for kind in self.last.values():
-            fading = min(1.0, EMA_WINDOW / self.rate_asked[kind])
-            self.rate_asked[kind] = self.rate_asked[kind] * fading + self.last_open
-            self.rate_credit[kind] *= fading
-        if token in self.last:
-            self.rate_credit[self.last[token]] += credit
-        self.rates = self.rate_credit / self.rate_asked
 
     def begin(self, context: list[int]) -> None:
         self.history.append(self.answering)
@@ -523,7 +485,14 @@ def prior_weights() -> Any:
     return weight
 
 
+def kind_of(millionths: int) -> int:
+    return min(NEIGHBOR_KINDS - 1, int(-np.log2(max(1, millionths) / MILLION)))
+
+
+def size_of(total: int) -> int:
+    return min(int(np.log2(total)), SIZES - 1)
+
+
 def bucket(total: int, distinct: int) -> int:
-    size = min(int(np.log2(total)), SIZES - 1)
     spread = 0 if distinct <= 1 else 1 if 4 * distinct <= total else 2
-    return 3 * size + spread
+    return 3 * size_of(total) + spread

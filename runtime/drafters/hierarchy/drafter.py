@@ -14,26 +14,15 @@ from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.evidence import (
     HEADS,
-    HEADS_RECORD,
     MODEL,
     MOST_PLUGINS,
     PLUGIN,
-    PLUGIN_RECORD,
     corpus_source,
     note_heads,
     note_plugin,
+    predicted_by,
 )
-from hdtool.runtime.drafters.hierarchy.matches import (
-    ANSWERS,
-    CHAINS,
-    CONTEXT,
-    FOUND,
-    HISTORY,
-    LONG,
-    PREDICTION,
-    STORED,
-    ContextTable,
-)
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, CONTEXT, FOUND, HISTORY, PREDICTION, STORED
 from hdtool.runtime.drafters.hierarchy.memory import (
     ADDRESSES,
     LONGEST_HASH,
@@ -46,14 +35,15 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     WORK_AT,
     Source,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, RankedNodes, Rankings
-from hdtool.runtime.drafters.hierarchy.tree import grow, grow_all, observe_step, restart
-from hdtool.runtime.drafters.hierarchy.weights import CALIBRATION_PRIOR, new_weights, rows_of_weights
-from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
+from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
+from hdtool.runtime.drafters.hierarchy.weights import new_weights, rows_of_weights
+from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
+from hdtool.runtime.stores.context_table import CHAINS, LONG, ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.corpus_ranges import no_shards, range_record
 from hdtool.runtime.stores.history.history import History, address_of
@@ -66,7 +56,6 @@ from hdtool.runtime.verified import Verified
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
 ANY_TOKEN = 2**31 - 1
-LOG_SOURCES = SourceName.PREDICTION, SourceName.HISTORY
 
 
 class Hierarchy(Pinned):
@@ -112,10 +101,10 @@ class Hierarchy(Pinned):
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._places = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
-        self._heads_record, self._plugin_records = np.zeros(1, HEADS_RECORD), np.zeros(MOST_PLUGINS, PLUGIN_RECORD)
-        self._plugin_records["source"][: len(self._plugins)] = list(self._plugins)
+        self._heads_record = predicted_by([SourceName.HEADS])
+        self._plugin_records = predicted_by([*self._plugins, *[SourceName.NONE] * (MOST_PLUGINS - len(self._plugins))])
         self._lane = np.zeros(1, LANE)
-        self._found: dict[int, Array] = {name: np.zeros(1, FOUND) for name in (SourceName.CONTEXT, *LOG_SOURCES)}
+        self._found: dict[int, Array] = {row.name: np.zeros(1, FOUND) for row in (CONTEXT, PREDICTION, HISTORY)}
         corpus_row = corpus_source(self._shards.tokens.dtype.name)
         used: dict[Source, Any] = {HEADS: heads, PLUGIN: plugins, CONTEXT: context, PREDICTION: True, HISTORY: history}
         used |= {RECYCLED: rankings.is_kept, MODEL: model, corpus_row: corpus, SINGLE: rankings.is_kept, LAST: last}
@@ -123,72 +112,56 @@ class Hierarchy(Pinned):
         table = [*added, *used]
         work, self._learned = np.zeros(1, WORK), new_weights(table)
         self._weight_rows = rows_of_weights(table)
-        chosen = [source for source in table if source in added or used[source]]
-        self._rows = [(source, source.row(self._first_row(source))) for source in chosen]
+        first = {source: self._weight_rows[source.name].start for source in table}
+        self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
         self._table = np.zeros(MOST_EVIDENCE, ROW)
-        self._records: dict[int, Array] = {
-            WORK_AT: work,
-            WEIGHTS_AT: self._learned,
-            NEAR_AT: rankings.near,
-            TABLE_AT: self._table,
-            **self._found,
-            SourceName.MODEL: model_record(model),
-            SourceName.CORPUS: ranges,
-            SourceName.LAST: rankings.last,
-            SourceName.RECYCLED: rankings.recycled,
-            SourceName.HEADS: self._heads_record,
-            SourceName.PLUGIN_1: self._plugin_records,
-            **{source.name: record for source, record in added.items()},
-        }
+        self._records: dict[int, Array] = dict(self._found)
+        self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
+        self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
+        self._records |= {SourceName.HEADS: self._heads_record, SourceName.PLUGIN_1: self._plugin_records}
+        self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
+        self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
-        self._at = np.zeros(ADDRESSES, np.int64)
+        self._addresses = np.zeros(ADDRESSES, np.int64)
         for number, record in self._records.items():
-            self._at[number] = record.ctypes.data
+            self._addresses[number] = record.ctypes.data
+        self._at = self._addresses.ctypes.data
         self.work = work
         """The nodes and candidates of the last draft; see ``memory.py``."""
-        self._fill_in(work, context, recycled, vocabulary)
+        self._fill_in(work, context, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._calibrated = work["above"][0], work["calibrated"][0]
+        self._parents, self._depths, self._root_and_probs = (work[field][0] for field in ("above", "depths", "probs"))
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
-        self._depths, self._root_and_probs = work["depths"][0], work["probs"][0]
         self._pending: list[int] = []
         self._nodes = 0
         """Of the last tree, as far as rows of logits are those of its nodes."""
         self._together: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
-        self._drafts = 0
-        self._spent = self._learning_seconds = 0.0
-        self._cost = SmoothedSeconds()
-        self._clocked, self._shared_out = np.zeros((2, len(SourceName)))
-        self._compile()
+        self._drafts, self._learning_seconds = 0, 0.0
+        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
+        # Compiled, or loaded from the cache, before the first step.
+        self.predict((0,))
+        self.begin(())
+        feed(self._at, np.empty(0, np.int64))
+        grow(self._at, 1)
 
-    def _fill_in(self, work: Array, context: bool, recycled: bool, vocabulary: int) -> None:
-        work["vocabulary"] = min(
-            [vocabulary, *(store.manifest.tokenizer.vocab_size for store in self._stores if store)]
-        )
+    def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
+        sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
+        work["vocabulary"] = min([vocabulary, *sizes])
         self._found[SourceName.CONTEXT]["log"][0, ANSWERS] = self.table.memory.ctypes.data
         if self._history:
             found = self._found[SourceName.HISTORY]
             found["log"][0, ANSWERS] = address_of(self._history.answers.memory)
             found["log"][0, STORED] = address_of(self._history.stored_log)
             found["lane"] = self._lane.ctypes.data
-        work["accepted"] = work["predicted"] = CALIBRATION_PRIOR
-        work["has_context"], work["has_recycled"], work["plugins"] = context, recycled, len(self._plugins)
-        hashes = self._rankings.is_kept or self._stores[0]
-        work["hashed"] = LONGEST_HASH if hashes else CHAINS[LONG]
+        work["has_context"] = context
+        work["hashed"] = LONGEST_HASH if self._rankings.is_kept or self._stores[0] else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
 
-    def _compile(self) -> None:
-        """Compile everything, or load it from the cache, before the first step."""
-        self.predict((0,))
-        self.begin(())
-        observe_step(self._at, np.empty(0, np.int64), 0, 0)
-        grow(self._at, 1)
-
     @property
-    def addresses(self) -> Array:
-        """The addresses of its memory, which must outlive them: for compiled code that drafts for many."""
+    def address(self) -> int:
+        """Where the addresses of its memory are, for compiled code that drafts for many."""
         return self._at
 
     @property
@@ -205,40 +178,19 @@ class Hierarchy(Pinned):
         """The learned weights of a source by n-gram order and by kind of evidence; see ``weights.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
-    def _first_row(self, source: Source) -> int:
-        return int(self._weight_rows[source.name].start) if source.prior else 0
-
     @property
-    def rates(self) -> Any:
-        """The learned share of each kind of candidate of the last logit."""
-        return self._learned["rates"][0]
-
-    @property
-    def gains(self) -> Any:
-        """The learned gain of candidates in neighboring rankings, by kind."""
-        return self._learned["gains"][0]
-
-    @property
-    def recency(self) -> Any:
-        """The gain of candidates by their distance from their latest place in the conversation, and by probability."""
-        return self._learned["recency"][0]
+    def learned(self) -> Any:
+        """All that is learned; see ``weights.py``."""
+        return self._learned[0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
-        """The time that drafting took so far, by source; NONE is the tree itself.
-
-        The total is measured; the shares come from every 32nd draft. Empty where compiled code has no clock.
-        Time that was read before keeps its shares, so that no source's time goes down when they change.
-        """
-        whole = self._clocked.sum()
-        if not whole:
-            return {}
-        self._shared_out += self._spent * self._clocked / whole
-        self._spent = 0.0
-        parts = self._shared_out.tolist()
-        parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
-        for number, seconds in self._plugin_seconds.items():
-            parts[number] += seconds
+        """The time of drafting so far, by source, as every 32nd draft shares it out; empty without a compiled clock."""
+        parts = self._time.read()
+        if any(parts):
+            parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
+            for number, seconds in self._plugin_seconds.items():
+                parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -304,7 +256,7 @@ class Hierarchy(Pinned):
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """The trees of hierarchies, grown in one compiled call."""
         if self._together is None or self._together[0] != drafters:
-            self._together = list(drafters), np.array([drafter.addresses for drafter in drafters])
+            self._together = list(drafters), np.array([drafter.address for drafter in drafters])
         most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         grown, started = np.zeros(len(most), np.int64), time.perf_counter()
         grow_all(self._together[1], np.array(most), grown)
@@ -315,10 +267,7 @@ class Hierarchy(Pinned):
         ]
 
     def prepare(self, context: Sequence[int]) -> int:
-        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft.
-
-        The tree is grown by ``grow``, or by ``grow_all`` with those of others, and made by ``completed``.
-        """
+        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
         self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
@@ -328,7 +277,7 @@ class Hierarchy(Pinned):
         self.work["position"] = len(context)
         if self._heads and (not self._gate or self._gate.now):
             self._heads.run_heads()
-            note_heads(self._heads_record, self._heads.tokens, self._heads.probs)
+            note_heads(self._heads_record[0], self._heads.tokens, self._heads.probs)
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:
@@ -338,14 +287,14 @@ class Hierarchy(Pinned):
 
     def completed(self, context: Sequence[int], grown: int, seconds: float) -> DraftTree:
         """The tree of so many nodes, which took so many seconds to grow."""
-        self._spent += seconds
+        self._time.spend(seconds)
         if self._timed[0]:
-            self._clocked += self._laps
+            self._time.clock(self._laps)
             self._timed[0] = False
         # Learning from the last step, which nothing but drafting needs, included.
         self._cost.observe(seconds + self._learning_seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        size = self._nodes = self.budget.nodes(self._calibrated[:grown])
+        size = self._nodes = self.budget.nodes(self._probs[:grown])
         if not size:
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources
@@ -373,8 +322,10 @@ class Hierarchy(Pinned):
             return
         started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
-        ranked = self._ranked_nodes(rows) if uses_logits and is_ranked else None
-        self._learn(accepted.path, nodes if is_ranked else 0)
+        ranked = None
+        if uses_logits and is_ranked:  # the tail of the root is copied, as the root moves on
+            ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
+        self._catch_up()
         if uses_logits:
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, verified, ranked)
@@ -382,17 +333,8 @@ class Hierarchy(Pinned):
         if self._heads and self._gate and is_drafting and is_current and rows and nodes:
             self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
 
-    def _ranked_nodes(self, rows: int) -> RankedNodes:
-        """The nodes of so many rows of logits; the tail of the root is copied, as the root moves on."""
-        return RankedNodes(self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows])
-
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""
         if self._pending:
-            self._learn((), 0)
-
-    def _learn(self, path: Sequence[int], nodes: int) -> None:
-        """Learn from the emitted tokens and from the accepted path of a tree of so many nodes, 0 for none."""
-        outcome = np.array([*self._pending, *path], np.int64)
-        observe_step(self._at, outcome, len(self._pending), nodes)
-        self._pending.clear()
+            feed(self._at, np.array(self._pending, np.int64))
+            self._pending.clear()

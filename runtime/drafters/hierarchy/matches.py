@@ -1,36 +1,29 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
-Each keeps a ring of tokens with chains through it, as compressors of the LZ family do: from each place back to the one
-before that follows the same last tokens. The root's matches are looked up, and a node inherits those of its parent that
-its token continues; others are looked up only where none is left, or where short n-grams count.
+Each keeps a ring of tokens with chains through it, as compressors of the LZ family do. The root's matches are looked
+up, and a node inherits those of its parent that its token continues; others are looked up only where none is left, or
+where short n-grams count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import contribute
-from hdtool.runtime.drafters.hierarchy.memory import LONGEST_HASH, Prior, Source, addresses, work_at
-from hdtool.runtime.drafters.hierarchy.weights import bucket_of
+from hdtool.runtime.drafters.hierarchy.memory import LONGEST_HASH, Prior, Source, record_at, work_at
+from hdtool.runtime.drafters.hierarchy.weights import MANY, bucket_of
 from hdtool.runtime.kernels.compiled import Array, Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.context_table import CHAINS, LONG, SHORT, TABLE, WINDOW, add, head_of
 from hdtool.runtime.stores.corpus_ranges import ROWS
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, MATCHES, follow_chain, search
 from hdtool.runtime.stores.history.token_log import CHAINED, LANE, LOG, TOKEN, append, end_of, places_of
-from hdtool.runtime.stores.model_store import mixed
 
-WINDOW = 1 << 15
-"""Tokens of the conversation that are remembered; a power of two."""
-HEADS = 1 << 15
 LEVELS = LONGEST_HASH + 4
 """The n-gram orders of matches: their length up to 8, and then up to 12, 16, 24 and 32 tokens."""
-CHAINS = (1, 3)
-"""How many last tokens the places of each chain of the conversation share."""
-SHORT, LONG = range(2)
 LONGEST_SHORT = CHAINS[LONG] - 1
 """The highest n-gram order of matches that are looked up in the short chain because longer ones do not suffice."""
 PLACES, PLACES_BELOW = 64, 16
@@ -39,23 +32,10 @@ STEPS = 2 * PLACES
 """Places that are visited of a chain, hash collisions included."""
 LOG_PLACES_BELOW = 8
 """Places of a log that are found at most at nodes below the root."""
-VISITS = 4
-"""Places that are visited for the latest one of a token, which other tokens of the same hash may precede."""
-STRETCH = 256
-"""Tokens that are compared at once; a power of two."""
 ANSWERS, STORED, LOGS = range(3)
 """The logs of the history: answers of this process, and the store on the disk. Other sources have the first alone."""
 NO_OWNERS = np.empty(0, np.int32)
 
-TABLE = np.dtype(
-    [
-        ("end", np.int64),  # tokens ever added: the place of the next one
-        ("ring", np.int32, WINDOW),
-        ("before", np.int32, (2, WINDOW)),  # by chain and place
-        ("heads", np.int32, (2, HEADS)),  # by chain and hash: the latest place
-    ],
-    align=True,
-)
 FOUND = np.dtype(
     [
         ("log", np.int64, LOGS),  # addresses of the context table or of token logs, or 0
@@ -70,8 +50,8 @@ FOUND = np.dtype(
         ("followers", np.int64),  # how many there are
         ("tokens", np.int64, PLACES),  # the token after each,
         ("orders", np.int64, PLACES),  # and the n-gram order of its match
-        ("sorted", np.int64, PLACES),  # the tokens by order, those of the highest first
-        ("stops", np.int64, LEVELS + 2),  # how many of them have this order or a higher one
+        ("of_order", np.int64, LEVELS + 1),  # how many of them have each order,
+        ("highest", np.int64),  # and the highest one
         ("total", np.int64),  # followers that were counted
         ("distinct", np.int64),
         ("different", np.int64, PLACES),  # the different ones among them
@@ -79,109 +59,6 @@ FOUND = np.dtype(
     ],
     align=True,
 )
-
-
-class ContextTable:
-    """The tokens of one conversation; a few hundred kilobytes, however long it becomes.
-
-    Adding a token takes nanoseconds and nothing is ever evicted: the ring runs over what is too old.
-    """
-
-    def __init__(self) -> None:
-        self.memory = np.zeros(1, TABLE)
-        self.reset()
-
-    def __len__(self) -> int:
-        return int(self.memory["end"][0])
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def reset(self) -> None:
-        clear(self.memory[0])
-
-    def read(self, prompt: Sequence[int] | Ints) -> int:
-        """Make ``prompt`` the content of the table; returns how many of its tokens were added.
-
-        The next turn of a conversation starts with the earlier ones, so that only its rest is new.
-        """
-        tokens = np.asarray(prompt, np.int64)
-        known = len(self)
-        if not holds(self.memory[0], tokens):
-            self.reset()
-            known = 0
-        self.add(tokens[known:])
-        return len(tokens) - known
-
-    def add(self, tokens: Sequence[int] | Ints) -> None:
-        _add_all(self.memory, np.asarray(tokens, np.int64))
-
-
-@compiled
-def holds(table: Any, tokens: Ints) -> bool:
-    """Whether ``tokens`` start with what the table holds."""
-    if table.end > len(tokens):
-        return False
-    place = max(np.int64(0), table.end - WINDOW)
-    while place < table.end:
-        # Stretches without a branch or a turn of the ring are compared many tokens at a time.
-        stop = min(table.end, (place | (STRETCH - 1)) + 1)
-        start, differ = place & (WINDOW - 1), np.int64(0)
-        for offset in range(stop - place):
-            differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[place + offset])
-        if differ != 0:
-            return False
-        place = stop
-    return True
-
-
-@compiled
-def clear(table: Any) -> None:
-    table.end = 0
-    table.heads[:] = -1
-
-
-@compiled
-def _add_all(memory: Ints, tokens: Ints) -> None:
-    for token in tokens:
-        add(memory[0], token)
-
-
-@compiled
-def add(table: Any, token: Any) -> None:
-    """Add the token that follows the tokens so far."""
-    place = table.end
-    mark = np.uint64(0)
-    for length in range(1, min(CHAINS[LONG], place) + 1):
-        mark = mixed(mark, table.ring[(place - length) & (WINDOW - 1)])
-        if length == CHAINS[SHORT] or length == CHAINS[LONG]:
-            chain = SHORT if length == CHAINS[SHORT] else LONG
-            head = _head_of(mark)
-            table.before[chain, place & (WINDOW - 1)] = table.heads[chain, head]
-            table.heads[chain, head] = place
-    table.ring[place & (WINDOW - 1)] = token
-    table.end = place + 1
-
-
-@compiled
-def latest_place(table: Any, token: Any) -> int:
-    """The latest place of a token, but for that of the last token; -1 if there is none."""
-    oldest = max(np.int64(0), table.end - WINDOW)
-    after = np.int64(table.heads[SHORT, _head_of(mixed(np.uint64(0), token))])
-    for _ in range(VISITS):
-        if after <= oldest:
-            break
-        if table.ring[(after - 1) & (WINDOW - 1)] == token:
-            return int(after - 1)
-        after = np.int64(table.before[SHORT, after & (WINDOW - 1)])
-    return -1
-
-
-@compiled
-def _head_of(mark: np.uint64) -> np.int64:
-    """Where the chain of a hash begins; the high bits are the well mixed ones."""
-    return np.int64((mark >> np.uint64(40)) & np.uint64(HEADS - 1))
 
 
 @compiled
@@ -193,9 +70,9 @@ def level_of(length: int) -> int:
 
 
 @compiled
-def found_at(at: Ints, source: int) -> Any:
+def found_at(at: int, source: int) -> Any:
     """The matches of a source."""
-    return array_at(at[source], 1, FOUND)[0]
+    return record_at(at, source, FOUND)
 
 
 @compiled
@@ -204,20 +81,16 @@ def table_of(found: Any) -> Any:
 
 
 def _find_in_context(at: int, node: int) -> int:
-    work, found = work_at(addresses(at)), found_at(addresses(at), OF_CONTEXT)
+    work, found = work_at(at), found_at(at, OF_CONTEXT)
     find_matches(table_of(found), found, node, work.parents[node], work.tails[node], work.marks)
-    _sort(found)
-    return max(_highest_order(found), LONGEST_SHORT)
+    return max(found.highest, LONGEST_SHORT)  # type: ignore[no-any-return]
 
 
-def _weigh_context(
-    at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int
-) -> float:
-    work, found = work_at(addresses(at)), found_at(addresses(at), OF_CONTEXT)
-    if order <= LONGEST_SHORT and order == min(LONGEST_SHORT, found.shortest[node] - 1):
+def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
+    work, found = work_at(at), found_at(at, OF_CONTEXT)
+    if order == min(LONGEST_SHORT, found.shortest[node] - 1):
         add_short_matches(table_of(found), found, node, work.tails[node], work.marks)
-        _sort(found)
-    return _weigh(addresses(at), OF_CONTEXT, found, order, first, left, floor, truth)
+    return _weigh(at, OF_CONTEXT, found, order, first, left)
 
 
 @compiled
@@ -247,7 +120,7 @@ def add_short_matches(table: Any, found: Any, node: int, tail: Array, marks: Arr
 
 def _add_to_context(at: int, token: int, emitted: int) -> None:
     if emitted:
-        add(table_of(found_at(addresses(at), OF_CONTEXT)), token)
+        add(table_of(found_at(at, OF_CONTEXT)), token)
 
 
 def _log_source(name: SourceName, prior: Prior) -> Source:
@@ -255,23 +128,20 @@ def _log_source(name: SourceName, prior: Prior) -> Source:
     number = name.value
 
     def find(at: int, node: int) -> int:
-        work, found = work_at(addresses(at)), found_at(addresses(at), number)
+        work, found = work_at(at), found_at(at, number)
         _begin(found, node)
         for log in range(LOGS):
             if found.log[log]:
                 _find_in_log(work, found, log, node)
-        if found.followers == 0:
-            return -1
-        _sort(found)
-        return _highest_order(found)
+        return found.highest  # type: ignore[no-any-return]
 
-    def weigh(at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int) -> float:
-        found = found_at(addresses(at), number)
-        return _weigh(addresses(at), number, found, order, first, left, floor, truth)
+    def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
+        found = found_at(at, number)
+        return _weigh(at, number, found, order, first, left)
 
     def move(at: int, token: int, emitted: int) -> None:
         if emitted:
-            append_to_log(found_at(addresses(at), number), token)
+            append_to_log(found_at(at, number), token)
 
     return Source(name, CHAINED, prior, find, weigh, move)
 
@@ -288,8 +158,8 @@ def append_to_log(found: Any, token: int) -> None:
 @compiled
 def _begin(found: Any, node: int) -> None:
     found.followers = found.total = found.distinct = 0
-    for log in range(LOGS):
-        found.count[log, node] = 0
+    found.highest, found.of_order[:] = -1, 0
+    found.count[:, node] = 0
 
 
 @compiled
@@ -322,7 +192,7 @@ def _inherit(found: Any, log: int, node: int, parent: int, token: Any, tokens: I
 @compiled
 def _look_up(table: Any, found: Any, node: int, chain: int, most: int, tail: Array, marks: Array) -> None:
     """Read at most so many of the latest matches of a chain, and add those that the node does not have."""
-    oldest, start = max(np.int64(0), table.end - WINDOW), table.heads[chain, _head_of(marks[CHAINS[chain]])]
+    oldest, start = max(np.int64(0), table.end - WINDOW), table.heads[chain, head_of(marks[CHAINS[chain]])]
     count = found.count[0, node]
     limits = (CHAINS[chain], LONGEST_MATCH if count == 0 else found.shortest[node] - 1)
     ring, before, places, lengths = table.ring, table.before[chain], found.places[0, node], found.lengths[0, node]
@@ -338,58 +208,36 @@ def _add_followers(found: Any, log: int, first: int, node: int, tokens: Ints, hi
     for at in range(first, found.count[log, node]):
         token = tokens[found.places[log, node, at] & mask]
         if token >= 0 and found.followers < PLACES:
-            found.tokens[found.followers] = token
-            found.orders[found.followers] = min(highest, level_of(found.lengths[log, node, at]))
+            order = min(highest, level_of(found.lengths[log, node, at]))
+            found.tokens[found.followers], found.orders[found.followers] = token, order
             found.followers += 1
+            found.of_order[order] += 1
+            found.highest = max(found.highest, order)
 
 
 @compiled
-def _sort(found: Any) -> None:
-    """Put followers of the same order together, in the order in which they were found."""
-    found.stops[:] = 0
-    for place in range(found.followers):
-        found.stops[found.orders[place]] += 1
-    for order in range(LEVELS, 0, -1):
-        found.stops[order] += found.stops[order + 1]
-    for place in range(found.followers):
-        # Filled from the start of its order, which moves to its stop meanwhile.
-        start = found.stops[found.orders[place] + 1]
-        found.sorted[start] = found.tokens[place]
-        found.stops[found.orders[place] + 1] += 1
-    for order in range(LEVELS + 1):
-        found.stops[order] = found.stops[order + 1]
-    found.stops[LEVELS + 1] = 0
-
-
-@compiled
-def _highest_order(found: Any) -> int:
-    order = LEVELS if found.followers > 0 else 0
-    while order > 0 and found.stops[order] == 0:
-        order -= 1
-    return order
-
-
-@compiled
-def _weigh(at: Ints, source: int, found: Any, order: int, first: int, left: float, floor: float, truth: int) -> float:
+def _weigh(at: int, source: int, found: Any, order: int, first: int, left: float) -> float:
     """Add the tokens after matches of this order or a higher one; return what is left."""
-    if found.stops[order] == 0:
+    for place in range(found.followers if found.of_order[order] > 0 else 0):
+        if found.orders[place] == order:
+            token, different = found.tokens[place], 0
+            while different < found.distinct and found.different[different] != token:
+                different += 1
+            if different == found.distinct:
+                found.different[different], found.counts[different] = token, 0
+                found.distinct += 1
+            found.counts[different] += 1
+            found.total += 1
+    if found.total == 0:
         return left
-    for place in range(found.stops[order + 1], found.stops[order]):
-        token, different = found.sorted[place], 0
-        while different < found.distinct and found.different[different] != token:
-            different += 1
-        if different == found.distinct:
-            found.different[different], found.counts[different] = token, 0
-            found.distinct += 1
-        found.counts[different] += 1
-        found.total += 1
     tokens, counts = found.different[: found.distinct], found.counts[: found.distinct]
-    bucket = bucket_of(found.total, found.distinct)
-    return contribute(at, source, first + order - 1, tokens, counts, found.total, bucket, left, floor, truth)
+    # Whether all matches go on alike does not tell how reliable they are, unlike in stores.
+    bucket = bucket_of(found.total, MANY)
+    return contribute(at, source, first + order - 1, tokens, counts, found.total, bucket, left)
 
 
-_OWN_WORDS = Prior(LEVELS, 0.7, 0.62, 0.6, 0.25)
+_OWN_WORDS = Prior(LEVELS, many=0.25)
 OF_CONTEXT = SourceName.CONTEXT.value
 CONTEXT = Source(SourceName.CONTEXT, 1, _OWN_WORDS, _find_in_context, _weigh_context, _add_to_context)
 PREDICTION = _log_source(SourceName.PREDICTION, _OWN_WORDS)
-HISTORY = _log_source(SourceName.HISTORY, Prior(LEVELS, 0.93, 0.75, 0.4, 0.06))
+HISTORY = _log_source(SourceName.HISTORY, Prior(LEVELS, many=0.06))

@@ -1,20 +1,18 @@
 """The memory that compiled code drafts with, and the table of sources that it calls.
 
-All records are reached by one array of addresses: each array that Python passes costs a fifth of a microsecond, and
-each one that a compiled function passes on costs a dozen words of the stack.
+Every function gets ``at``, the address of one array of addresses, and reaches all records by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, types
+from numba import types
 
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled, generated
+from hdtool.runtime.kernels.calls import address_of, caller_of
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_ranges import ROWS, SAMPLES
@@ -30,10 +28,8 @@ LONGEST_HASH = 8
 """Most last tokens of a node that are hashed."""
 MOST_ROWS, MOST_EVIDENCE = 128, 32
 """Rows of learned weights, and rows of the table of sources, at most."""
-DRAFTING = -1
-"""In place of an emitted token to learn from."""
-RESTART = -1
-"""In place of an emitted token: another conversation begins."""
+DRAFTING = RESTART = -1
+"""In place of an emitted token: an estimate is for a tree, or another conversation begins."""
 
 WORK = np.dtype(
     [
@@ -44,18 +40,12 @@ WORK = np.dtype(
         ("probs", np.float64, ROWS),  # that the target takes the whole path
         ("depths", np.int64, ROWS),
         ("tails", np.int64, (ROWS, LONGEST_MATCH)),  # the last tokens down to the node
-        ("agreements", np.int64, ROWS),  # the kind of neighboring ranking that holds it
         ("known", np.int64, ROWS),  # the longest match in the model store
         ("cut", np.int64, ROWS),  # whether too little was left for the shortest orders
-        # The nodes as a tree has them: the root is not counted, and probabilities are calibrated.
-        ("above", np.int32, LARGEST_TREE),
-        ("calibrated", np.float64, LARGEST_TREE),
-        # Draft tokens that were accepted lately, and how many their probabilities predicted.
-        ("accepted", np.float64),
-        ("predicted", np.float64),
+        ("above", np.int32, LARGEST_TREE),  # parents as a tree has them: the root is not counted
         # The best paths, most probable first: those that are nodes already, and those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
-        ("best_keys", np.int64, LARGEST_TREE),  # agreement, source, parent and token in one number
+        ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token in one number
         # Tokens that the tree begins with, as they are almost certain.
         ("expected", np.int64),
         ("chain", np.int64, LARGEST_TREE),
@@ -63,7 +53,6 @@ WORK = np.dtype(
         ("size", np.int64),
         ("candidates", np.int64, CANDIDATES),
         ("chances", np.float64, CANDIDATES),
-        ("agreed", np.int64, CANDIDATES),  # the kind of neighboring ranking that holds it
         ("recency", np.int64, CANDIDATES),  # the class of its distance from its latest place in the conversation
         ("parts", np.float64, (CANDIDATES, len(SourceName))),  # of each chance, by source
         ("round", np.int64),  # slots of earlier rounds are empty
@@ -73,15 +62,16 @@ WORK = np.dtype(
         # Evidence of the order in use.
         ("corpus_evidence", np.int64, SAMPLES),
         ("corpus_counts", np.int64, SAMPLES),
-        # The evidence of each order for an emitted token.
+        # What an estimate is for: a tree, or learning from an emitted token.
+        ("truth", np.int64),  # the emitted token, or DRAFTING
+        ("least", np.float64),  # evidence is used while so much probability is left
+        ("floor", np.float64),  # smaller contributions are left out
+        # The evidence of each order for the emitted token.
         ("used", np.int64),
         ("orders", np.int64, MOST_ROWS),
         ("buckets", np.int64, MOST_ROWS),
         ("shares", np.float64, MOST_ROWS),
         ("explained", np.float64, MOST_ROWS),
-        ("last_open", np.float64),  # left to the candidates of the last logit; 0 if they were not used
-        ("last_part", np.float64),  # of it, the token's
-        ("last_kind", np.int64),
         # What the times of draws depend on.
         ("is_sampled", np.int64),
         ("seed", np.uint64),
@@ -90,8 +80,6 @@ WORK = np.dtype(
         ("vocabulary", np.int64),  # no source may draft a token outside it
         ("rows", np.int64),  # of the table of sources
         ("has_context", np.int64),
-        ("has_recycled", np.int64),
-        ("plugins", np.int64),
         # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
         ("timed", np.int64),
         ("laps", np.int64, len(SourceName)),
@@ -104,112 +92,74 @@ WORK = np.dtype(
 ROW = np.dtype([(name, np.int64) for name in ("source", "first", "lowest", "highest", "find", "weigh", "move")])
 """A source in the table: its number, its first row of weights, the n-gram orders that it has evidence of at the node in
 hand, and the addresses of its functions; 0 for none."""
+FIND, MOVE = types.int64(types.int64, types.int64), types.void(types.int64, types.int64, types.int64)
+WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
 
 class Prior(NamedTuple):
-    """The n-gram orders of a source, and the weights that they begin with."""
+    """The weights that a source begins with, the same for all of its n-gram orders.
+
+    Evidence of one token leaves a ``remainder`` to shorter orders, which each doubling of the evidence multiplies by
+    ``decay``; evidence that names few or many tokens has a weight of its own.
+    """
 
     orders: int
-    """Or places: a trained head, or a plug-in, counts as an order of its own."""
-    remainder: float
-    """Left to shorter orders by evidence of one token,"""
-    decay: float
-    """which each doubling of the evidence multiplies by this."""
-    few: float
-    """The weight of evidence that names few tokens,"""
-    many: float
-    """and of evidence that names many."""
-
-
-FIND = types.int64(types.int64, types.int64)
-WEIGH = types.float64(*[types.int64] * 4, *[types.float64] * 3, types.int64)
-MOVE = types.void(*[types.int64] * 3)
+    remainder: float = 1.0
+    decay: float = 1.0
+    few: float = 0.0
+    many: float = 0.0
 
 
 class Source(NamedTuple):
-    """A source of evidence: three functions that compiled code calls by their addresses.
-
-    Each gets the address of the array of addresses, from which ``addresses`` makes the array.
-    """
+    """A source of evidence: functions that compiled code calls by their addresses."""
 
     name: SourceName
     lowest: int
     """Its shortest n-gram order."""
-    prior: Prior | None
-    """None for a source without weights of its own."""
+    prior: Prior
     find: Callable[[int, int], int]
     """``find(at, node)``: begin with a node; returns the highest order with evidence, -1 for none."""
-    weigh: Callable[[int, int, int, int, float, float, float, int], float]
-    """``weigh(at, node, order, first, left, least, floor, truth)``: give tokens their parts of the probability that is
-    ``left``, and return what is left then. ``first`` is the row of the source's weights."""
+    weigh: Callable[[int, int, int, int, float], float]
+    """``weigh(at, node, order, first, left)``: give tokens their parts of the probability that is ``left``, and return
+    what is left then. ``first`` is the row of the source's weights."""
     move: Callable[[int, int, int], None] | None = None
     """``move(at, token, emitted)``: the root moves on by a token, which was emitted now or is part of the prompt."""
 
     def row(self, first: int) -> tuple[int, ...]:
         """The row of the table, with the first row of its weights."""
-        move = _function(self.move, MOVE).address if self.move else 0
-        functions = _function(self.find, FIND).address, _function(self.weigh, WEIGH).address, move
-        return self.name.value, first, self.lowest, -1, *functions
+        move = address_of(self.move, MOVE) if self.move else 0
+        return self.name.value, first, self.lowest, -1, address_of(self.find, FIND), address_of(self.weigh, WEIGH), move
 
 
-@cache
-def _function(function: Callable[..., Any], signature: Any) -> Any:
-    """A C function, compiled once and kept on the disk."""
-    return cfunc(signature, cache=True)(function)
-
-
-@generated(types.int64, types.int64, types.int64, returns=types.int64)
-def call_find(builder: Any, function: Any, at: Any, node: Any) -> Any:
-    return _called(builder, function, ir.IntType(64), at, node)
-
-
-@generated(*[types.int64] * 5, *[types.float64] * 3, types.int64, returns=types.float64)
-def call_weigh(
-    builder: Any,
-    function: Any,
-    at: Any,
-    node: Any,
-    order: Any,
-    first: Any,
-    left: Any,
-    least: Any,
-    floor: Any,
-    truth: Any,
-) -> Any:
-    return _called(builder, function, ir.DoubleType(), at, node, order, first, left, least, floor, truth)
-
-
-@generated(*[types.int64] * 4)
-def call_move(builder: Any, function: Any, at: Any, token: Any, emitted: Any) -> None:
-    _called(builder, function, ir.VoidType(), at, token, emitted)
-
-
-def _called(builder: Any, function: Any, returned: Any, *given: Any) -> Any:
-    kind = ir.FunctionType(returned, [value.type for value in given])
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(MOVE)
 
 
 @compiled
-def addresses(at: int) -> Ints:
-    """The array of addresses."""
-    return array_at(at, ADDRESSES, np.int64)
+def records_at(at: int, number: int, count: int, kind: Any) -> Array:
+    """The records of a source, by its number, or those at one of the other places of addresses."""
+    return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
 
 
 @compiled
-def work_at(at: Ints) -> Any:
-    return array_at(at[WORK_AT], 1, WORK)[0]
+def record_at(at: int, number: int, kind: Any) -> Any:
+    return records_at(at, number, 1, kind)[0]
 
 
 @compiled
-def table_at(at: Ints) -> Array:
+def work_at(at: int) -> Any:
+    return record_at(at, WORK_AT, WORK)
+
+
+@compiled
+def table_at(at: int) -> Array:
     """The rows of the sources."""
-    return array_at(at[TABLE_AT], MOST_EVIDENCE, ROW)
+    return records_at(at, TABLE_AT, MOST_EVIDENCE, ROW)
 
 
 @compiled
-def move_all(at: Ints, token: int, emitted: int) -> None:
+def move_all(at: int, token: int, emitted: int) -> None:
     """Have all sources follow when the root moves on."""
     table = table_at(at)
     for row in range(work_at(at).rows):
         if table[row].move:
-            call_move(table[row].move, at.ctypes.data, token, emitted)
+            call_move(table[row].move, (at, token, emitted))

@@ -7,96 +7,53 @@ rejected nodes tell of the same position after other tokens: a wrong token seldo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.hierarchy.candidates import contribute, put
-from hdtool.runtime.drafters.hierarchy.evidence import pass_by
-from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, NEAR_AT, Prior, Source, addresses, work_at
-from hdtool.runtime.drafters.hierarchy.weights import FEW, KINDS, MANY, ONE, bucket_of_share, weights_at
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
+from hdtool.runtime.drafters.hierarchy.candidates import contribute, index_of, rescale, whole
+from hdtool.runtime.drafters.hierarchy.evidence import (
+    BEST_PREDICTED,
+    LONGEST_CHAIN,
+    MILLION,
+    NO_TOKEN,
+    PREDICTED,
+    follow,
+    predicted_by,
+    predicting,
+)
+from hdtool.runtime.drafters.hierarchy.memory import NEAR_AT, Prior, Source, record_at, work_at
+from hdtool.runtime.drafters.hierarchy.weights import bucket_of_share
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
-from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.model_store import mixed
+from hdtool.runtime.stores.recycled_rankings import (
+    BEST,
+    LONGEST_NODE,
+    WHOLE,
+    RecycledRankings,
+    fetch,
+    kept_row,
+    rankings_of,
+)
+from hdtool.runtime.stores.recycled_rankings import TABLE as RECYCLED_TABLE
 from hdtool.runtime.verified import Verified
 
-MOST_CANDIDATES = 60
-"""Candidates that the last logit gives at most."""
-MOST_OF_THE_REST = 0.9
-"""The candidates of the last logit get at most this part of the probability that is left in the end."""
-BEST = 8
-"""Tokens of a recycled ranking."""
-LONGEST_NODE = 5
-"""The most last tokens that rankings are kept by."""
-HASHED_ROWS = 1 << 15
-"""For each of the longer lengths."""
-WHOLE = 1000
-"""Shares of recycled rankings are in thousandths."""
-SHARPNESS = 1.5
-"""Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
-LONG_RUN = 4
-"""Rankings with the same best token so many times in a row have a weight of their own."""
-PLACES = 8
-"""Positions after the root that have neighboring rankings."""
 NAMED = 32
-"""The most tokens of such a position; those of probable nodes come first."""
-NEAR_SHARPNESS = 0.7
-OF_LAST, OF_RECYCLED = SourceName.LAST.value, SourceName.RECYCLED.value
+"""The most tokens of a neighboring ranking; those of probable nodes come first."""
+AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
+"""Gains of candidates that a neighboring ranking holds with a share of a half or more, a quarter or more, and so on."""
+LEAST_SUM = 1e-9
+LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
+"""Shares are of probabilities raised to these powers."""
+OF_RECYCLED = SourceName.RECYCLED.value
 
-LAST_RECORD = np.dtype(
-    [
-        ("count", np.int64),  # of candidates; 0 where the ranking of the root is missing
-        ("tokens", np.int64, MOST_CANDIDATES),  # most probable first
-        ("kinds", np.int64, MOST_CANDIDATES),
-    ],
-    align=True,
-)
-RANKING = np.dtype(
-    [
-        ("tokens", np.int32, BEST),  # best first
-        ("shares", np.int16, BEST),
-        ("tag", np.uint32),  # the other half of the hash, which detects collisions
-        ("run", np.uint8),  # how many times in a row the best token was the same
-        ("unused", np.uint8, 11),
-    ]
-)
-"""A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
-LINE = RANKING.itemsize
-RECYCLED_RECORD = np.dtype(
-    [
-        ("rankings", np.int64),  # address of the rows; 0 before anything is kept
-        ("vocabulary", np.int64),  # rows for a single token
-        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
-    ],
-    align=True,
-)
-NEIGHBORS = np.dtype(
-    [
-        ("count", np.int64),  # of positions; 0 where there are none
-        ("ahead", np.int64),  # tokens that were emitted since
-        ("named", np.int64, PLACES),  # the number of tokens
-        ("whole", np.float64, PLACES),  # the sum of the probabilities of all nodes there
-        ("tokens", np.int64, (PLACES, NAMED)),
-        ("shares", np.float64, (PLACES, NAMED)),
-        ("kinds", np.int64, (PLACES, NAMED)),
-    ],
-    align=True,
-)
-
-
-class RankedNodes(NamedTuple):
-    """The nodes of the rows of logits, the root first."""
-
-    tails: Array
-    """The last tokens down to each node."""
-    depths: Array
-    probs: Array
+RankedNodes = tuple[Array, Array, Array]
+"""Of the nodes of the rows of logits, the root first: the last tokens down to each, depths and probabilities."""
 
 
 class Rankings(Pinned):
@@ -104,28 +61,22 @@ class Rankings(Pinned):
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
         """``known`` are rankings of single tokens that are there from the first step on."""
-        self.last, self.near = np.zeros(1, LAST_RECORD), np.zeros(1, NEIGHBORS)
-        self.recycled = np.zeros(1, RECYCLED_RECORD)
-        self._lines: Array | None = None
-        """The table of recycled rankings; allocated when the first one arrives."""
+        self.last, self.near = predicted_by([SourceName.LAST]), predicted_by([SourceName.RECYCLED])
+        self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
         self._known = known
-        # Compiled, or loaded from the cache, before a step needs it.
-        tokens, scores = np.zeros((0, BEST), np.int64), np.zeros((0, BEST), np.float32)
-        _keep(self.recycled, tokens, tokens, scores)
         self.forget()
-        if self.uses_logits:
+        if self.uses_logits:  # compiled, or loaded from the cache, before a step needs it
             tokens, scores = topk(torch.full((1, 1), NO_LOGIT), 1)
-            remember(self.last, 0, tokens[0], scores[0])
-            look_round(self.near, np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
+            remember(self.last[0], 0, tokens[0], scores[0])
+            look_round(self.near[0], np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
     def forget(self) -> None:
         """Drop what was ranked in earlier answers; known rankings stay."""
-        self._lines = None
-        self.recycled[:] = np.zeros(1, RECYCLED_RECORD)
+        self.recycled.clear()
         if self._known is not None:
-            self._begin_with(self._known)
+            self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
         """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
@@ -134,232 +85,122 @@ class Rankings(Pinned):
         rankable = verified.rankable()
         if self._uses_last:
             row = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = topk(rankable[row : row + 1], MOST_CANDIDATES + 1)
-            remember(self.last, accepted.tokens[-1], tokens[0], scores[0])
+            tokens, scores = topk(rankable[row : row + 1], BEST_PREDICTED + 1)
+            remember(self.last[0], accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
+            tails, depths, probs = nodes
             tokens, scores = topk(rankable, BEST)
-            if self._lines is None:
-                self._allocate(verified.logits.shape[-1])
-            _keep(self.recycled, nodes.tails, tokens, scores)
-            look_round(self.near, nodes.depths, nodes.probs, tokens, scores, len(accepted.path))
-
-    def _begin_with(self, known: Array) -> None:
-        """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
-
-        A table that recycles has room for more, and replaces these as the target reads the tokens.
-        """
-        self._allocate(len(known), LONGEST_NODE if self._uses_recycled else 1)
-        longest, self.recycled["longest"] = int(self.recycled["longest"][0]), 1
-        tails = np.arange(len(known)).reshape(-1, 1)
-        with np.errstate(divide="ignore"):
-            scores = np.log(known[:, BEST:].astype(np.float32))
-        _keep(self.recycled, tails, known[:, :BEST].astype(np.int64), scores)
-        self.recycled["longest"] = longest
-
-    def _allocate(self, vocabulary: int, longest: int = LONGEST_NODE) -> None:
-        rows = vocabulary + (longest - 1) * HASHED_ROWS
-        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
-        self.recycled["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
-        self.recycled["vocabulary"], self.recycled["longest"] = vocabulary, longest
+            self.recycled.keep(tails, tokens, scores, verified.logits.shape[-1])
+            look_round(self.near[0], depths, probs, tokens, scores, len(accepted.path))
 
 
 @compiled
-def remember(memory: Array, root: int, tokens: Array, scores: Array) -> None:
-    """Store the top tokens that the root was chosen from, and their logits, without the root itself."""
-    last = memory[0]
-    last.count = 0
-    if not np.isfinite(scores[0]):
-        return
-    chances = np.exp(scores - scores[0])
-    chances /= chances.sum()
+def remember(last: Any, root: int, tokens: Array, scores: Array) -> None:
+    """Store the top tokens that the root was chosen from, by their logits, without the root itself."""
+    last.count = last.ahead = 0
+    last.tokens[0, :] = NO_TOKEN
+    shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
     for place in range(len(tokens)):
-        if tokens[place] != root and chances[place] > 0 and last.count < MOST_CANDIDATES:
-            last.tokens[last.count] = tokens[place]
-            last.kinds[last.count] = min(KINDS - 1, int(-np.log2(chances[place])))
+        if tokens[place] == root or not np.isfinite(shares[place]):
+            shares[place] = 0.0
+    shares *= MILLION / max(LEAST_SUM, shares.sum())
+    for place in range(len(tokens)):
+        if shares[place] > 0 and last.count < BEST_PREDICTED:
+            last.tokens[0, last.count], last.shares[0, last.count] = tokens[place], int(shares[place])
             last.count += 1
+    last.count = min(last.count, 1)  # position
+
+
+LAST = predicting(SourceName.LAST, 0, Prior(1, 0.7))
 
 
 @compiled
-def last_at(at: Ints) -> Any:
-    return array_at(at[OF_LAST], 1, LAST_RECORD)[0]
-
-
-def _find_last(at: int, node: int) -> int:
-    return 0 if node == 0 and last_at(addresses(at)).count > 0 else -1
-
-
-def _weigh_last(
-    at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int
-) -> float:
-    """Give each candidate of the last logit its part of what is left after all n-gram orders."""
-    work, last, rates, whole = work_at(addresses(at)), last_at(addresses(at)), weights_at(addresses(at)).rates, 0.0
-    for place in range(last.count):
-        whole += rates[last.kinds[place]]
-    unit = left / max(1.0, whole / MOST_OF_THE_REST)
-    work.last_open = left
-    for place in range(last.count):
-        token, kind = last.tokens[place], last.kinds[place]
-        part = unit * rates[kind]
-        if truth == DRAFTING:
-            if part >= floor and 0 <= token < work.vocabulary:
-                put(work, OF_LAST, token, part)
-        elif token == truth:
-            work.last_part, work.last_kind = part, kind
-    return left
-
-
-def _move_last(at: int, token: int, emitted: int) -> None:
-    last_at(addresses(at)).count = 0
-
-
-LAST = Source(SourceName.LAST, 0, None, _find_last, _weigh_last, _move_last)
-
-
-@compiled
-def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
-    """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
-    table = memory[0]
-    rankings = _rankings_of(table)
-    shares = np.empty(BEST)
-    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
-    for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
-        if not np.isfinite(scores[node, 0]):
-            continue
-        for length in range(1, table.longest + 1):
-            marks[length] = mixed(marks[length - 1], tails[node, -length])
-        _fetch(table, tails[node, -1], marks)
-        for place in range(BEST):
-            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
-        shares *= WHOLE / shares.sum()
-        for length in range(1, table.longest + 1):
-            row = _row_of(table, tails[node, -1], marks[length], length)
-            if row >= 0:
-                kept, tag = rankings[row], _tag_of(marks[length])
-                again = kept.tag == tag and kept.tokens[0] == tokens[node, 0]
-                kept.tag, kept.run = tag, min(kept.run + 1, LONG_RUN) if again else 0
-                for place in range(BEST):
-                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
-
-
-@compiled
-def _fetch(table: Any, last: Any, marks: Array) -> None:
-    """Prefetch the rankings after the last tokens with these hashes, all at once."""
-    rankings = _rankings_of(table)
-    for length in range(1, table.longest + 1):
-        row = _row_of(table, last, marks[length], length)
-        if row >= 0:
-            prefetch(rankings, row)
-
-
-@compiled
-def _tag_of(mark: np.uint64) -> Any:
-    """The half of a hash that does not select the row, to detect collisions."""
-    return np.uint32(mark >> np.uint64(32))
-
-
-@compiled
-def _row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
-    """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
-    if length > table.longest or not 0 <= last < table.vocabulary:
-        return -1
-    if length == 1:
-        return int(last)
-    return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
-
-
-@compiled
-def _rankings_of(table: Any) -> Array:
-    """All rows."""
-    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)
-
-
-@compiled
-def _recycled_at(at: Ints) -> Any:
-    return array_at(at[OF_RECYCLED], 1, RECYCLED_RECORD)[0]
+def _recycled_at(at: int) -> Any:
+    return record_at(at, OF_RECYCLED, RECYCLED_TABLE)
 
 
 def _find_recycled(at: int, node: int) -> int:
-    work, table = work_at(addresses(at)), _recycled_at(addresses(at))
+    work, table = work_at(at), _recycled_at(at)
     if table.longest > 0:
-        _fetch(table, work.tails[node, LONGEST_MATCH - 1], work.marks)
+        fetch(table, work.tails[node, LONGEST_MATCH - 1], work.marks)
     return table.longest if table.longest > 1 else -1
 
 
 def _find_single(at: int, node: int) -> int:
-    return 1 if _recycled_at(addresses(at)).longest == 1 else -1
+    return 1 if _recycled_at(at).longest == 1 else -1
 
 
-def _weigh_recycled(
-    at: int, node: int, order: int, first: int, left: float, least: float, floor: float, truth: int
-) -> float:
+def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Add the ranking that the target last gave after the same tokens."""
-    work, table = work_at(addresses(at)), _recycled_at(addresses(at))
-    row = _row_of(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
+    work, table = work_at(at), _recycled_at(at)
+    row = kept_row(table, work.tails[node, LONGEST_MATCH - 1], work.marks[order], order)
     if row < 0:
         return left
-    kept = _rankings_of(table)[row]
-    if kept.shares[0] == 0 or kept.tag != _tag_of(work.marks[order]):
-        return left
-    # How often the best token was the best takes the place of how far the evidence spreads.
-    bucket = bucket_of_share(kept.shares[0], WHOLE, ONE if kept.run >= LONG_RUN else FEW if kept.run > 0 else MANY)
-    return contribute(
-        addresses(at), OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left, floor, truth
-    )
+    kept = rankings_of(table)[row]
+    bucket = bucket_of_share(kept.shares[0], WHOLE)
+    return contribute(at, OF_RECYCLED, first + order - 1, kept.tokens, kept.shares, WHOLE, bucket, left)
 
 
 @compiled
-def near_at(at: Ints) -> Any:
-    return array_at(at[NEAR_AT], 1, NEIGHBORS)[0]
+def near_at(at: int) -> Any:
+    return record_at(at, NEAR_AT, PREDICTED)
 
 
 def _move_recycled(at: int, token: int, emitted: int) -> None:
-    pass_by(near_at(addresses(at)), token)
+    follow(near_at(at), token)
 
 
 RECYCLED = Source(
-    SourceName.RECYCLED, 1, Prior(LONGEST_NODE, 0.9, 0.9, 0.3, 0.3), _find_recycled, _weigh_recycled, _move_recycled
+    SourceName.RECYCLED, 1, Prior(LONGEST_NODE, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE = RECYCLED._replace(find=_find_single)
 """Rankings of single tokens that nothing replaces count less than what followed the token in texts."""
 
 
 @compiled
-def look_round(memory: Array, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
+def look_round(near: Any, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
     """Store the rankings of nodes with these depths and probabilities, the root first; ``passed`` were accepted.
 
     All nodes at the depth of the bonus token or deeper were rejected. Their rankings add no candidates: the probability
     of a candidate of other sources rises where they hold it.
     """
-    near = memory[0]
     near.count = near.ahead = 0
-    near.named[:], near.whole[:] = 0, 0.0
-    chances = np.empty(tokens.shape[1])
+    near.tokens[:] = NO_TOKEN
+    shares, sums = np.zeros((LONGEST_CHAIN, NAMED)), np.zeros(LONGEST_CHAIN)
     for node in range(1, len(tokens)):
         place = depths[node] - passed - 1
-        if not 0 <= place < PLACES or not np.isfinite(scores[node, 0]):
-            continue
-        chances[:] = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
-        chances *= probs[node] / chances.sum()
-        near.whole[place] += probs[node]
-        near.count = max(near.count, place + 1)
-        for rank in range(len(chances)):
-            _name(near, place, tokens[node, rank], chances[rank])
+        if 0 <= place < LONGEST_CHAIN and np.isfinite(scores[node, 0]):
+            chances = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
+            chances *= probs[node] / chances.sum()
+            sums[place] += probs[node]
+            near.count = max(near.count, place + 1)
+            for rank in range(len(chances)):
+                at = _rank_of(near.tokens[place], tokens[node, rank])
+                if at < NAMED and chances[rank] > 0:
+                    near.tokens[place, at] = tokens[node, rank]
+                    shares[place, at] += chances[rank]
     for place in range(near.count):
-        for at in range(near.named[place]):
-            share = near.shares[place, at] / near.whole[place]
-            near.kinds[place, at] = min(KINDS - 1, int(-np.log2(share)))
+        for at in range(NAMED if sums[place] > 0 else 0):
+            near.shares[place, at] = int(MILLION * (shares[place, at] / sums[place]))
 
 
 @compiled
-def _name(near: Any, place: int, token: int, part: float) -> None:
-    """Add to the share of a token."""
-    if part <= 0:
-        return
-    for at in range(near.named[place]):
-        if near.tokens[place, at] == token:
-            near.shares[place, at] += part
-            return
-    if near.named[place] < NAMED:
-        at = near.named[place]
-        near.tokens[place, at], near.shares[place, at] = token, part
-        near.named[place] += 1
+def _rank_of(named: Array, token: int) -> int:
+    """Where a token is among those of a position, or the place after them."""
+    at = 0
+    while at < NAMED and named[at] != token and named[at] != NO_TOKEN:
+        at += 1
+    return at
+
+
+@compiled
+def agree(work: Any, near: Any, place: int) -> None:
+    """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
+    before = whole(work)
+    for rank in range(_rank_of(near.tokens[place], NO_TOKEN)):
+        at, kind = index_of(work, near.tokens[place, rank]), 0
+        while kind < len(AGREEMENT) - 1 and near.shares[place, rank] << (kind + 1) <= MILLION:
+            kind += 1
+        if at >= 0:
+            work.chances[at] *= AGREEMENT[kind]
+    rescale(work, before)

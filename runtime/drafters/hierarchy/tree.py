@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.adjustments import agree, learn_gains, weigh_draws, weigh_recency
-from hdtool.runtime.drafters.hierarchy.evidence import place_after
+from hdtool.runtime.drafters.hierarchy.candidates import weigh_draws, weigh_recency
+from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
 from hdtool.runtime.drafters.hierarchy.memory import (
     DRAFTING,
@@ -23,8 +23,8 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     table_at,
     work_at,
 )
-from hdtool.runtime.drafters.hierarchy.rankings import last_at, near_at
-from hdtool.runtime.drafters.hierarchy.weights import calibrate, learn, learn_calibration, weights_at
+from hdtool.runtime.drafters.hierarchy.rankings import agree, near_at
+from hdtool.runtime.drafters.hierarchy.weights import learn, weights_at
 from hdtool.runtime.kernels.clock import lap, start_clock
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
@@ -45,13 +45,14 @@ GRAMMAR, RECYCLED = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
 
 
 @compiled
-def expand(at: Ints, node: int, least: float, floor: float, truth: int) -> None:
+def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
     """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
 
     Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
     the share that each order gives to it instead.
     """
     work, table = work_at(at), table_at(at)
+    work.least, work.floor, work.truth = least, floor, truth
     _start(work, node)
     lap(work, TREE)
     order = 0
@@ -59,34 +60,24 @@ def expand(at: Ints, node: int, least: float, floor: float, truth: int) -> None:
     # where one would suffice: the children of the node inherit their matches.
     for number in range(work.rows - 1, -1, -1):
         row = table[number]
-        row.highest = call_find(row.find, at.ctypes.data, node)
+        row.highest = call_find(row.find, (at, node))
         order = max(order, row.highest)
         lap(work, row.source)
     left = 1.0
     while order > 0 and left >= least:
-        left = _add_order(at, node, order, left, least, floor, truth)
+        left = _add_order(at, node, order, left)
         order -= 1
-    # The target's own ranking of the same position already reflects recency.
-    near = near_at(at)
-    ranked = place_after(near, work.depths[node])
-    if truth == DRAFTING and work.has_context and ranked < 0:
-        weigh_recency(work, weights_at(at).recency, table_of(found_at(at, CONTEXT)), node)
-        lap(work, CONTEXT)
-    if left >= least:
-        _add_order(at, node, 0, left, least, floor, truth)
-    if truth == DRAFTING and ranked >= 0:
-        agree(work, weights_at(at).gains, near, ranked)
-        lap(work, RECYCLED)
-    if truth == DRAFTING and work.is_sampled:
-        weigh_draws(work, node)
     work.cut[node] = left < least
+    if truth == DRAFTING:
+        _adjust(at, node, left)
+    elif left >= least:
+        _add_order(at, node, 0, left)
 
 
 @compiled
 def _start(work: Any, node: int) -> None:
     """Begin with no candidates, and hash the last tokens."""
     work.size = work.used = 0
-    work.last_open = work.last_part = 0.0
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, work.hashed + 1):
@@ -95,21 +86,39 @@ def _start(work: Any, node: int) -> None:
 
 
 @compiled
-def _add_order(at: Ints, node: int, order: int, left: float, least: float, floor: float, truth: int) -> float:
+def _add_order(at: int, node: int, order: int, left: float) -> float:
     """Add what all sources have of an n-gram order, as long as enough is left."""
     work, table = work_at(at), table_at(at)
     for number in range(work.rows):
         row = table[number]
         if row.lowest <= order <= row.highest:
-            left = call_weigh(row.weigh, at.ctypes.data, node, order, row.first, left, least, floor, truth)
+            left = call_weigh(row.weigh, (at, node, order, row.first, left))
             lap(work, row.source)
-            if left < least:
+            if left < work.least:
                 break
     return left
 
 
 @compiled
-def grow(at: Ints, most: int) -> int:
+def _adjust(at: int, node: int, left: float) -> None:
+    """Multiply the probabilities of the candidates by what is known beside counts."""
+    work, near, weights = work_at(at), near_at(at), weights_at(at)
+    # The target's own ranking of the same position already reflects recency.
+    ranked = position_after(near, work.depths[node])
+    if work.has_context and ranked < 0:
+        weigh_recency(work, weights.recency, table_of(found_at(at, CONTEXT)), node)
+        lap(work, CONTEXT)
+    if left >= work.least:
+        _add_order(at, node, 0, left)
+    if ranked >= 0:
+        agree(work, near, ranked)
+        lap(work, RECYCLED)
+    if work.is_sampled:
+        weigh_draws(work, node)
+
+
+@compiled
+def grow(at: int, most: int) -> int:
     """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
     work = work_at(at)
     start_clock(work)
@@ -118,9 +127,10 @@ def grow(at: Ints, most: int) -> int:
     while True:
         probs = work.probs[node]
         if node < work.expected and size < most:
-            # For the matches that lower nodes inherit.
+            # The expected token follows alone; lower nodes inherit the matches.
             expand(at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
-            size = _enlist_expected(work, node)
+            work.best_probs[node], work.best_keys[node] = probs, GRAMMAR << 40 | node << 32 | work.chain[node]
+            size = node + 1
         elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
             least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
             expand(at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
@@ -132,7 +142,6 @@ def grow(at: Ints, most: int) -> int:
         if node == most:
             break
     work.expected = 0
-    calibrate(work, node)
     for place in range(node):
         work.above[place] = work.parents[place + 1] - 1
     lap(work, TREE)
@@ -141,17 +150,9 @@ def grow(at: Ints, most: int) -> int:
 
 @compiled
 def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
-    """Grow a tree in each of several workspaces, a row of addresses each; ``grown`` gets the numbers of nodes."""
+    """Grow a tree in each of several workspaces, by their addresses; ``grown`` gets the numbers of nodes."""
     for row in range(len(most)):
         grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
-
-
-@compiled
-def _enlist_expected(work: Any, node: int) -> int:
-    """Put the token that is expected after a node into the list, alone; the new size of the list."""
-    work.best_probs[node] = work.probs[node]
-    work.best_keys[node] = GRAMMAR << 40 | node << 32 | work.chain[node]
-    return node + 1
 
 
 @compiled
@@ -172,7 +173,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
             place -= 1
         source = np.argmax(work.parts[at])
         work.best_probs[place] = probs
-        work.best_keys[place] = work.agreed[at] << 48 | source << 40 | node << 32 | work.candidates[at]
+        work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
         if size == most:
             bar = work.best_probs[size - 1]
     return size, bar
@@ -184,8 +185,7 @@ def _settle(work: Any, node: int) -> None:
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.probs[node] = work.best_probs[node - 1]
-    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40 & 0xFF
-    work.agreements[node] = key >> 48
+    work.tokens[node], work.parents[node], work.sources[node] = token, parent, key >> 40
     work.depths[node] = work.depths[parent] + 1
     extend(work, parent, node, token)
 
@@ -199,7 +199,7 @@ def extend(work: Any, above: int, node: int, token: int) -> None:
 
 
 @compiled
-def restart(at: Ints, tail: Ints) -> None:
+def restart(at: int, tail: Ints) -> None:
     """Move the root to the end of another context, which ends with ``tail``."""
     work = work_at(at)
     work.tails[0] = -1
@@ -210,25 +210,11 @@ def restart(at: Ints, tail: Ints) -> None:
 
 
 @compiled
-def feed(at: Ints, tokens: Ints) -> None:
+def feed(at: int, tokens: Ints) -> None:
     """Learn from emitted tokens one by one, and move the root on."""
     work = work_at(at)
     for token in tokens:
         expand(at, 0, LEFT_TO_LEARN, 0.0, token)
-        learn(weights_at(at), work, last_at(at))
+        learn(weights_at(at), work)
         extend(work, 0, 0, token)
         move_all(at, token, 1)
-
-
-@compiled
-def observe_step(at: Ints, outcome: Ints, count: int, nodes: int) -> None:
-    """Learn from ``count`` emitted tokens, which come first in the ``outcome``, and from the accepted path after them.
-
-    The path is that of a tree of so many nodes, 0 if it is not known which of them were accepted.
-    """
-    if nodes > 0:
-        work = work_at(at)
-        if work.has_recycled:
-            learn_gains(at, outcome[count:], nodes)
-        learn_calibration(work, len(outcome) - count, nodes)
-    feed(at, outcome[:count])

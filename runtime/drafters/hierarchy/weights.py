@@ -1,12 +1,10 @@
-"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online, and their calibration.
+"""The weights of back-off n-gram interpolation (Jelinek and Mercer, 1980), learned online.
 
-Each source has evidence of several n-gram orders: what followed so many of the last tokens. The estimate goes from
-the longest order to the shortest, and each gets its share of the probability that is left:
+The estimate goes from the longest n-gram order to the shortest; each gets its share of the probability that is left:
 
     P(token) += left * weight * count(token) / total;  left *= 1 - weight
 
-The weight depends on the source, the order, how much evidence there is and how far it spreads. After each emitted
-token, every order is credited with its part of the estimate: one step of expectation maximization, exact and online.
+After each emitted token, every order is credited with its part of the estimate: one step of expectation maximization.
 """
 
 from __future__ import annotations
@@ -16,17 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.memory import MOST_ROWS, WEIGHTS_AT, Source
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.drafters.hierarchy.memory import MOST_ROWS, WEIGHTS_AT, Source, record_at
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.source_names import SourceName
 
 SIZES = 8
 ONE, FEW, MANY = range(3)
 """How far the evidence spreads: one token, at most a quarter as many tokens as occurrences, or more."""
-BUCKETS = SIZES * 3
-KINDS = 8
-"""The kind of a ranked candidate is its probability or share: a half or more, a quarter or more, and so on."""
 STRENGTH = 20.0
 """Observations that the prior is worth."""
 EMA_WINDOW = 100.0
@@ -34,8 +28,6 @@ EMA_WINDOW = 100.0
 UNSEEN = 1 / 32_000
 """The share of a single token in the probability that is left in the end; it suits vocabularies of any size."""
 NEGLIGIBLE = 1e-6
-GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-RATES = (0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.007, 0.003)
 RECENCY = (
     (0.42, 0.47, 0.37, 0.93),  # the token never occurred,
     (0.51, 0.72, 1.13, 1.13),  # it is the last token,
@@ -51,21 +43,12 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),  # or 1,024 and more; conversations that long were too few to fit
 )
 """Gains by distance and by probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
-CALIBRATION_PRIOR, CALIBRATION_DECAY = 10.0, 0.995
-"""Tokens that the calibration begins with, both predicted and accepted, and the decay of both in each step."""
-TOLERANCE = 1.1
-"""Probabilities are scaled down only where they exceed acceptance by this factor: smaller differences are noise."""
 
 WEIGHTS = np.dtype(
     [
-        ("weight", np.float64, (MOST_ROWS, BUCKETS)),
-        ("credit", np.float64, (MOST_ROWS, BUCKETS)),
-        ("used", np.float64, (MOST_ROWS, BUCKETS)),
-        # The share of one candidate of the last logit in the probability that is left, by its kind.
-        ("rates", np.float64, KINDS),
-        ("rate_credit", np.float64, KINDS),
-        ("rate_used", np.float64, KINDS),
-        ("gains", np.float64, KINDS),  # of candidates in neighboring rankings, by kind
+        ("weight", np.float64, (MOST_ROWS, 3 * SIZES)),
+        ("credit", np.float64, (MOST_ROWS, 3 * SIZES)),
+        ("used", np.float64, (MOST_ROWS, 3 * SIZES)),
         ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
     ],
     align=True,
@@ -76,7 +59,7 @@ def rows_of_weights(sources: Sequence[Source]) -> dict[SourceName, slice]:
     """The rows of weights of each source, one for each n-gram order."""
     rows, free = dict[SourceName, slice](), 0
     for source in sources:
-        if source.prior and source.name not in rows:
+        if source.name not in rows:
             rows[source.name] = slice(free, free + source.prior.orders)
             free += source.prior.orders
     assert free <= MOST_ROWS
@@ -88,45 +71,43 @@ def new_weights(sources: Sequence[Source]) -> Array:
     memory, rows = np.zeros(1, WEIGHTS), rows_of_weights(sources)
     weight = memory["weight"][0]
     for source in sources:
-        if prior := source.prior:
-            for size in range(SIZES):
-                one = 1 - prior.remainder * prior.decay**size
-                weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
-    memory["credit"] = weight * STRENGTH
-    memory["used"] = STRENGTH
-    memory["rates"] = RATES
-    memory["rate_credit"] = memory["rates"] * STRENGTH
-    memory["rate_used"] = STRENGTH
-    memory["gains"] = GAINS
-    memory["recency"] = RECENCY
+        prior = source.prior
+        for size in range(SIZES):
+            one = 1 - prior.remainder * prior.decay**size
+            weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
+    memory["credit"], memory["used"], memory["recency"] = weight * STRENGTH, STRENGTH, RECENCY
     return memory
 
 
 @compiled
-def weights_at(at: Ints) -> Any:
-    return array_at(at[WEIGHTS_AT], 1, WEIGHTS)[0]
+def weights_at(at: int) -> Any:
+    return record_at(at, WEIGHTS_AT, WEIGHTS)
 
 
 @compiled
-def bucket_of(total: Any, distinct: Any) -> int:
-    """How much evidence there is, and how far it spreads."""
-    size = 0
-    left = total
+def bucket_of(total: Any, spread: int) -> int:
+    """How much evidence there is, in powers of two, and how far it spreads."""
+    size, left = 0, total
     while left >= 2 and size < SIZES - 1:
         left >>= 1
         size += 1
-    return 3 * size + (ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY)
+    return 3 * size + spread
 
 
 @compiled
-def bucket_of_share(share: Any, whole: int, spread: int) -> int:
+def spread_of(total: Any, distinct: Any) -> int:
+    return ONE if distinct <= 1 else FEW if distinct * 4 <= total else MANY
+
+
+@compiled
+def bucket_of_share(share: Any, whole: int) -> int:
     """For rankings, the share of the best token takes the place of the amount of evidence."""
     certainty: Any = SIZES * np.int64(share) // whole
-    return 3 * min(SIZES - 1, certainty) + spread  # type: ignore[no-any-return]
+    return 3 * min(SIZES - 1, certainty)  # type: ignore[no-any-return]
 
 
 @compiled
-def learn(weights: Any, work: Any, last: Any) -> None:
+def learn(weights: Any, work: Any) -> None:
     """Credit the orders that were used with their shares of the estimate of the emitted token."""
     left, estimate = 1.0, 0.0
     for turn in range(work.used):
@@ -134,7 +115,7 @@ def learn(weights: Any, work: Any, last: Any) -> None:
         work.explained[turn] = left * weight * work.shares[turn]
         estimate += work.explained[turn]
         left *= 1 - weight
-    estimate += work.last_part + left * UNSEEN
+    estimate += left * UNSEEN
     left = 1.0
     for turn in range(work.used):
         order, bucket = work.orders[turn], work.buckets[turn]
@@ -146,38 +127,3 @@ def learn(weights: Any, work: Any, last: Any) -> None:
         left -= credit
         if left < NEGLIGIBLE:
             break
-    if work.last_open > 0:
-        _learn_last(weights, work, last, work.last_part / estimate)
-
-
-@compiled
-def _learn_last(weights: Any, work: Any, last: Any, credit: float) -> None:
-    """Uses count by the probability that was left before: few candidates are ever right, and the rates must show it."""
-    for place in range(last.count):
-        kind = last.kinds[place]
-        fading = min(1.0, EMA_WINDOW / weights.rate_used[kind])
-        weights.rate_used[kind] = weights.rate_used[kind] * fading + work.last_open
-        weights.rate_credit[kind] *= fading
-    if work.last_part > 0:
-        weights.rate_credit[work.last_kind] += credit
-    for kind in range(KINDS):
-        weights.rates[kind] = weights.rate_credit[kind] / weights.rate_used[kind]
-
-
-@compiled
-def calibrate(work: Any, nodes: int) -> None:
-    """Write the calibrated probabilities of so many nodes: scaled by how many were accepted lately."""
-    scale = min(1.0, TOLERANCE * work.accepted / work.predicted)
-    for node in range(nodes):
-        work.calibrated[node] = scale * work.probs[node + 1]
-
-
-@compiled
-def learn_calibration(work: Any, accepted: int, nodes: int) -> None:
-    """Compare the number of accepted nodes with the probabilities of all nodes of a tree."""
-    predicted = 0.0
-    for node in range(1, nodes + 1):
-        predicted += work.probs[node]
-    if predicted > 0:
-        work.accepted = CALIBRATION_DECAY * work.accepted + accepted
-        work.predicted = CALIBRATION_DECAY * work.predicted + predicted

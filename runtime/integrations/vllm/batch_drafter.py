@@ -10,13 +10,13 @@ import numpy as np
 
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
-from hdtool.runtime.drafters.hierarchy.matches import TABLE, clear
 from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
 from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.stores.context_table import TABLE, clear
 from hdtool.runtime.stores.history.history import History
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -99,7 +99,7 @@ class BatchDrafter(Pinned):
         )
         limits = self._longest, self._drafts.shape[1], floor
         batch = contexts, lengths, rows, sampled
-        draft_rows(self._hierarchy.addresses, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
+        draft_rows(self._hierarchy.address, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
         """Allocate context tables up to ``wanted`` or the maximum."""

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
-from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, add, append_to_log, found_at, table_of
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, append_to_log, found_at, table_of
 from hdtool.runtime.drafters.hierarchy.memory import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.context_table import add
 from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.history.token_log import LANE, LOG, OVERLAP, finish, start
@@ -66,7 +67,7 @@ def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = 
 
 
 @compiled
-def grow_chain(at: Ints, most: int, floor: float) -> int:
+def grow_chain(at: int, most: int, floor: float) -> int:
     """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
     work = work_at(at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
@@ -91,7 +92,7 @@ def grow_chain(at: Ints, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(at: Ints, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool) -> None:
+def catch_up(at: int, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
     If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
@@ -145,7 +146,7 @@ def begin_answer(history: Any, requests: Requests, before: Ints) -> None:
 
 @compiled
 def draft_rows(
-    at: Ints,
+    at: int,
     requests: Requests,
     chosen: Ints,
     contexts: Ints,
@@ -158,7 +159,7 @@ def draft_rows(
 ) -> None:
     """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``at`` are the addresses of a hierarchy. So many tokens of each row were ``sampled`` lately.
+    ``at`` is the address of a hierarchy. So many tokens of each row were ``sampled`` lately.
     ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
     is drafted, and the tokens are appended to tables and answers.
     """

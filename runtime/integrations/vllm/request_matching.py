@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.matches import TABLE, clear, holds
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.stores.context_table import TABLE, clear, holds
 
 NO_TABLE = -1
 

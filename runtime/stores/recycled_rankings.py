@@ -1,0 +1,154 @@
+"""Rankings of next tokens that the target gave, kept by the last tokens before them (as Token Recycling does).
+
+A table has a row for each single token, and hashed rows for more last tokens. A ranking replaces the one before after
+the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
+from hdtool.runtime.stores.model_store import mixed
+
+BEST = 8
+"""Tokens of a recycled ranking."""
+LONGEST_NODE = 5
+"""The most last tokens that rankings are kept by."""
+HASHED_ROWS = 1 << 15
+"""For each of the longer lengths."""
+WHOLE = 1000
+"""Shares of recycled rankings are in thousandths."""
+SHARPNESS = 1.5
+"""Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
+
+RANKING = np.dtype(
+    [
+        ("tokens", np.int32, BEST),  # best first
+        ("shares", np.int16, BEST),
+        ("tag", np.uint32),  # the other half of the hash, which detects collisions
+        ("unused", np.uint8, 12),
+    ]
+)
+"""A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
+LINE = RANKING.itemsize
+TABLE = np.dtype(
+    [
+        ("rankings", np.int64),  # address of the rows; 0 before anything is kept
+        ("vocabulary", np.int64),  # rows for a single token
+        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
+    ],
+    align=True,
+)
+
+
+class RecycledRankings(Pinned):
+    """A table, which is allocated when the first ranking arrives."""
+
+    def __init__(self) -> None:
+        self.record = np.zeros(1, TABLE)
+        self._lines: Array | None = None
+        none = np.zeros((0, BEST), np.int64)  # compiled, or loaded from the cache, before a step needs it
+        _keep(self.record, none, none, none.astype(np.float32))
+
+    def clear(self) -> None:
+        self._lines = None
+        self.record[:] = np.zeros(1, TABLE)
+
+    def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
+        """Keep rankings of a model with so many tokens: the ``tokens`` with these logits after each of the ``tails``.
+
+        The most probable tail comes first.
+        """
+        if self._lines is None:
+            self._allocate(vocabulary, LONGEST_NODE)
+        _keep(self.record, tails, tokens, scores)
+
+    def begin_with(self, known: Array, *, alone: bool) -> None:
+        """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
+
+        Unless they stay ``alone``, the table has room for more, which replace these.
+        """
+        longest = 1 if alone else LONGEST_NODE
+        self._allocate(len(known), longest)
+        self.record["longest"] = 1
+        with np.errstate(divide="ignore"):
+            scores = np.log(known[:, BEST:].astype(np.float32))
+        _keep(self.record, np.arange(len(known)).reshape(-1, 1), known[:, :BEST].astype(np.int64), scores)
+        self.record["longest"] = longest
+
+    def _allocate(self, vocabulary: int, longest: int) -> None:
+        rows = vocabulary + (longest - 1) * HASHED_ROWS
+        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
+        self.record["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
+        self.record["vocabulary"], self.record["longest"] = vocabulary, longest
+
+
+@compiled
+def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
+    """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
+    table = memory[0]
+    rankings = rankings_of(table)
+    shares = np.empty(BEST)
+    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
+    for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
+        if not np.isfinite(scores[node, 0]):
+            continue
+        for length in range(1, table.longest + 1):
+            marks[length] = mixed(marks[length - 1], tails[node, -length])
+        fetch(table, tails[node, -1], marks)
+        for place in range(BEST):
+            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
+        shares *= WHOLE / shares.sum()
+        for length in range(1, table.longest + 1):
+            row = row_of(table, tails[node, -1], marks[length], length)
+            if row >= 0:
+                kept = rankings[row]
+                kept.tag = tag_of(marks[length])
+                for place in range(BEST):
+                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
+
+
+@compiled
+def fetch(table: Any, last: Any, marks: Array) -> None:
+    """Prefetch the rankings after the last tokens with these hashes, all at once."""
+    rankings = rankings_of(table)
+    for length in range(1, table.longest + 1):
+        row = row_of(table, last, marks[length], length)
+        if row >= 0:
+            prefetch(rankings, row)
+
+
+@compiled
+def tag_of(mark: np.uint64) -> Any:
+    """The half of a hash that does not select the row, to detect collisions."""
+    return np.uint32(mark >> np.uint64(32))
+
+
+@compiled
+def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+    """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
+    if length > table.longest or not 0 <= last < table.vocabulary:
+        return -1
+    if length == 1:
+        return int(last)
+    return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
+
+
+@compiled
+def rankings_of(table: Any) -> Array:
+    """All rows."""
+    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)
+
+
+@compiled
+def kept_row(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+    """The row of the ranking that is kept after ``length`` tokens of this hash, or -1."""
+    row = row_of(table, last, mark, length)
+    if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(mark):
+        return row
+    return -1
