@@ -97,7 +97,7 @@ class Rankings(Pinned):
 @compiled
 def remember(last: Any, root: int, tokens: Array, scores: Array) -> None:
     """Store the top tokens that the root was chosen from, by their logits, without the root itself."""
-    last.count = last.ahead = 0
+    last.count = last.ahead = count = 0
     last.tokens[0, :] = NO_TOKEN
     shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
     for place in range(len(tokens)):
@@ -105,10 +105,9 @@ def remember(last: Any, root: int, tokens: Array, scores: Array) -> None:
             shares[place] = 0.0
     shares *= MILLION / max(LEAST_SUM, shares.sum())
     for place in range(len(tokens)):
-        if shares[place] > 0 and last.count < BEST_PREDICTED:
-            last.tokens[0, last.count], last.shares[0, last.count] = tokens[place], int(shares[place])
-            last.count += 1
-    last.count = min(last.count, 1)  # position
+        if shares[place] > 0 and count < BEST_PREDICTED:
+            last.tokens[0, count], last.shares[0, count] = tokens[place], int(shares[place])
+            last.count, count = 1, count + 1  # one position
 
 
 LAST = predicting(SourceName.LAST, 0, Prior(1, 0.7))
