@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
 
 
 @dataclass(frozen=True)
@@ -145,24 +149,28 @@ def _weights_of(layer: LayerParts[Linear], window: AttentionWindow) -> LayerWeig
 
 
 def _merged(parameters: list[Any]) -> torch.Tensor:
-    """One tensor of all rows, of which the parameters become views: no weight lies in memory twice."""
+    """One tensor of all rows, of which the parameters become parts: no weight lies in memory twice.
+
+    To whoever saves the model each part is a tensor of its own. Tensors that share a storage are refused by some
+    libraries as aliases of each other, and left out by others.
+    """
     if (merged := _merged_before(parameters)) is None:
-        merged = torch.cat([parameter.data for parameter in parameters])
-        for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
-            parameter.data = part
+        with torch.inference_mode(False):  # tensors of inference mode cannot be trained
+            merged = torch.cat([parameter.data for parameter in parameters])
+            for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
+                parameter.data = torch.from_dlpack(part)
+        MERGED[merged.data_ptr()] = merged
     return merged
 
 
 def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
-    """The tensor of which these parameters are views already, one after the other; None if they are not."""
-    first, at = parameters[0].data, parameters[0].storage_offset()
-    for parameter in parameters:
-        is_next = parameter.data_ptr() == first.data_ptr() + (at - first.storage_offset()) * first.itemsize
-        if parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not is_next:
-            return None
-        at += parameter.numel()
-    merged: torch.Tensor = first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
-    return merged
+    """The tensor of which these parameters are parts already, one after the other; None if they are not."""
+    merged = MERGED.get(parameters[0].data_ptr())
+    if merged is None or merged.dtype != parameters[0].dtype:
+        return None
+    ends = list(accumulate((parameter.nbytes for parameter in parameters), initial=merged.data_ptr()))
+    are_parts = [parameter.data_ptr() for parameter in parameters] == ends[:-1]
+    return merged if are_parts and ends[-1] == merged.data_ptr() + merged.nbytes else None
 
 
 def _merged_bias(modules: list[Linear]) -> torch.Tensor | None:
