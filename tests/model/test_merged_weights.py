@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_model
+from torch.nn import Parameter
 
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.model.target import Target
@@ -90,3 +93,42 @@ def test_targets_of_one_model_share_what_is_merged() -> None:
         assert answer_of(first) == answer_of(second) == expected
         counts.append((first.changes, second.changes))
     assert counts[0] == counts[-1], "neither takes the other's merged weights for a change"
+
+
+def bias_queries(model: Any) -> None:
+    matmul = model.model.layers[0].self_attn.q_proj
+    matmul.bias = Parameter(torch.ones(matmul.out_features))
+
+
+def bias_values(model: Any) -> None:
+    """A bias that changes nothing as yet."""
+    matmul = model.model.layers[0].self_attn.v_proj
+    matmul.bias = Parameter(torch.zeros(matmul.out_features))
+
+
+def share_between_layers(model: Any) -> None:
+    first, second = model.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+
+
+def use_one_buffer(model: Any) -> None:
+    """As an optimizer does that updates all weights at once."""
+    weights = [model.model.layers[0].self_attn.q_proj.weight, model.lm_head.weight]
+    buffer, first = torch.cat([weight.data.flatten() for weight in weights]), 0
+    for weight in weights:
+        weight.data = buffer[first : first + weight.numel()].view(weight.shape)
+        first += weight.numel()
+
+
+@pytest.mark.parametrize("change", [bias_queries, bias_values, share_between_layers, use_one_buffer])
+def test_other_weights_stay_where_they_are(change: Callable[[Any], None]) -> None:
+    model = own_model()
+    change(model)
+    places = [weight.data_ptr() for weight in model.parameters()]
+    target = Target(model, direct)
+    assert target.captures and not target._captured.is_fused
+    assert places == [weight.data_ptr() for weight in model.parameters()]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1
+    assert answer_of(target) == answer_of(Target(copy.deepcopy(model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -93,6 +94,8 @@ def fuse(target: Target) -> FusedPass | None:
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
+    if not _are_mergeable(parts):
+        return None
     return FusedPass(parts, windows, operations_of(target), target.hidden)
 
 
@@ -129,6 +132,23 @@ def _is_plain(target: Target, weight: Any) -> bool:
 
 def _embeds(target: Target, module: Module) -> bool:
     return type(module) is Embedding and module.max_norm is None and _is_plain(target, module.weight)
+
+
+def _are_mergeable(parts: ModelParts[Linear]) -> bool:
+    """Whether parallel matmuls have biases all or none, and whether nothing shares the memory of their weights.
+
+    Others may know this memory, such as an optimizer that keeps all weights in one buffer, and go on writing there.
+    """
+    parallel = [group for layer in parts.layers for group in (layer.matmuls[:3], layer.matmuls[4:6])]
+    if any(len({matmul.bias is None for matmul in group}) > 1 for group in parallel):
+        return False
+    weights = [weight for group in parallel for matmul in group for weight in matmul.parameters()]
+    own = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
+    uses = Counter(weight.untyped_storage().data_ptr() for weight in own)
+    return all(
+        uses[weight.untyped_storage().data_ptr()] == 1 and weight.untyped_storage().nbytes() == weight.nbytes
+        for weight in weights
+    )
 
 
 def _weights_of(layer: LayerParts[Linear], window: AttentionWindow) -> LayerWeights:
