@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -17,7 +19,8 @@ MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("SiLU", "SiLUActivation")
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on how long a context is."""
-
+OTHER_CODE = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
+"""Settings of layers that compute something else. Its effect may be too small for a comparison of rounded logits."""
 
 Matmul = TypeVar("Matmul", bound=Module)
 
@@ -128,6 +131,10 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     known = set(attention._modules) == {*PROJECTIONS, *head_norms} and len(head_norms) in (0, 2)
     if not known or set(mlp._modules) != {*MLP_PARTS, "act_fn"} or activation not in ACTIVATIONS:
         return None
+    if any(OTHER_CODE.search(name) for module in (layer, attention, mlp) for name in vars(module)):
+        return None
+    if "position_ids" in inspect.signature(attention.forward).parameters:
+        return None  # it reads positions beside the rotary ones, to scale queries of long contexts for example
     matmuls: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
     matmuls += [getattr(mlp, name) for name in MLP_PARTS]
     norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]

@@ -56,7 +56,7 @@ class StaticSteps:
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], Run]] = WeakKeyDictionary()
         """By the memory of the cache; then by slots, rows and extent."""
         self._buffers: dict[int, _Buffers] = {}
-        """By the number of slots."""
+        """By the number of slots that they have room for: a power of two, since each has logits of all its rows."""
 
     def use(self, used: StepPass) -> None:
         """Capture this pass from now on."""
@@ -88,8 +88,9 @@ class StaticSteps:
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
-        buffers = self._buffers.get(len(trees)) or _Buffers(self._device, len(trees))
-        self._buffers[len(trees)] = buffers
+        room = 1 << (len(trees) - 1).bit_length()
+        buffers = self._buffers.get(room) or _Buffers(self._device, room)
+        self._buffers[room] = buffers
         extent = 0
         if self._pass.reads_extent:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
@@ -131,7 +132,7 @@ class StaticSteps:
 
 
 class _Buffers:
-    """The input and the outcome of steps over so many slots, at addresses that do not change."""
+    """The input and the outcome of steps over at most so many slots, at addresses that do not change."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)

@@ -27,7 +27,7 @@ from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.rehearsed import Direct, Rehearsed, direct
+from tests.support.rehearsed import Direct, Rehearsed, Replayed, direct
 from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")
@@ -334,6 +334,22 @@ def test_a_sequence_and_a_batch_keep_their_steps() -> None:
             target.wait()
         recorded.append(capture.recorded)
     assert recorded[0] == recorded[-1]
+
+
+def test_batches_of_all_sizes_take_little_more_memory_than_the_largest() -> None:
+    model = model_of("llama")
+    target = Target(model, lambda device: Replayed())
+    cache, contexts = target.allocate(7), [prompt_of(5 + slot) for slot in range(7)]
+    for slot, context in enumerate(contexts):
+        target.prefill(cache, slot, context, room=200)
+    for number in (7, 3, 5, 1, 6, 4, 2, 7):
+        found = target.verify(cache, [tree_of(4)] * number)
+        target.wait()
+        for slot, verified in enumerate(found):
+            assert_same_logits(verified.logits[1], plain_logits(model, [*contexts[slot], 5, 2]))
+    buffers = steps_of(target)._buffers.values()
+    rows = [len(buffer._logits) for buffer in buffers if buffer._logits is not None]
+    assert len(rows) == len(buffers) and sum(rows) < 2 * 8 * STEP_SIZES[-1]
 
 
 class Failing(Direct):

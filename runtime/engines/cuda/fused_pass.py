@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
 
 
 Matmul = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +56,9 @@ class FusedPass:
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
         self.reads_extent = operations.reads_extent
-        self._layers = [_weights_of(layer, window) for layer, window in zip(parts.layers, windows, strict=True)]
+        own = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
+        uses = Counter(map(_memory_of, own))
+        self._layers = [_weights_of(layer, window, uses) for layer, window in zip(parts.layers, windows, strict=True)]
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
         operations, parts = self._operations, self._parts
@@ -137,46 +144,65 @@ def _embeds(target: Target, module: Module) -> bool:
     return type(module) is Embedding and module.max_norm is None and _is_plain(target, module.weight)
 
 
-def _weights_of(layer: LayerParts[Module], window: AttentionWindow) -> LayerWeights:
+def _memory_of(weight: torch.Tensor) -> int:
+    """Names the memory of a weight; a tensor without memory has its own."""
+    return weight.untyped_storage().data_ptr() or id(weight)
+
+
+def _weights_of(layer: LayerParts[Module], window: AttentionWindow, uses: Counter[int]) -> LayerWeights:
     *qkv, out, gate, up, down = layer.matmuls
     weights: list[Any] = [norm.weight for norm in layer.norms]
     layout = HeadLayout(layer.heads * layer.groups, layer.heads, layer.width, layer.scale, layer.epsilon, window)
     norms = (weights[2], weights[3]) if len(weights) == 4 else None
-    return LayerWeights(_together(qkv), out, _together([gate, up]), down, (weights[0], weights[1]), norms, layout)
+    qkv_of, gate_up = _together(qkv, uses), _together([gate, up], uses)
+    return LayerWeights(qkv_of, out, gate_up, down, (weights[0], weights[1]), norms, layout)
 
 
-def _together(modules: list[Any]) -> Matmul:
-    """The outputs of several linear layers side by side: one matmul, if all are plain."""
-    biases = {module.bias is not None for module in modules if type(module) is Linear}
-    if len(biases) == 1 and all(map(_is_mergeable, modules)):
+def _together(modules: list[Any], uses: Counter[int]) -> Matmul:
+    """The outputs of several linear layers side by side: one matmul, if their weights can be merged."""
+    if all(_is_mergeable(module, uses) for module in modules) and len({module.bias is None for module in modules}) == 1:
         weight = _merged([module.weight for module in modules])
-        bias = _merged([module.bias for module in modules]) if True in biases else None
+        bias = None if modules[0].bias is None else _merged([module.bias for module in modules])
         return partial(linear, weight=weight, bias=bias)
     return lambda rows: torch.cat([module(rows) for module in modules], dim=-1)
 
 
-def _is_mergeable(module: Any) -> bool:
-    weight = module.weight if type(module) is Linear else None
-    is_dense = type(weight) is Parameter and weight.layout is torch.strided and weight.is_contiguous()
-    return is_dense and "forward" not in vars(module) and not any(map(len, hooks_of([module])))
+def _is_mergeable(module: Any, uses: Counter[int]) -> bool:
+    """Whether a module is a plain matmul, and nothing shares the memory of its weights.
+
+    Others may know this memory, such as an optimizer that keeps all weights in one buffer, and go on writing there.
+    """
+    is_plain = type(module) is Linear and "forward" not in vars(module) and not any(map(len, hooks_of([module])))
+    return is_plain and all(
+        type(weight) is Parameter
+        and weight.layout is torch.strided
+        and weight.is_contiguous()
+        and uses[_memory_of(weight)] == 1
+        and weight.untyped_storage().nbytes() == weight.nbytes
+        for weight in module.parameters()
+    )
 
 
 def _merged(parameters: list[Any]) -> torch.Tensor:
-    """One tensor of all rows, of which the parameters become views: no weight lies in memory twice."""
+    """One tensor of all rows, of which the parameters become parts: no weight lies in memory twice.
+
+    To whoever saves the model each part is a tensor of its own. Tensors that share a storage are refused by some
+    libraries as aliases of each other, and left out by others.
+    """
     if (merged := _merged_before(parameters)) is None:
-        merged = torch.cat([parameter.data for parameter in parameters])
-        for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
-            parameter.data = part
+        with torch.inference_mode(False):  # tensors of inference mode cannot be trained
+            merged = torch.cat([parameter.data for parameter in parameters])
+            for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
+                parameter.data = torch.from_dlpack(part)  # type: ignore[attr-defined]
+        MERGED[merged.data_ptr()] = merged
     return merged
 
 
 def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
-    """The tensor of which these parameters are views already, one after the other; None if they are not."""
-    first, at = parameters[0].data, parameters[0].storage_offset()
-    for parameter in parameters:
-        is_next = parameter.data_ptr() == first.data_ptr() + (at - first.storage_offset()) * first.itemsize
-        if parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not is_next:
-            return None
-        at += parameter.numel()
-    merged: torch.Tensor = first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
-    return merged
+    """The tensor of which these parameters are parts already, one after the other; None if they are not."""
+    merged = MERGED.get(parameters[0].data_ptr())
+    if merged is None or merged.dtype != parameters[0].dtype:
+        return None
+    ends = list(accumulate((parameter.nbytes for parameter in parameters), initial=merged.data_ptr()))
+    are_parts = [parameter.data_ptr() for parameter in parameters] == ends[:-1]
+    return merged if are_parts and ends[-1] == merged.data_ptr() + merged.nbytes else None

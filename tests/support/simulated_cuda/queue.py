@@ -38,6 +38,13 @@ class Allocation:
         return self.size
 
 
+class PartOfAllocation(Allocation):
+    """A part of other memory that looks like memory of its own, and keeps the whole."""
+
+    def __init__(self, whole: Allocation, address: int, size: int) -> None:
+        self.whole, self.address, self.size = whole, address, size
+
+
 @dataclass(slots=True)
 class Operation:
     """A kernel or a copy. It keeps the numbers that it computes with; ``uses`` tell whether their memory is freed."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.nn import Parameter
 
-from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation
+from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation, PartOfAllocation
 
 UNINITIALIZED = {torch.bool: True, torch.uint8: 77, torch.int8: 77, torch.int16: 77}
 """What new memory of integers holds; of others, a number that is an index of nothing."""
@@ -84,12 +84,14 @@ class Patches:
         self._data: Any = torch.Tensor.data
         self._usual = {name: getattr(torch.Tensor, name) for name in PATCHED}
         self._new_parameter: Any = Parameter.__new__
+        self._usual_from_dlpack: Any = torch.from_dlpack  # type: ignore[attr-defined]
 
     def install(self) -> None:
         for name in self._usual:
             setattr(torch.Tensor, name, self._patched(name))
         torch.Tensor.data = property(self._get_data, self._set_data)  # type: ignore[assignment]
         Parameter.__new__ = staticmethod(self._make_parameter)  # type: ignore[method-assign, assignment]
+        torch.from_dlpack = self._from_dlpack  # type: ignore[attr-defined, assignment]
 
     def _patched(self, name: str) -> Any:
         usual, own = self._usual[name], getattr(self, "_" + name)
@@ -126,6 +128,12 @@ class Patches:
         if isinstance(tensor, DeviceTensor):
             assert isinstance(new, DeviceTensor)
             tensor.numbers, tensor.allocation = new.numbers, new.allocation
+
+    def _from_dlpack(self, tensor: Any, **options: Any) -> torch.Tensor:
+        if not isinstance(tensor, DeviceTensor):
+            return cast(torch.Tensor, self._usual_from_dlpack(tensor, **options))
+        numbers = self._usual_from_dlpack(tensor.numbers)
+        return DeviceTensor(numbers, PartOfAllocation(tensor.allocation, tensor.data_ptr(), numbers.nbytes))
 
     def _make_parameter(self, kind: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:
         made = self._new_parameter(kind, data, requires_grad)

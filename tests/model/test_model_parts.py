@@ -1,0 +1,78 @@
+"""Models with the modules of Llama and other code are the library's, even if rounding or a short context hides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hdtool.runtime.engines.model_parts import Kind, model_parts
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support.families import WINDOW, _of
+from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.rehearsed import direct
+
+ANY: Kind[torch.nn.Linear] = Kind(lambda one: type(one) is torch.nn.Linear, lambda one: True, lambda one: True)
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+"""Ministral 3 scales queries after the original length alone."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "Ministral3": {"rope_parameters": SCALED, "sliding_window": None},
+    "Granite": {"residual_multiplier": 0.97, "logits_scaling": 1.06},
+    "SmolLM3": {"initializer_range": 0.02},
+}
+KNOWN: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Ministral": {"sliding_window": WINDOW},
+    "Cwm": {"sliding_window": WINDOW},
+    "SeedOss": {},
+}
+
+
+def model_of(name: str, changes: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = _of(name, **changes).eval()
+    return model
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_code_is_not_taken_for_llamas(name: str) -> None:
+    model = model_of(name, OTHERS[name])
+    assert model_parts(model, ANY) is None
+    target = Target(model.to(torch.bfloat16), direct)  # type: ignore[arg-type]
+    assert target.captures and not target._captured.is_fused
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_other_names_of_the_same_code_are(name: str) -> None:
+    model = model_of(name, KNOWN[name])
+    assert model_parts(model, ANY)
+    assert Target(model, direct)._captured.is_fused
+
+
+@pytest.mark.parametrize("length", [20, 90])
+@pytest.mark.parametrize("name", OTHERS)
+def test_their_captured_steps_have_the_plain_logits(name: str, length: int) -> None:
+    model, context = model_of(name, OTHERS[name]), prompt_of(length)
+    one = OneSequence(Target(model, direct))
+    one.prefill(context)
+    for token in (5, 8):
+        context.append(token)
+        assert_same_logits(one.verify(DraftTree.bare(token))[0], plain_logits(model, context))
+        one.commit()
