@@ -31,7 +31,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
 
-
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -57,7 +56,7 @@ class FusedPass:
         self._parts, self._operations, self._hidden = parts, operations, hidden
         self.reads_extent = operations.reads_extent
         own = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
-        uses = Counter(map(_memory_of, own))
+        uses = Counter(_memory_of(weight) for weight in own if type(weight) is Parameter)
         self._layers = [_weights_of(layer, window, uses) for layer, window in zip(parts.layers, windows, strict=True)]
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
@@ -84,7 +83,7 @@ class FusedPass:
 
 
 def fuse(target: Target) -> FusedPass | None:
-    """The fused pass of a model, whose parallel matrices become views of merged ones; None for one of another kind."""
+    """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
     if target.dtype not in DTYPES or target.processes > 1:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target))
