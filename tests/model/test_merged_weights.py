@@ -133,3 +133,43 @@ def test_other_weights_stay_where_they_are(change: Callable[[Any], None]) -> Non
         for weight in model.parameters():
             weight += 0.1
     assert answer_of(target) == answer_of(Target(copy.deepcopy(model)))
+
+
+class Packed(torch.Tensor):
+    """A weight of a library's own class, without memory of its own, as those of torchao are."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+        made.numbers = numbers.to(torch.bfloat16)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers"], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            return func(args[0], args[1].numbers.to(args[0].dtype), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert func is torch.ops.aten.detach.default, func
+        return Packed(args[0].numbers)
+
+
+@pytest.mark.parametrize("names", [["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]])
+def test_weights_of_other_classes_are_left_to_their_own_code(names: list[str]) -> None:
+    model = own_model()
+    for layer in model.model.layers:
+        for name in names:
+            owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+            matmul = getattr(owner, name)
+            matmul.weight = Parameter(Packed(matmul.weight.data), requires_grad=False)
+    expected = answer_of(Target(model))
+    target = Target(model, direct)
+    assert target._captured.is_fused
+    assert answer_of(target) == expected

@@ -131,7 +131,7 @@ def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
 
 
 def _has_shape(module: Any) -> bool:
-    return isinstance(getattr(module, "in_features", None), int) and isinstance(module.out_features, int)
+    return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
 
 
 def _is_plain(target: Target, weight: Any) -> bool:
