@@ -139,13 +139,22 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
-    config: Any = model.config
-    before = attention_of(config)
-    config._attn_implementation = name
+    configs = list(_with_parts(model.config))
+    before = list(map(attention_of, configs))
+    configs[0]._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = before
+        for config, own in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+            config._attn_implementation = own
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A configuration and those of its parts, such as one for images."""
+    yield config
+    for name in getattr(config, "sub_configs", None) or ():
+        if (part := getattr(config, name, None)) is not None:
+            yield from _with_parts(part)
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import model_of
@@ -57,6 +58,16 @@ def test_a_fused_model_can_be_trained() -> None:
     after = answer_of(target)
     assert after != before
     assert after == answer_of(Target(copy.deepcopy(model)))
+
+
+def test_weights_that_were_made_in_inference_mode_are_merged() -> None:
+    expected = answer_of(Target(own_model(), never))
+    with torch.inference_mode():
+        model = own_model()
+    target = Target(model, direct)
+    assert target._captured.is_fused
+    assert answer_of(target) == expected
+    assert all(weight.is_inference() for weight in model.parameters())
 
 
 def test_a_fused_model_is_saved_as_any_other(tmp_path: Path) -> None:

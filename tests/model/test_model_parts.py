@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
 from hdtool.runtime.engines.model_parts import Kind, model_parts
+from hdtool.runtime.model.library import attention_by
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import WINDOW, _of
@@ -76,3 +78,13 @@ def test_their_captured_steps_have_the_plain_logits(name: str, length: int) -> N
         context.append(token)
         assert_same_logits(one.verify(DraftTree.bare(token))[0], plain_logits(model, context))
         one.commit()
+
+
+def test_each_part_of_a_model_gets_its_own_attention_back() -> None:
+    config = LlavaConfig(text_config=LlamaConfig(), vision_config=CLIPVisionConfig())
+    config._attn_implementation = "sdpa"
+    config.vision_config._attn_implementation = "eager"  # type: ignore[union-attr]
+    with attention_by(cast(PreTrainedModel, SimpleNamespace(config=config)), "another", print):
+        assert config.text_config._attn_implementation == "another"  # type: ignore[union-attr]
+    found = [one._attn_implementation for one in (config, config.text_config, config.vision_config)]  # type: ignore[union-attr]
+    assert found == ["sdpa", "sdpa", "eager"]

@@ -189,7 +189,8 @@ def _merged(parameters: list[Any]) -> torch.Tensor:
     libraries as aliases of each other, and left out by others.
     """
     if (merged := _merged_before(parameters)) is None:
-        with torch.inference_mode(False):  # tensors of inference mode cannot be trained
+        # Tensors of inference mode cannot be trained; weights that were made in it take no others.
+        with torch.inference_mode(parameters[0].is_inference()):
             merged = torch.cat([parameter.data for parameter in parameters])
             for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
                 parameter.data = torch.from_dlpack(part)  # type: ignore[attr-defined]
