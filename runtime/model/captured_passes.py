@@ -49,7 +49,7 @@ class CapturedPasses:
         cache = target.cache if target.cache.user is None else target.allocate()
         cache.reserve(StaticSteps.capacity_for(1, target.context_limit(1)))  # that of short answers
         expected = two_steps(target, cache)
-        self._passes = [*filter(None, [fuse(target)]), *library_passes(target)]
+        self._passes = passes_of(target)
         self.steps = StaticSteps(self._passes[0], capture, target.device)
         while self.steps:
             proven = self._passes[0]
@@ -80,7 +80,7 @@ class CapturedPasses:
         """Capture all steps again, of the weights that the model has now."""
         if self.steps:
             if self.is_fused:
-                self._passes = [*filter(None, [fuse(target)]), *library_passes(target)]
+                self._passes = passes_of(target)
             self.steps.use(self._passes[0])
 
     def forget(self) -> None:
@@ -112,6 +112,15 @@ class CapturedPasses:
             return None
         running, self._running = self._running, None
         return self.steps.wait(), *running
+
+
+def passes_of(target: Target) -> list[StepPass]:
+    """The passes that may be captured, the fastest one first."""
+    try:
+        own = fuse(target)
+    except torch.OutOfMemoryError:  # there is no room to merge weights
+        own = None
+    return [*filter(None, [own]), *library_passes(target)]
 
 
 def _note(reason: str) -> None:

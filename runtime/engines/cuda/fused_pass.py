@@ -67,6 +67,8 @@ class FusedPass:
         rotary = parts.rotary(hidden, step.positions)
         cos, sin = (part.flatten(0, 1).contiguous() for part in rotary)
         half = sin.shape[1] // 2
+        if 2 * half != self._layers[0].layout.width:
+            raise NotImplementedError("rotary positions for a part of a head")
         sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
         added: torch.Tensor | None = None
         for layer, cache in zip(self._layers, storage.layers, strict=True):
