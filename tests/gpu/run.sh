@@ -51,6 +51,11 @@ verify() {
 }
 verify verify-float32 --dtype float32
 
+# hdtool's own pass and kernels, on random trees of small models of several families.
+for dtype in float32 bfloat16; do
+    [[ "$DEVICE" == cpu ]] || step "passes-$dtype" tests.benchmarks.gpu_passes --device "$DEVICE" --dtype "$dtype"
+done
+
 # A step of a large model: milliseconds, the share of the bandwidth, and its kernels.
 if [[ "$DEVICE" != cpu ]]; then
     step steps tests.benchmarks.gpu_step "$STEPS" --device "$DEVICE" --trace

@@ -1,0 +1,101 @@
+"""Captured passes of small models against their ``forward``: ``python -m tests.benchmarks.gpu_passes``.
+
+Random trees after contexts of 5 to 700 tokens, in one slot and in three, and a random path of each accepted. Prints the
+median and the largest root mean square distance of the logits at the end of a path, in standard deviations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hdtool.runtime.model.cuda_graphs import by_device
+from hdtool.runtime.model.families import distances
+from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.benchmarks.gpu_step import name_of
+from tests.support.rehearsed import direct
+from tests.support.trees import path_to, tokens_to
+
+VOCABULARY = 500
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 128},
+    "Mistral": {"sliding_window": 100},
+    "Gemma2": WINDOWS,
+    "Gemma3Text": {**WINDOWS, "head_dim": 256},
+    "GptOss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "Phi3": {"num_key_value_heads": 8},
+}
+CONTEXTS, NODES, SLOTS, STEPS = (5, 130, 700), (0, 20, 64), (1, 3), 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    use_planless_attention(device)
+    for name, changes in FAMILIES.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device).eval()
+        target = Target(model, by_device if device.type == "cuda" else direct)
+        found = [one for slots in SLOTS for one in distances_of(target, model, slots, random.Random(slots))]
+        passes = target._captured._passes
+        used = name_of(passes[0]) if passes else "not captured"
+        print(f"{name:10} {used:24} median {median(found):.1e}, largest {max(found):.1e}", flush=True)
+
+
+@torch.inference_mode()
+def distances_of(target: Target, model: PreTrainedModel, slots: int, draw: random.Random) -> list[float]:
+    cache, found = target.allocate(slots), []
+    contexts = [[draw.randrange(VOCABULARY) for _ in range(draw.choice(CONTEXTS))] for _ in range(slots)]
+    for slot, context in enumerate(contexts):
+        target.prefill(cache, slot, context, room=300)
+    for _ in range(STEPS):
+        trees = [random_tree(draw) for _ in range(slots)]
+        verified = target.verify(cache, trees)
+        target.wait()
+        for slot, tree in enumerate(trees):
+            node = draw.randrange(ROOT, len(tree))
+            contexts[slot] += tokens_to(tree, node)
+            ids: Any = torch.tensor([contexts[slot]], device=target.device)
+            plain = model(input_ids=ids).logits[0, -1:]
+            found.append(distances(verified[slot].logits[node + 1 :][:1], plain).item())
+            target.commit(cache, slot, path_to(tree, node))
+    return found
+
+
+def random_tree(draw: random.Random) -> DraftTree:
+    tokens = [draw.randrange(VOCABULARY) for _ in range(draw.choice(NODES))]
+    parents = [draw.randrange(ROOT, node) if node else ROOT for node in range(len(tokens))]
+    return DraftTree.of(draw.randrange(VOCABULARY), tokens, parents)
+
+
+if __name__ == "__main__":
+    main()
