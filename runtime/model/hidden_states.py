@@ -26,6 +26,7 @@ class HiddenStates:
             if (watcher := mine()) and (found := hidden_in(returned)) is not None:
                 watcher.of_pass = found
 
+        record.only_watches = True  # type: ignore[attr-defined]
         module_of_hidden(model, kind, run).register_forward_hook(record)
         self.is_watched = True
 
@@ -37,6 +38,11 @@ class HiddenStates:
     def of_slot(self, slot: int, rows: int) -> torch.Tensor | None:
         """The first rows of one slot of the last pass; None if they are not watched."""
         return self.rows_of(slot)[:rows] if self.is_watched else None
+
+
+def only_watches(hook: object) -> bool:
+    """Whether a hook changes nothing: one that watches hidden states, for this target or another one."""
+    return bool(getattr(hook, "only_watches", False))
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from tests.support.families import FAMILIES
 from tests.support.fused import TREE, after, both, compile_target, compiled, logits_of, model_of, widen
 from tests.support.oracle import assert_same_logits, prompt_of
 
-SAME = ("llama", "qwen2", "qwen3", "granite", "smollm3")
+SAME = ("llama", "qwen2", "qwen3")
 """Families whose models are of this kind with the settings of the tests."""
 
 
@@ -282,7 +282,7 @@ def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("Granite", {}, True),
+        ("Granite", {}, False),
         ("Granite", {"logits_scaling": 2.0}, False),
         ("Granite", {"embedding_multiplier": 3.0}, False),
         ("Granite", {"residual_multiplier": 0.5}, False),

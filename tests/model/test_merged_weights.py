@@ -146,6 +146,19 @@ def test_other_weights_stay_where_they_are(change: Callable[[Any], None]) -> Non
     assert answer_of(target) == answer_of(Target(copy.deepcopy(model)))
 
 
+def test_hidden_states_that_another_target_watches_change_nothing() -> None:
+    model = own_model()
+    first = Target(model, direct)
+    first.watch_hidden()
+    second = Target(model, direct)
+    fused_before = second._captured.is_fused
+    assert answer_of(second) == answer_of(first) == answer_of(Target(model))
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    second.notice_changes()
+    assert (fused_before, second._captured.is_fused) == (True, False), "the second hook changes what a layer gives"
+    assert answer_of(second) == answer_of(Target(model))
+
+
 class Packed(torch.Tensor):
     """A weight of a library's own class, without memory of its own, as those of torchao are."""
 

@@ -17,13 +17,13 @@ from torch.nn.functional import linear
 from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Operations, TorchOperations
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
 from hdtool.runtime.model.checks.recorded_model import hooks_of
+from hdtool.runtime.model.hidden_states import HiddenStates, only_watches
 from hdtool.runtime.model.static_steps import StepOutput
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
     from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
-    from hdtool.runtime.model.hidden_states import HiddenStates
     from hdtool.runtime.model.step_input import StepTensors
     from hdtool.runtime.model.target import Target
 
@@ -129,7 +129,7 @@ def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
     """Whether there are hooks on modules that the pass does not call, but those that watch hidden states."""
     called = {id(module) for matmul in (*parts.matmuls, parts.embedding, parts.rotary) for module in matmul.modules()}
     hooks = hooks_of(module for module in target.model.modules() if id(module) not in called)
-    return sum(map(len, hooks)) > int(target.hidden.is_watched)
+    return not all(only_watches(hook) for found in hooks for hook in found.values())
 
 
 def _has_shape(module: Any) -> bool:
