@@ -36,7 +36,7 @@ class Kind(Generic[Matmul]):
     embeds: Callable[[Module], bool]
     """Whether it takes this embedding."""
     divisor: int = 2
-    """Of the width of a head."""
+    """A number that divides the width of a head."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 
 LENGTHS = 5, 40, 17, 70
-"""Of the prompts of a batch."""
+"""The lengths of the prompts of a batch."""
 SLOTS = 3
 SCHEMAS = "sentiment", "tool choice"
 NEARLY_FULL = prompt_of(480)

@@ -53,7 +53,7 @@ LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 OF_RECYCLED = SourceName.RECYCLED.value
 
 RankedNodes = tuple[Array, Array, Array]
-"""Of the nodes of the rows of logits, the root first: the last tokens down to each, depths and probabilities."""
+"""The last tokens down to each node that has a row of logits, the root first; their depths; their probabilities."""
 
 
 class Rankings(Pinned):

@@ -11,10 +11,8 @@ NODES = tl.constexpr(64)
 
 
 @triton.jit
-def add_norm_kernel(
-    hidden, added, weight, normed, width, epsilon, ADDS: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``hidden += added``, and its RMSNorm; ``OFFSET`` for weights around 0, as Gemma has them."""
+def add_norm_kernel(hidden, added, weight, normed, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """``hidden += added``, and its RMSNorm."""
     at = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -27,10 +25,7 @@ def add_norm_kernel(
     scaled = row.to(tl.float32)
     scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if OFFSET:
-        scaled *= 1.0 + factor
-    else:
-        scaled = scaled.to(kind).to(tl.float32) * factor
+    scaled = scaled.to(kind).to(tl.float32) * factor
     tl.store(normed + at + column, scaled.to(kind), mask=inside)
 
 
@@ -219,8 +214,8 @@ def merge_kernel(
 
 
 @triton.jit
-def gate_kernel(gate_up, gated, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """``activation(gate) * up`` of one row of both side by side."""
+def gate_kernel(gate_up, gated, width, BLOCK: tl.constexpr):
+    """``silu(gate) * up`` of one row of both side by side."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -228,11 +223,7 @@ def gate_kernel(gate_up, gated, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     kind = gate.dtype
     number = gate.to(tl.float32)
-    if GELU:
-        inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
-        active = 0.5 * number * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
-    else:
-        active = number / (1.0 + tl.exp(-number))
+    active = number / (1.0 + tl.exp(-number))
     tl.store(gated + row * width + column, (active.to(kind).to(tl.float32) * up).to(kind), mask=inside)
 
 

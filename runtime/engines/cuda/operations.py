@@ -22,7 +22,7 @@ class HeadLayout:
     width: int
     scale: float
     epsilon: float
-    """Of the norms of queries and keys."""
+    """The epsilon of the norms of queries and keys."""
     window: AttentionWindow
     softcap: float | None = None
     """Bound of the scores, by tanh."""

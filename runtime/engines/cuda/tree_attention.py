@@ -40,10 +40,7 @@ class TreeAttention:
         """In this block the model attends here; yields its masks."""
         self._operations.begin(step, 0)
         masks = {window.kind: torch.zeros((1, 1, 1, 1), device=step.length.device) for window in self._windows}
-        self._window_of = {
-            mask.untyped_storage().data_ptr(): window
-            for mask, window in zip(masks.values(), self._windows, strict=True)
-        }
+        self._window_of = {memory_of(mask): window for mask, window in zip(masks.values(), self._windows, strict=True)}
         self.calls = 0
         token = CURRENT.set(self)
         try:

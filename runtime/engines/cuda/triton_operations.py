@@ -66,7 +66,6 @@ class TritonOperations:
             width,
             epsilon,
             ADDS=added is not None,
-            OFFSET=False,
             BLOCK=triton.next_power_of_2(width),
             num_warps=8,
         )
@@ -173,7 +172,7 @@ class TritonOperations:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         gated = gate_up.new_empty((tokens, width))
         grid = tokens, triton.cdiv(width, GATED)
-        kernels.gate_kernel[grid](gate_up, gated, width, GELU=False, BLOCK=GATED, num_warps=4)
+        kernels.gate_kernel[grid](gate_up, gated, width, BLOCK=GATED, num_warps=4)
         return gated
 
     def move(self, tensors: list[torch.Tensor]) -> None:

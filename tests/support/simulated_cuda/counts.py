@@ -35,7 +35,7 @@ class Counts:
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
         self.lines: Counter[tuple[str, str]] = Counter()
-        """The same by kind and line."""
+        """The number of events by kind and by the line that caused them."""
         self.faults: Counter[str] = Counter()
 
     def add(self, kind: str) -> None:

@@ -54,7 +54,7 @@ class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
 
 
 DeviceTensor.__module__ = "torch.simulated_cuda"
-"""Of torch, as far as hdtool can tell, and not of a library that keeps weights in its own way."""
+"""A module of torch: hdtool treats weights of classes from other modules as those of quantization libraries."""
 
 
 def new_tensor(numbers: torch.Tensor) -> DeviceTensor:
@@ -101,7 +101,7 @@ class Patches:
 
     @staticmethod
     def _data_ptr(tensor: DeviceTensor) -> int:
-        """Of use as a name only: compiled code of the host cannot read there."""
+        """A number that names the memory; compiled code of the host cannot read there."""
         return tensor.allocation.address + int(tensor.storage_offset()) * tensor.itemsize
 
     @staticmethod
