@@ -20,6 +20,8 @@ class Kept(NamedTuple):
     slot: Slot
     shared: int
     """Tokens that both begin with."""
+    start: int
+    """Those of them that are not read again."""
 
 
 class PrefixCache:
@@ -36,17 +38,16 @@ class PrefixCache:
     @property
     def bytes(self) -> int:
         """Memory of the copies."""
-        return sum(slot.kv.storage.bytes for slot in self._saved)
+        return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> Kept | None:
         """The free slot that can be read on into from where it differs from a prompt."""
-        # Two tokens: the last common one is read again.
-        return _longest(free, owner, version, prompt, least=2)
+        return _longest(free, owner, version, prompt, least=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> Kept | None:
         """The longest beginning of a prompt that slots in use, or copies, hold."""
         self._saved = [slot for slot in self._saved if slot.version == version]
-        found = _longest([*held, *self._saved], owner, version, prompt, least=LEAST)
+        found = _longest([*held, *self._saved], owner, version, prompt, least=LEAST - 1)
         if found and found.slot in self._saved:
             self._saved.remove(found.slot)
             self._saved.append(found.slot)
@@ -59,7 +60,7 @@ class PrefixCache:
         if not self._most or len(tokens) < LEAST or held.version == NEVER_CONTINUED:
             return
         saved = cache.saved(slot)
-        if saved.kv.storage.bytes > self._most:
+        if saved.bytes > self._most:
             return
         self._saved = [
             one for one in self._saved if one.owner != saved.owner or common(one.tokens, tokens) < len(one.tokens)
@@ -70,13 +71,14 @@ class PrefixCache:
 
 
 def _longest(slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int) -> Kept | None:
-    """The slot that shares the longest beginning with a prompt, without its last token, which is always read."""
+    """The slot from which most of a prompt need not be read again; its last token always is."""
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
             shared = common(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
-            if shared >= max(least, best.shared + 1 if best else 0):
-                best = Kept(slot, shared)
+            start = slot.resumes_at(shared)
+            if start >= max(least, best.start + 1 if best else 0):
+                best = Kept(slot, shared, start)
     return best
 
 

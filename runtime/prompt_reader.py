@@ -14,6 +14,8 @@ from hdtool.runtime.verified import Verified
 
 PIECE = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
+LONG, TAIL = 256, 32
+"""A longer prompt of a recurrent model is read up to so many tokens before its end, and then those."""
 
 
 class PromptReader:
@@ -30,18 +32,21 @@ class PromptReader:
         self.cached_tokens = 0
         """Tokens at the start of the prompt that are not read again."""
         self._read = 0
+        self._keeps_states = False
+        """Whether the states of recurrent layers are kept at the end of each pass."""
         self._kept: list[torch.Tensor] | None = None
-        """The keys and values of the last kept token, which is read again and compared."""
+        """The keys and values of the first token that is read again, to be compared."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Take over what was kept of the prompt's beginning."""
         slots, version = self._cache.slots, self._engine.changes
         kept = in_place = None
+        self._keeps_states = self._may_stop and prefixes is not None and bool(self._cache.storage.states)
         if prefixes and self._may_stop:
             query = self._owner, version, self._prompt
             in_place = kept = prefixes.in_place(slots[self._first_free :], *query)
             copied = prefixes.to_copy(slots[: self._first_free], *query)
-            if copied and copied.shared > (in_place.shared if in_place else 0):
+            if copied and copied.start > (in_place.start if in_place else 0):
                 kept, in_place = copied, None
         if in_place:
             self.slot = slots.index(in_place.slot)
@@ -51,8 +56,8 @@ class PromptReader:
         if kept and not in_place:
             self._cache.load(self.slot, kept.slot, shared)
         slot = self._cache.slots[self.slot]
-        self._read = self.cached_tokens = max(0, shared - 1)
-        if self._read:
+        self._read = self.cached_tokens = kept.start if kept else 0
+        if 0 < self._read < shared:
             slot.cut(shared)
             self._kept = slot.kv.at(self._read)
         slot.cut(self._read)
@@ -65,8 +70,19 @@ class PromptReader:
             return self._read_piece(most)
         verified = None
         while verified is None:
-            verified = self._read_piece(PIECE if self._read else len(self._prompt))
+            verified = self._read_piece(self._next_piece())
         return verified
+
+    def _next_piece(self) -> int:
+        """Tokens of the next pass, where the caller sets no limit.
+
+        Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
+        end of a prompt.
+        """
+        if self._read:
+            return PIECE
+        whole = len(self._prompt)
+        return whole - TAIL if self._keeps_states and whole > LONG else whole
 
     def _read_piece(self, most: int) -> Verified | None:
         first, end = self._read, min(len(self._prompt), self._read + most)
@@ -77,6 +93,8 @@ class PromptReader:
             self._read = self.cached_tokens = 0
             return None
         self._read = end
+        if self._keeps_states:
+            self._cache.slots[self.slot].keep_states()
         return verified if end == len(self._prompt) else None
 
     def _is_same_model(self, position: int) -> bool:

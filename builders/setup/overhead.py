@@ -15,7 +15,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.evaluation.contenders import steps_of, timed
 from hdtool.runtime.evaluation.replay_results import Prediction, ReplayResult
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.load import Loaded
 
 PROMPT_LENGTHS = (16, 128, 1024)

@@ -20,7 +20,7 @@ from hdtool.runtime.budget.pass_costs import PASS_SIZES
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target

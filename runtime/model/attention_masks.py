@@ -13,7 +13,7 @@ import torch
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
-Mask = torch.Tensor | dict[str, torch.Tensor] | None
+Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,14 @@ class AttentionWindow:
         return related
 
 
-FULL = "full_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED, HYBRID, HYBRID_SLIDING = "indexed_attention", "hybrid", "hybrid_sliding"
+WITHOUT_MASK = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
+"""Kinds of layers that read no mask of attention: recurrences, short convolutions, and those without either."""
+UNMASKED: dict[str, torch.Tensor | None] = dict.fromkeys(("linear_attention", "conv"))
+"""What models find for these kinds among several masks."""
+ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
+"""Other names of kinds in the masks of some models: those of layers that also have a state, or an indexer."""
 
 
 def windows_of(config: Any) -> list[AttentionWindow]:
@@ -48,13 +55,16 @@ def windows_of(config: Any) -> list[AttentionWindow]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:
-        return [AttentionWindow("sliding_attention", window=window) if window else AttentionWindow(FULL)]
-    sizes = {
+        return [AttentionWindow(SLIDING, window=window) if window else AttentionWindow(FULL)]
+    chunk = getattr(config, "attention_chunk_size", None)
+    by_name = {alias: kind for kind, aliases in ALIASES.items() for alias in aliases}
+    windows = {
         FULL: AttentionWindow(FULL),
-        "sliding_attention": AttentionWindow("sliding_attention", window=window),
-        "chunked_attention": AttentionWindow("chunked_attention", chunk=getattr(config, "attention_chunk_size", None)),
+        SLIDING: AttentionWindow(SLIDING, window=window),
+        CHUNKED: AttentionWindow(CHUNKED, chunk=chunk),
     }
-    return [sizes[kind] for kind in dict.fromkeys(kinds)]
+    found = dict.fromkeys(by_name.get(kind, kind) for kind in kinds if kind not in WITHOUT_MASK)
+    return [windows[kind] for kind in found] or [windows[FULL]]
 
 
 class MaskBuffer:
@@ -151,7 +161,9 @@ class AttentionMasks:
 
     def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
         masks = {window.kind: mask_of(window) for window in self._windows}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return masks | {alias: masks[kind] for kind in masks for alias in ALIASES.get(kind, ())} | UNMASKED
 
     def _of_window(self, tree: DraftTree, length: int, window: AttentionWindow, buffer: MaskBuffer) -> torch.Tensor:
         rows = len(tree) + 1

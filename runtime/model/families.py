@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.model.attention_masks import FULL
+from hdtool.runtime.model.attention_masks import ALIASES, CHUNKED, FULL, SLIDING, WITHOUT_MASK
 from hdtool.runtime.model.library import cache_name, is_stateful, takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-READABLE_LAYERS = (FULL, "sliding_attention", "chunked_attention")
+READABLE_LAYERS = {FULL, SLIDING, CHUNKED, *WITHOUT_MASK, *(name for names in ALIASES.values() for name in names)}
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Families with ALiBi, which compute distances from the order of tokens."""
 
@@ -34,18 +34,16 @@ def refuse_by_configuration(config: Any) -> None:
         raise refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
     foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
     if foreign:
-        raise refusal(kind, f"has {foreign[0]} layers: their state cannot be rolled back after a rejected draft")
+        raise refusal(kind, f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft")
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise for model classes that lack what tree verification needs."""
     kind = model.config.model_type
-    if is_stateful(model):
-        raise refusal(kind, "has a recurrent state, which cannot be rolled back after a rejected draft")
-    if not takes(model, "position_ids"):
-        raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
     if cache_name(model) is None:
-        raise refusal(kind, "takes no key-value cache")
+        raise refusal(kind, "takes no cache")
+    if not takes(model, "position_ids") and not is_stateful(model):
+        raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
     if not takes(model, "attention_mask"):
         raise refusal(kind, "takes no attention mask")
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel
     from transformers.cache_utils import Cache
 
-CACHE_NAMES = ("cache", "past_key_values")
-"""Names of the KV cache in ``forward``, its output and ``generate``; releases before 5.24 have the second one."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache in ``forward``, its output and ``generate``; before 5.24 it has the second one, or the third in
+models of recurrent layers alone."""
 MASKED_ATTENTION = ("sdpa", "eager")
 """Attention implementations that take arbitrary masks; flash attention does not."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache as LibraryCache
@@ -13,12 +13,14 @@ from transformers.cache_utils import Cache as LibraryCache
 from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
 from hdtool.runtime.model.cache.slots import Cache, Slot
+from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.families import rotary_switch
 from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.library import cache_name, last_logits_only
+from hdtool.runtime.model.library import cache_name, last_logits_only, takes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.recurrent.passes import RecurrentLayers
 from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import Verified
@@ -46,6 +48,9 @@ class StockPasses:
         self.hidden = HiddenStates()
         self.cache_name = cache_name(model) or ""
         """Noted at first: a `forward` that wraps the model's need not name its arguments."""
+        self.recurrent: RecurrentLayers | None = None
+        """What computes recurrent layers over trees, if the model has any."""
+        self._takes_positions = takes(model, "position_ids")
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
@@ -54,6 +59,7 @@ class StockPasses:
         # For a whole prompt, the model makes its own mask or uses a causal kernel.
         mask = self.masks.of_continuation(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
+        slot.begin_reading()
         logits = self.forward([list(tokens)], [positions], mask, slot.kv, **self.last_only)[0, -1:]
         slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
         return logits
@@ -73,7 +79,8 @@ class StockPasses:
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in one slot."""
         mask = self.masks.of_tree(tree, slot.length, reused=True)
-        logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
+        with self._over([tree], [slot], slot.states, slot.kv):
+            logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
         self.log.nodes = len(tree)
         return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
 
@@ -86,10 +93,25 @@ class StockPasses:
         rows = ids.shape[1]
         for slot in slots:
             slot.kv.used = max(slot.kv.used, slot.length + rows)
-        logits = self.run(ids, positions, mask, SlotKVCache(cache.storage, lengths, rows))
+        together = SlotKVCache(cache.storage, lengths, rows)
+        with self._over(trees, slots, cache.storage.states, together):
+            logits = self.run(ids, positions, mask, together)
         self.log.nodes, self.log.slots = rows - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
         return [Verified(logits[slot, :n], self.hidden.of_slot(slot, n)) for slot, n in enumerate(used)]
+
+    @contextmanager
+    def _over(
+        self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
+    ) -> Iterator[None]:
+        """Compute recurrent layers over trees in this block; the slots take the states after their rows."""
+        if self.recurrent is None or states is None:
+            yield
+            return
+        with self.recurrent.over(trees, states, cache) as found:
+            yield
+        for place, slot in enumerate(slots):
+            slot.states_of_tree, slot.place_in_tree = found, place
 
     def forward(
         self,
@@ -114,10 +136,10 @@ class StockPasses:
         """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
-            given = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
-            logits: torch.Tensor = self.model(
-                input_ids=ids, position_ids=positions, attention_mask=mask, **given
-            ).logits
+            given: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
+            if self._takes_positions:
+                given["position_ids"] = positions
+            logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **given).logits
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.log.add(time.perf_counter() - started)

@@ -13,9 +13,11 @@ import torch
 
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.cache.states import StateShape
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.changes import ModelChanges
-from hdtool.runtime.model.checks.trees import prove_trees, some_context
+from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import prove_trees
 from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
@@ -58,6 +60,10 @@ class Target:
         """Held during a step of an answer: one thread at a time uses the model."""
         self.shapes: tuple[LayerShape, ...] = tuple(shapes or ())
         """Those of the keys and values of each layer."""
+        self.state_shapes: tuple[StateShape, ...] = ()
+        """Those of the states of recurrent layers."""
+        self.continues = True
+        """Whether a prompt may be read in several passes; not where a pass ignores the states before it."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._capture, self._captured = capture, CapturedPasses()
@@ -76,6 +82,8 @@ class Target:
         """Check that the model computes trees, and that steps may be captured."""
         self._captured.disable()
         prove_trees(self)
+        if self.state_shapes:
+            return  # their passes depend on the shape of the tree
         if capture := self._capture(self.device):
             self._captured.enable(self, capture)
 
@@ -125,13 +133,14 @@ class Target:
     def reads_in_pieces(self, length: int) -> bool:
         """Whether a prompt of this length may be read in several passes.
 
-        Not where a pass determines how its rows are computed: in LLM.int8(), and in a LongRoPE model beyond its
-        original length.
+        Not where a pass determines how its rows are computed: in LLM.int8(), in a LongRoPE model beyond its original
+        length, and in recurrent layers that ignore what came before a pass.
         """
-        return not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
+        is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
+        return is_fixed and self.continues
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
-        return Cache(self.shapes, slots, capacity)
+        return Cache(self.shapes, slots, capacity, self.state_shapes)
 
     @property
     def cache(self) -> Cache:

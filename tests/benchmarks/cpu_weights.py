@@ -37,7 +37,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.compact_layers import compact_places
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.sampling.sampler import Sampler

@@ -29,7 +29,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

@@ -20,7 +20,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
 from hdtool.runtime.evaluation.recorded_model import bandwidth
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.static_steps import StaticSteps, StepPass
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

@@ -46,7 +46,7 @@ from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
 from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load

@@ -22,7 +22,7 @@ from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet

@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.cpu_name import processor_name
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.gguf.file_identity import Signature
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

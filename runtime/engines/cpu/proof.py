@@ -20,7 +20,7 @@ from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.model.attention_masks import FULL, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.tree import DraftTree
 

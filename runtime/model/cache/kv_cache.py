@@ -1,7 +1,8 @@
-"""The static KV cache: keys and values of all layers in one preallocated tensor.
+"""The static cache: keys and values of all layers in one preallocated tensor, and the states of recurrent layers.
 
 Positions of the accepted context come first, positions of the tree being verified right after them. Committing a
-path is one gather over all layers; rejected positions are overwritten by the next step.
+path is one gather over all layers; rejected positions are overwritten by the next step. States are those after the
+accepted context; a pass over a tree leaves them as they are, and committing a path replaces them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hdtool.runtime.model.cache.position_moves import Place, is_movable, move_positions
+from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 MOST_DUE = 16
@@ -82,6 +84,32 @@ class StaticLayer(CacheLayerMixin):
         return int(self._cache.capacity)
 
 
+class LayerWithStates(StateLayer, StaticLayer):
+    """The view of a layer that has attention and a recurrence side by side."""
+
+    def __init__(self, cache: Any, index: int, states: StateLayer) -> None:
+        StaticLayer.__init__(self, cache, index)
+        vars(self).update(vars(states))
+
+    def get_max_length(self) -> int:
+        return StaticLayer.get_max_length(self)
+
+
+def views_of_layers(
+    cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool
+) -> list[CacheLayerMixin | StateLayer]:
+    """Each layer's view of a cache: of its keys and values, of its states, or of both."""
+    of_states = states.layers(has_begun=has_begun) if states else {}
+    views: list[CacheLayerMixin | StateLayer] = []
+    for index, (keys, _) in enumerate(layers):
+        state = of_states.get(index)
+        if state is None:
+            views.append(StaticLayer(cache, index))
+        else:
+            views.append(LayerWithStates(cache, index, state) if keys.numel() else state)
+    return views
+
+
 Views = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -95,9 +123,13 @@ class KVTensors:
     tensors: list[torch.Tensor]
     layers: list[Views]
     capacity: int
+    states: States | None = None
+    """Those of recurrent layers, of as many sequences."""
 
     @classmethod
-    def for_layers(cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1) -> KVTensors:
+    def for_layers(
+        cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1, states: Sequence[StateShape] = ()
+    ) -> KVTensors:
         capacity = -(-capacity // GROWTH) * GROWTH
         rows = [shape for layer in shapes if layer for shape in layer]
         tensors = {
@@ -107,7 +139,7 @@ class KVTensors:
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
         nothing = torch.empty(0)
         views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
-        return cls(list(tensors.values()), views, capacity)
+        return cls(list(tensors.values()), views, capacity, States.zeros(states, batch) if states else None)
 
     @cached_property
     def places(self) -> list[Place] | None:
@@ -116,7 +148,7 @@ class KVTensors:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors) + (self.states.bytes if self.states else 0)
 
     def of_slot(self, slot: int) -> KVTensors:
         """The views of one batch slot."""
@@ -125,14 +157,15 @@ class KVTensors:
             return view.narrow(0, slot, 1) if view.numel() else view
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
-        return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity)
+        states = self.states.part(slot, 1) if self.states else None
+        return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity, states)
 
 
 class StaticKVCache(Cache):
     """The ``transformers`` cache of one sequence, in preallocated tensors."""
 
     def __init__(self, storage: KVTensors) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        super().__init__(layers=views_of_layers(self, storage.layers, storage.states, has_begun=False))
         self.storage = storage
         self.length = 0
         """Positions of accepted tokens; later positions are not part of the context."""
@@ -178,6 +211,12 @@ class StaticKVCache(Cache):
                 self.settle()
             self.due = None
         self.length, self._unsure = length, None
+
+    def begin_states(self, *, has_begun: bool) -> None:
+        """Say whether the states are those after a token; the next pass does not read them otherwise."""
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.begin(has_begun)
 
     def clear_from(self, position: int) -> None:
         """Zero what earlier passes wrote from ``position`` on.
@@ -286,7 +325,8 @@ class SlotKVCache(Cache):
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
         """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        states = storage.states.part(0, len(lengths)) if storage.states else None
+        super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
         self.slots, self.length = len(lengths), max(lengths)
         self._storage, self._lengths = storage, list(lengths)

@@ -1,16 +1,26 @@
-"""The cache of an engine: the keys and values of several sequences, and which tokens they are of."""
+"""The cache of an engine: keys, values and states of several sequences, and which tokens they are of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
+from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
 """The version of a context that no prompt may continue."""
+
+
+class StatesOfTree(Protocol):
+    """The states after each row of a verified tree."""
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        """Turn the states before the tree of a slot into those after a path of its rows, the root first."""
+        ...
 
 
 class Slot:
@@ -32,6 +42,22 @@ class Slot:
         self.tree: DraftTree | None = None
         """The tree that was verified last, and nothing of it accepted yet."""
         self.hidden_of_tree: torch.Tensor | None = None
+        self.states_of_tree: StatesOfTree | None = None
+        self.place_in_tree = 0
+        """Its slot in the pass that verified the tree."""
+        self.states_length = 0
+        """The accepted tokens that the states follow; -1 after an interrupt of what changed them."""
+        self.snapshots: list[Snapshot] = []
+        """States after fewer tokens, from which another prompt may go on."""
+
+    @property
+    def states(self) -> States | None:
+        """Those of recurrent layers."""
+        return self.kv.storage.states
+
+    @property
+    def bytes(self) -> int:
+        return self.kv.storage.bytes + sum(one.states.bytes for one in self.snapshots)
 
     @property
     def length(self) -> int:
@@ -43,19 +69,57 @@ class Slot:
         """Accepted tokens whose keys and values are in place; fewer after an interrupt than were accepted."""
         return min(len(self.tokens), self.kv.settled)
 
+    def resumes_at(self, shared: int) -> int:
+        """How many of the first ``shared`` tokens, which a prompt begins with, need not be read again.
+
+        Keys and values of the last one are computed again and compared. States are those of snapshots alone.
+        """
+        if self.states is None:
+            return max(0, shared - 1)
+        lengths = [self.states_length, *(one.length for one in self.snapshots)]
+        return max((length for length in lengths if length <= shared), default=0)
+
+    def keep_states(self) -> None:
+        """Keep a copy of the states as they are now."""
+        if self.states and self.states_length > 0:
+            self.snapshots = kept(self.snapshots, Snapshot(self.states_length, self.states.copy()))
+
     def cut(self, length: int) -> None:
         """Discard all but the first ``length`` tokens."""
+        self._cut_states(length)
         self.kv.cut(length)
         del self.tokens[length:]
         if self.hidden:
             self.hidden = [torch.cat(self.hidden)[:length]] if length else []
         self.tree = None
 
+    def _cut_states(self, length: int) -> None:
+        """Return to the states after ``length`` tokens, if there are any."""
+        if self.states is None:
+            return
+        self.snapshots = [one for one in self.snapshots if one.length <= length]
+        found = next((one for one in self.snapshots if one.length == length), None)
+        if length == 0:
+            self.states_length = 0
+        elif found and self.states_length != length:
+            self.states_length = -1
+            self.states.copy_from(found.states)
+            self.states_length = length
+        elif self.states_length > length:
+            self.states_length = -1
+        self.kv.begin_states(has_begun=self.states_length > 0)
+
+    def begin_reading(self) -> None:
+        """The states are being updated by a pass over further tokens, until ``extend``."""
+        assert self.states is None or self.states_length == self.length, "the states are those of another length"
+        self.states_length = -1
+
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Accept tokens that were read after the others."""
         if hidden is not None:  # first: an interrupt may leave hidden states too many, but never too few
             self.hidden.append(hidden)
         self.kv.length += len(tokens)
+        self.states_length = self.kv.length
         self.tokens += tokens
 
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:
@@ -64,9 +128,14 @@ class Slot:
         if tree is None:  # the prompt was read, and nothing drafted for it
             return
         self.tree = self.hidden_of_tree = None
+        rows = [0, *(node + 1 for node in path)]
         if hidden is not None:
-            self.hidden.append(hidden[[0, *(node + 1 for node in path)]])
+            self.hidden.append(hidden[rows])
         self.kv.commit(1, path, later=later)
+        if self.states and self.states_of_tree:
+            self.states_length = -1
+            self.states_of_tree.commit(self.place_in_tree, rows, self.states)
+            self.states_length, self.states_of_tree = self.kv.length, None
         self.tokens.append(tree.root)
         if path:
             self.tokens += tree.tokens[path].tolist()
@@ -80,6 +149,7 @@ class Slot:
     def copy_from(self, other: Slot, length: int | None = None) -> None:
         """Take over the first ``length`` tokens of another slot, or all of them."""
         self.kv.copy_from(other.kv, length)
+        self._copy_states(other)
         self.tokens = other.tokens[: self.kv.length]
         self.owner, self.version = other.owner, other.version
         hidden = other.all_hidden()
@@ -87,11 +157,28 @@ class Slot:
         self.tree = None
 
 
+    def _copy_states(self, other: Slot) -> None:
+        if self.states is None or other.states is None:
+            return
+        self.states_length = -1
+        if 0 <= other.states_length <= self.kv.length:
+            self.states.copy_from(other.states)
+            self.states_length = other.states_length
+        self.snapshots = [one for one in other.snapshots if one.length <= self.kv.length]
+        self.kv.begin_states(has_begun=self.states_length > 0)
+
+
 class Cache:
     """Slots for sequences that are answered together; the first ones are in use."""
 
-    def __init__(self, shapes: Sequence[LayerShape], slots: int = 1, capacity: int = 0) -> None:
-        self._shapes = shapes
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        slots: int = 1,
+        capacity: int = 0,
+        state_shapes: Sequence[StateShape] = (),
+    ) -> None:
+        self._shapes, self._state_shapes = shapes, state_shapes
         self.number = 0
         """Its name in the processes that share a model."""
         self.user: object = None
@@ -114,7 +201,7 @@ class Cache:
 
     def _allocate(self, slots: int, capacity: int) -> None:
         old = self.slots
-        self.storage = KVTensors.for_layers(self._shapes, capacity, slots)
+        self.storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # A view of the only slot would be another object, which nothing but its identity tells from the whole.
         parts = [self.storage] if slots == 1 else [self.storage.of_slot(slot) for slot in range(slots)]
         self.slots = [Slot(StaticKVCache(part)) for part in parts]
@@ -128,9 +215,9 @@ class Cache:
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
         """A copy of what a slot holds, in memory of its own."""
-        kept = self.slots[slot]
-        copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, kept.length)))
-        copy.copy_from(kept)
+        held = self.slots[slot]
+        copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
+        copy.copy_from(held)
         return copy
 
     @torch.inference_mode()

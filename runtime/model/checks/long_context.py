@@ -189,7 +189,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
     """A mask with hidden columns that begin at ``start``."""
     if isinstance(mask, dict):
-        return {kind: _inserted(one, start, hidden) for kind, one in mask.items()}
+        return {kind: None if one is None else _inserted(one, start, hidden) for kind, one in mask.items()}
     assert mask is not None
     return _inserted(mask, start, hidden)
 

@@ -10,8 +10,11 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
+from hdtool.runtime.model.cache.states import has_states
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
+from hdtool.runtime.model.checks.recurrent import prove_recurrent_trees
+from hdtool.runtime.model.checks.small_tree import small_tree
 from hdtool.runtime.model.families import deviation, is_low_precision, refusal, refuse_by_logits
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.tree import DraftTree
@@ -33,6 +36,8 @@ def prove_trees(target: Target) -> None:
     is_rounded = is_quantized or is_low_precision(target.dtype)
     context, tree, paths = small_tree(target.config.vocab_size, *((5, 3) if is_rounded else (3, 2)))
     used = DynamicCache(config=target.config)
+    if has_states(used):
+        return prove_recurrent_trees(target)
     whole = torch.tensor([[*context, *path] for path in paths], device=target.device)
     target.rounding = None
     try:
@@ -87,17 +92,3 @@ def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
     second = target.verify(cache, [tree])[0]
     target.wait()
     return [*found, second.logits.clone()]
-
-
-def some_context(length: int, vocabulary: int) -> list[int]:
-    """Arbitrary tokens for measurements and checks."""
-    return [(7 * place + 3) % vocabulary for place in range(length)]
-
-
-def small_tree(vocabulary: int, number: int = 5, depth: int = 3) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """A context and a tree of equal paths; wrong masks or positions change the logits of all paths but one."""
-    context = some_context(4, vocabulary)
-    paths = [[(31 * path + 11 * place + 5) % vocabulary for place in range(depth)] for path in range(number)]
-    tokens = [token for path in paths for token in path]
-    parents = [node - 1 if node % depth else -1 for node in range(len(tokens))]
-    return context, DraftTree.of(context[-1], tokens, parents), paths

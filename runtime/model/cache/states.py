@@ -1,0 +1,125 @@
+"""States of recurrent layers and short convolutions, which a cache holds beside keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+CONV, RECURRENT = "conv_states", "recurrent_states"
+"""The kinds of states, by the names of the library's attributes for them."""
+
+
+class StateName(NamedTuple):
+    """One state of a model."""
+
+    layer: int
+    kind: str
+    index: int
+    """A layer may have several states of a kind."""
+
+
+class StateShape(NamedTuple):
+    """A state, and its tensor for one sequence."""
+
+    name: StateName
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def has_states(cache: DynamicCache) -> bool:
+    """Whether any layer of a ``transformers`` cache has a state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+
+
+def state_shapes(used: DynamicCache) -> list[StateShape]:
+    """The states of all layers, from a ``transformers`` cache that a forward pass filled."""
+    return [
+        StateShape(StateName(layer, kind, index), tuple(state.shape[1:]), state.dtype, state.device)
+        for layer, layer_cache in enumerate(used.layers)
+        if isinstance(layer_cache, LinearAttentionCacheLayerMixin)
+        for kind in (CONV, RECURRENT)
+        for index, state in getattr(layer_cache, kind).items()
+        if state is not None
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """All states of some sequences, ``[sequences, ...]`` each."""
+
+    tensors: Mapping[StateName, torch.Tensor]
+
+    @classmethod
+    def zeros(cls, shapes: Iterable[StateShape], sequences: int) -> States:
+        return cls(
+            {one.name: torch.zeros((sequences, *one.shape), dtype=one.dtype, device=one.device) for one in shapes}
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def part(self, first: int, sequences: int) -> States:
+        """A view of consecutive sequences."""
+        return States({name: tensor.narrow(0, first, sequences) for name, tensor in self.tensors.items()})
+
+    def of_layer(self, layer: int) -> dict[StateName, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if name.layer == layer}
+
+    @torch.inference_mode()
+    def copy(self) -> States:
+        return States({name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    @torch.inference_mode()
+    def copy_from(self, other: States) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(other.tensors[name])
+
+    def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
+        """Layers of a ``transformers`` cache that read and write these states."""
+        return {
+            layer: StateLayer(self.of_layer(layer), has_begun=has_begun)
+            for layer in dict.fromkeys(name.layer for name in self.tensors)
+        }
+
+
+class StateLayer(LinearAttentionLayer):
+    """The states of one layer in the interface of ``transformers``, which updates them in place."""
+
+    def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
+        number = max(name.index for name in tensors) + 1
+        super().__init__(number_of_states=number)
+        for name, tensor in tensors.items():
+            getattr(self, name.kind)[name.index] = tensor
+            if name.kind == CONV:
+                self.is_conv_states_initialized[name.index] = True
+                self.conv_kernel_size[name.index] = tensor.shape[-1]
+            else:
+                self.is_recurrent_states_initialized[name.index] = True
+            self.device, self.dtype = tensor.device, tensor.dtype
+        self.begin(has_begun)
+
+    def begin(self, has_begun: bool) -> None:
+        """Say whether the states are those after a token; otherwise they are not read."""
+        for index in self.has_previous_state:
+            self.has_previous_state[index] = has_begun
+
+
+class Snapshot(NamedTuple):
+    """The states after the first tokens of a sequence."""
+
+    length: int
+    states: States
+
+
+MOST_SNAPSHOTS = 4
+
+
+def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
+    """The snapshots that remain when one is added: those of the longest contexts."""
+    return [*(one for one in snapshots if one.length < new.length), new][-MOST_SNAPSHOTS:]

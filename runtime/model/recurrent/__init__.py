@@ -1,0 +1,1 @@
+"""Recurrent layers and short convolutions in passes over draft trees."""

@@ -1,0 +1,108 @@
+"""A mixer over a tree by its own code for single tokens: a call for each level, whose rows form a batch.
+
+Each row starts from the state after its parent. This needs no knowledge of the recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.model.cache.states import StateLayer, StateName, States
+from hdtool.runtime.model.recurrent.mixers import Mixer
+from hdtool.runtime.model.recurrent.row_tree import RowTree
+
+Forward = Callable[..., Any]
+LayerStates = dict[StateName, torch.Tensor]
+
+
+class LevelStates:
+    """The states of one layer after all rows of a pass, by levels."""
+
+    def __init__(self, tree: RowTree, before: LayerStates) -> None:
+        self._tree = tree
+        self._levels: list[LayerStates] = []
+        self._before = before
+
+    def start(self, above: torch.Tensor) -> LayerStates:
+        """Copies of the states from which the rows of the next level start."""
+        source = self._levels[-1] if self._levels else self._before
+        self._levels.append({name: tensor.index_select(0, above) for name, tensor in source.items()})
+        return self._levels[-1]
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        last = rows[-1]
+        place = self._tree.places[slot, last]
+        for name, tensor in self._levels[self._tree.depths[slot][last]].items():
+            states.tensors[name].copy_(tensor[place])
+
+
+def forward_by_levels(
+    mixer: Mixer, forward: Forward, tree: RowTree, cache: Any, states: LevelStates, args: Any, kwargs: Any
+) -> Any:
+    """What the mixer's ``forward`` returns for all rows of the trees."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    slots, rows = hidden.shape[:2]
+    given = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
+    results: list[Any] = []
+    held = cache.layers[mixer.layer]
+    is_deferred = mixer.output is not None and "forward" not in vars(mixer.output)
+    with _projected(mixer, hidden) as rows_now:
+        try:
+            for level in tree.levels:
+                rows_now.append(level.rows)
+                cache.layers[mixer.layer] = StateLayer(states.start(level.above), has_begun=True)
+                part = [_rows_of(value, level.rows, slots, rows) for value in (args, given)]
+                results.append(forward(*part[0], **part[1]))
+        finally:
+            cache.layers[mixer.layer] = held
+    first = [one[0] if isinstance(one, tuple) else one for one in results]
+    whole = first[0].new_zeros((slots * rows, *first[0].shape[2:]))
+    for level, found in zip(tree.levels, first, strict=True):
+        whole[level.rows] = found[:, 0]
+    whole = whole.view(slots, rows, *whole.shape[1:])
+    if mixer.output and is_deferred:
+        whole = mixer.output(whole)
+    return (whole, *results[-1][1:]) if isinstance(results[-1], tuple) else whole
+
+
+@contextmanager
+def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Compute the projections of the mixer's input for all rows at once in this block, and its output projection after.
+
+    The rows of the level that is being computed are the last of the yielded list.
+    """
+    now: list[torch.Tensor] = []
+    changed: list[Module] = []
+
+    def replace(module: Module, forward: Forward) -> None:
+        changed.append(module)
+        vars(module)["forward"] = forward
+
+    try:
+        for module in mixer.inputs:
+            if "forward" not in vars(module):
+                whole = module(hidden).flatten(0, 1)
+                replace(module, lambda _, whole=whole: whole[now[-1]][:, None])
+        if mixer.output and "forward" not in vars(mixer.output):
+            replace(mixer.output, lambda given: given)
+        yield now
+    finally:
+        for module in changed:
+            del vars(module)["forward"]
+
+
+def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
+    """The chosen rows of what a mixer is given, each as a sequence of one token."""
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
+        whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
+        return whole[chosen][:, None]
+    if isinstance(value, tuple):
+        return tuple(_rows_of(one, chosen, slots, rows) for one in value)
+    if isinstance(value, dict):
+        return {name: _rows_of(one, chosen, slots, rows) for name, one in value.items()}
+    return value
