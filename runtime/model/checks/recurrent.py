@@ -67,21 +67,19 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
     return small_tree(target.config.vocab_size, PATHS, DEPTH, CONTEXT)
 
 
-def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache) -> torch.Tensor:
-    """Logits after the last token of each row, by the model's own code."""
-    ids = torch.tensor([list(row) for row in tokens], device=target.device)
-    given = {"use_cache": True, "return_dict": True, target.stock.cache_name: cache}
-    logits: torch.Tensor = target.model(input_ids=ids, **given).logits
-    return logits[:, -1]
+def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
+    """Logits after the last token of each row, by the model's own code; ``start`` tokens were read before."""
+    positions = [range(start, start + len(row)) for row in tokens]
+    return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
 
 def _distance_of_tree(target: Target) -> float:
     """The largest distance of a row of a tree, or of the next pass after a commit, from decoding token by token."""
     context, tree, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
+    steps = [[context[-1]] * PATHS, *zip(*paths, strict=True)]
     _plain(target, [context[:-1]] * PATHS, used)
-    plain = [_plain(target, [[root]] * PATHS, used) for root in context[-1:]]
-    plain += [_plain(target, [[path[depth]] for path in paths], used) for depth in range(DEPTH)]
+    plain = [_plain(target, [[token] for token in step], used, CONTEXT - 1 + at) for at, step in enumerate(steps)]
     cache = target.allocate()
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     of_tree = target.verify(cache, [tree])[0].logits
