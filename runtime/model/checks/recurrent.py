@@ -45,6 +45,21 @@ def prove_recurrent_trees(target: Target) -> None:
     if not distance <= _tolerance(target):
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
     target.continues = _continues(target)
+    _prefer_closed_forms(target)
+
+
+def _prefer_closed_forms(target: Target) -> None:
+    """Compute rows in closed form if that gives the same logits."""
+    recurrent = target.stock.recurrent
+    assert recurrent
+    try:
+        if recurrent.use_closed_forms() and _distance_of_tree(target) <= _tolerance(target):
+            return
+    except (torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception:  # code that calls what it mixes by in another way
+        pass
+    recurrent.use_levels()
 
 
 def _tolerance(target: Target) -> float:

@@ -38,7 +38,7 @@ class LevelStates:
         last = rows[-1]
         place = self._tree.places[slot, last]
         for name, tensor in self._levels[self._tree.depths[slot][last]].items():
-            states.tensors[name].copy_(tensor[place])
+            states.tensors[name][0].copy_(tensor[place])
 
 
 def forward_by_levels(

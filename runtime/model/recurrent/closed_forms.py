@@ -1,0 +1,202 @@
+"""Recurrences over a tree in closed form: all rows of a pass at once, from the states before them.
+
+A chunked recurrence lets each token of a chunk read those before it. Over a tree each row reads its ancestors instead,
+with the decay between both; rows come after their parents, so the same triangular system gives what each row writes.
+No state is made for a row: the accepted path alone is written to the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from hdtool.runtime.model.recurrent.row_tree import RowTree
+
+NOTHING = torch.empty(0)
+"""Returned in the place of the last state, which no row of a tree has."""
+
+
+class TreeIndices:
+    """What the closed forms need to know of the trees of a pass, on a device."""
+
+    def __init__(self, tree: RowTree, device: torch.device) -> None:
+        self.tree, self._device = tree, device
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """Whether a row reads another one: its ancestors and itself, ``[slots, rows, rows]``."""
+        read = np.zeros((self.tree.slots, self.tree.rows, self.tree.rows), np.bool_)
+        for slot, parents in enumerate(self.tree.parents):
+            for row, parent in enumerate(parents.tolist()):
+                if parent >= 0:
+                    read[slot, row] = read[slot, parent]
+                read[slot, row, row] = True
+        return torch.from_numpy(read).to(self._device)
+
+    @cached_property
+    def sums(self) -> torch.Tensor:
+        """``ancestors`` as numbers: a product with it sums over the path of each row."""
+        return self.ancestors.float()
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        """Which rows a row does not read, ``[slots, 1, rows, rows]``."""
+        return ~self.ancestors[:, None]
+
+    def window(self, before: int, size: int) -> torch.Tensor:
+        """The columns that a convolution of this size reads for each row, ``[slots, rows, size]``.
+
+        The first ``before`` columns are those of the state, and one for each row follows.
+        """
+        if (before, size) not in self._windows:
+            columns = np.full((self.tree.slots, self.tree.rows, size), before, np.int64)
+            for slot, parents in enumerate(self.tree.parents):
+                for row, parent in enumerate(parents.tolist()):
+                    above = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
+                    columns[slot, row] = [*above[1:], before + row]
+            self._windows[before, size] = torch.from_numpy(columns).to(self._device)
+        return self._windows[before, size]
+
+
+class DeltaRows(NamedTuple):
+    """What the rows of a gated delta rule write."""
+
+    keys: torch.Tensor
+    """``[slots, heads, rows, width]``"""
+    values: torch.Tensor
+    """What each row writes for its key."""
+    decay: torch.Tensor
+    """The logarithm of the decay from the state to each row, ``[slots, heads, rows, width or 1]``."""
+
+    def after(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> torch.Tensor:
+        """The state after a path of rows."""
+        decay = self.decay[slot][:, rows]
+        written = self.keys[slot][:, rows] * (decay[:, -1:] - decay).exp()
+        return state * decay[:, -1].exp()[..., None] + written.transpose(1, 2) @ self.values[slot][:, rows]
+
+
+class ScanRows(NamedTuple):
+    """What the rows of a Mamba-2 scan write."""
+
+    inputs: torch.Tensor
+    """``[slots, heads, rows, width]``"""
+    keys: torch.Tensor
+    """``[slots, groups, rows, states]``"""
+    decay: torch.Tensor
+    """``[slots, heads, rows]``"""
+
+    def after(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> torch.Tensor:
+        decay = self.decay[slot][:, rows]
+        written = self.inputs[slot][:, rows] * (decay[:, -1:] - decay).exp()[..., None]
+        keys = self.keys[slot][:, rows].repeat_interleave(len(written) // self.keys.shape[1], 0)
+        return state * decay[:, -1].exp()[:, None, None] + written.transpose(1, 2) @ keys
+
+
+def convolve(
+    indices: TreeIndices,
+    columns: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """A short convolution, ``[slots, channels, rows]``, over the columns of the state and of the rows."""
+    slots, channels, width = columns.shape
+    rows = indices.tree.rows
+    window = indices.window(width - rows, weight.shape[-1])
+    places = window.flatten(1)[:, None].expand(-1, channels, -1)
+    read = columns.gather(2, places).view(slots, channels, rows, -1)
+    out = (read.float() * weight.float()[:, None]).sum(-1)
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    out = out.to(weight.dtype)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(columns.dtype)
+
+
+def delta_rule(
+    indices: TreeIndices,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    normalized: bool,
+) -> tuple[torch.Tensor, DeltaRows]:
+    """The gated delta rule: what each row reads, ``[slots, rows, heads, width]``, and what it writes.
+
+    ``g`` is the logarithm of the decay, for each head or for each of the key's channels (Kimi's delta attention).
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    q, k, v, gate, strength = (one.transpose(1, 2).float() for one in (query, key, value, g, beta))
+    if normalized:
+        q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+    per_channel = gate.dim() == 4
+    total = indices.sums[:, None] @ (gate if per_channel else gate[..., None])
+    strong = k * strength[..., None]
+    if per_channel:
+        between = (total[:, :, :, None] - total[:, :, None]).masked_fill(indices.hidden[..., None], -torch.inf).exp()
+        weighted = between * k[:, :, None]
+        system, scores = (torch.einsum("bhic,bhijc->bhij", one, weighted) for one in (strong, q))
+    else:
+        between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
+        system, scores = ((one @ k.transpose(2, 3)) * between for one in (strong, q))
+    since = total.exp()
+    held, read = (torch.cat([strong * since, q * since], 2) @ state.float()).split(q.shape[2], 2)
+    right = v * strength[..., None] - held
+    written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = (read + scores @ written).transpose(1, 2).to(dtype)
+    return out, DeltaRows(k, written, total)
+
+
+def scan(
+    indices: TreeIndices,
+    hidden: torch.Tensor,
+    dt: torch.Tensor,
+    decay_rate: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    state: torch.Tensor,
+    skip: torch.Tensor | None,
+) -> tuple[torch.Tensor, ScanRows]:
+    """The scan of Mamba-2: what each row reads, ``[slots, rows, heads, width]``, and what it writes."""
+    heads, groups = hidden.shape[2], keys.shape[2]
+    x = hidden.transpose(1, 2).float()
+    step = dt.transpose(1, 2).float()
+    b, c = (one.transpose(1, 2).float() for one in (keys, queries))
+    total = (indices.sums[:, None] @ (step * decay_rate.float()[:, None])[..., None])[..., 0]
+    between = (total[..., None] - total[:, :, None]).masked_fill(indices.hidden, -torch.inf).exp()
+    scores = (c @ b.transpose(2, 3)).repeat_interleave(heads // groups, 1) * between
+    written = x * step[..., None]
+    of_heads = c.repeat_interleave(heads // groups, 1) * total.exp()[..., None]
+    out = scores @ written + of_heads @ state.float().transpose(2, 3)
+    if skip is not None:
+        out = out + skip.float()[:, None, None] * x
+    return out.transpose(1, 2), ScanRows(written, b, total)
+
+
+def time_step(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    """The time step of a scan as decoding computes it, which does not limit it."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+Rows = DeltaRows | ScanRows
+
+
+def last_columns(columns: torch.Tensor, rows: Sequence[int], before: int) -> torch.Tensor:
+    """The state of a convolution after a path of rows: its last columns, ``[channels, before]``."""
+    chosen: list[Any] = [*range(before), *(before + row for row in rows)]
+    return columns[:, chosen[-before:]]

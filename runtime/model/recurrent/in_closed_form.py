@@ -1,0 +1,155 @@
+"""A mixer over a tree in closed form: the library's own forward, with other functions for what mixes tokens.
+
+The functions of a modeling module by which several tokens are read at once (a convolution, a chunked recurrence) are
+replaced in a copy of the forward, so that the library's module stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.model.cache.states import CONV, StateLayer, StateName, States
+from hdtool.runtime.model.recurrent.closed_forms import (
+    NOTHING,
+    Rows,
+    TreeIndices,
+    convolve,
+    delta_rule,
+    last_columns,
+    scan,
+    time_step,
+)
+from hdtool.runtime.model.recurrent.mixers import Mixer
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+SCAN = "mamba2_chunk_scan"
+UPDATES = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention", "mamba2_selective_state_update")
+"""The recurrences of single tokens; a forward that has one of them beside none of those above is not known."""
+
+
+class ClosedStates:
+    """What the rows of one layer write, and the columns of its convolutions."""
+
+    def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
+        self._before, self.indices = before, indices
+        self.columns: dict[StateName, torch.Tensor] = {}
+        self.rows: dict[StateName, Rows] = {}
+
+    def named(self, state: torch.Tensor) -> StateName:
+        return next(name for name, tensor in self._before.items() if tensor is state)
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for name, columns in self.columns.items():
+            into = states.tensors[name][0]
+            into.copy_(last_columns(columns[slot], rows, into.shape[-1]))
+        for name, written in self.rows.items():
+            into = states.tensors[name][0]
+            into.copy_(written.after(slot, rows, into.float()))
+
+
+class _TreeLayer(StateLayer):
+    """The cache of a layer that gives its states and keeps those of rows apart."""
+
+    def __init__(self, layer: int, before: dict[StateName, torch.Tensor], states: ClosedStates) -> None:
+        super().__init__(before, has_begun=True)
+        self.record_past = True  # so that a single row takes the branch of several, too
+        self._layer, self._states = layer, states
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        state = self.conv_states[state_idx]
+        assert state is not None
+        columns = torch.cat([state, conv_states.to(state.dtype)], -1)
+        self._states.columns[StateName(self._layer, CONV, state_idx)] = columns
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+class ClosedForm:
+    """The forward of a mixer with the closed forms in it."""
+
+    def __init__(self, mixer: Mixer, forward: FunctionType) -> None:
+        self._mixer = mixer
+        self._states: ClosedStates
+        replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: self._convolve, SCAN: self._scan}
+        replaced |= dict.fromkeys(DELTA_RULES, self._delta_rule)
+        names = {**forward.__globals__, **replaced}
+        copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        self._forward = MethodType(copied, mixer.module)
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> ClosedForm | None:
+        """The closed form of a mixer whose code calls functions that are known; it has yet to be proven."""
+        module = mixer.module
+        if "forward" in vars(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
+            return None
+        forward = inspect.unwrap(type(module).forward)
+        called = set(forward.__code__.co_names)
+        mixes = called.intersection([*DELTA_RULES, SCAN])
+        is_known = CONVOLUTION in called and len(mixes) == len(called.intersection(UPDATES))
+        return cls(mixer, forward) if is_known and isinstance(forward, FunctionType) else None
+
+    def __call__(self, cache: Any, states: ClosedStates, args: Any, kwargs: Any) -> Any:
+        self._states = states
+        layer = self._mixer.layer
+        held = cache.layers[layer]
+        cache.layers[layer] = _TreeLayer(layer, states._before, states)
+        try:
+            return self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
+        finally:
+            cache.layers[layer] = held
+
+    def _convolve(
+        self,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        return convolve(self._states.indices, hidden_states, weight, bias, activation)
+
+    def _delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found, rows = delta_rule(
+            self._states.indices, query, key, value, g, beta, initial_state, normalized=use_qk_l2norm_in_kernel
+        )
+        self._states.rows[self._states.named(initial_state)] = rows
+        return found, NOTHING
+
+    def _scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803 - the library's name
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        *,
+        initial_states: torch.Tensor,
+        D: torch.Tensor | None = None,  # noqa: N803
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = time_step(dt, dt_bias, softplus=dt_softplus)
+        found, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
+        self._states.rows[self._states.named(initial_states)] = rows
+        return found, NOTHING
