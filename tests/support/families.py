@@ -93,8 +93,90 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+MAMBA: dict[str, Any] = {
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_5": lambda: _of("Qwen3_5Text", **DELTA),
+    "qwen3_next": lambda: _of("Qwen3Next", **DELTA, **EXPERTS),
+    "kimi_linear": lambda: _of(
+        "KimiLinear",
+        layer_types=["linear_attention", "full_attention"],
+        linear_attn_config={
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+        },
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=16,
+        num_key_value_heads=4,
+    ),
+    "granitemoehybrid": lambda: _of(
+        "GraniteMoeHybrid",
+        without=("head_dim",),
+        **{**MAMBA, "mamba_d_head": "auto"},
+        layer_types=["mamba", "attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+    ),
+    "nemotron_h": lambda: _of(
+        "NemotronH",
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        time_step_min=1e-9,  # the library limits the step to this in passes of several tokens alone
+    ),
+    "falcon_h1": lambda: _of("FalconH1", **MAMBA, mamba_d_ssm=64),
+    "mamba2": lambda: _of("Mamba2", num_heads=8, state_size=8, n_groups=1, chunk_size=8),
+    "jamba": lambda: _of(
+        "Jamba",
+        without=("head_dim",),
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        use_mamba_kernels=False,
+    ),
+    "lfm2": lambda: _of("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
+}
+"""Models with recurrent layers or short convolutions; Jamba's cannot go on from a state in a pass of several tokens."""
+FAMILIES |= HYBRIDS
+
 IN_DOUBLE = sorted(
-    set(FAMILIES) - {"gemma2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "codegen", "gptj", "llama4"}
+    set(FAMILIES)
+    - set(HYBRIDS)
+    - {"gemma2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "codegen", "gptj", "llama4"}
 )
 """Families that compute in float64 throughout; the others have parts that know float32 and less."""
 

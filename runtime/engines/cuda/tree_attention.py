@@ -39,8 +39,11 @@ class TreeAttention:
     def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
         """In this block the model attends here; yields its masks."""
         self._operations.begin(step, 0)
-        masks = {window.kind: torch.zeros((1, 1, 1, 1), device=step.length.device) for window in self._windows}
-        self._window_of = {memory_of(mask): window for mask, window in zip(masks.values(), self._windows, strict=True)}
+        own = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
+        self._window_of = {memory_of(mask): window for mask, window in zip(own, self._windows, strict=True)}
+        masks: dict[str, torch.Tensor | None] = {
+            window.kind: mask for mask, window in zip(own, self._windows, strict=True)
+        }
         self.calls = 0
         token = CURRENT.set(self)
         try:

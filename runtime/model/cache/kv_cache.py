@@ -84,7 +84,7 @@ class StaticLayer(CacheLayerMixin):
         return int(self._cache.capacity)
 
 
-class LayerWithStates(StateLayer, StaticLayer):
+class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override, misc]
     """The view of a layer that has attention and a recurrence side by side."""
 
     def __init__(self, cache: Any, index: int, states: StateLayer) -> None:
@@ -95,12 +95,10 @@ class LayerWithStates(StateLayer, StaticLayer):
         return StaticLayer.get_max_length(self)
 
 
-def views_of_layers(
-    cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool
-) -> list[CacheLayerMixin | StateLayer]:
+def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool) -> list[Any]:
     """Each layer's view of a cache: of its keys and values, of its states, or of both."""
     of_states = states.layers(has_begun=has_begun) if states else {}
-    views: list[CacheLayerMixin | StateLayer] = []
+    views: list[Any] = []
     for index, (keys, _) in enumerate(layers):
         state = of_states.get(index)
         if state is None:

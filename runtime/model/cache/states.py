@@ -18,7 +18,7 @@ class StateName(NamedTuple):
 
     layer: int
     kind: str
-    index: int
+    number: int
     """A layer may have several states of a kind."""
 
 
@@ -92,16 +92,16 @@ class StateLayer(LinearAttentionLayer):
     """The states of one layer in the interface of ``transformers``, which updates them in place."""
 
     def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
-        number = max(name.index for name in tensors) + 1
+        number = max(name.number for name in tensors) + 1
         super().__init__(number_of_states=number)
         for name, tensor in tensors.items():
-            getattr(self, name.kind)[name.index] = tensor
+            getattr(self, name.kind)[name.number] = tensor
             if name.kind == CONV:
-                self.is_conv_states_initialized[name.index] = True
-                self.conv_kernel_size[name.index] = tensor.shape[-1]
+                self.is_conv_states_initialized[name.number] = True
+                self.conv_kernel_size[name.number] = tensor.shape[-1]
             else:
-                self.is_recurrent_states_initialized[name.index] = True
-            self.device, self.dtype = tensor.device, tensor.dtype
+                self.is_recurrent_states_initialized[name.number] = True
+            self.device, self.dtype = tensor.device, tensor.dtype  # type: ignore[assignment]
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticLayer, Views
+from hdtool.runtime.model.cache.states import has_states
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
 """Tokens of context of the proof: at least and at most, as far as the model's own limit allows."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
+OF_STATES = re.compile(r"conv|chunk|kernel")
+"""Sizes that recurrent layers have, which are no windows of attention."""
 COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
 MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
 """Sizes that hdtool's masks apply to the layers whose kind says so."""
@@ -101,6 +104,8 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     foreign = [module for module in model.modules() if _is_foreign(module)]
     for module in foreign:
         sizes.update(_sizes_of(vars(module)))
+    if has_states(DynamicCache(config=config)):
+        sizes = {name: size for name, size in sizes.items() if not OF_STATES.search(name)}
     masked = {size for window in windows for size in (window.window, window.chunk)}
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:

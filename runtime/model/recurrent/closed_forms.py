@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import softplus as softplus_of
 from transformers.activations import ACT2FN
 
 from hdtool.runtime.model.recurrent.row_tree import RowTree
@@ -157,7 +157,7 @@ def delta_rule(
     held, read = (torch.cat([strong * since, q * since], 2) @ state.float()).split(q.shape[2], 2)
     right = v * strength[..., None] - held
     written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    out = (read + scores @ written).transpose(1, 2).to(dtype)
+    out = (read + scores @ written).transpose(1, 2).contiguous().to(dtype)
     return out, DeltaRows(k, written, total)
 
 
@@ -184,13 +184,13 @@ def scan(
     out = scores @ written + of_heads @ state.float().transpose(2, 3)
     if skip is not None:
         out = out + skip.float()[:, None, None] * x
-    return out.transpose(1, 2), ScanRows(written, b, total)
+    return out.transpose(1, 2).contiguous(), ScanRows(written, b, total)
 
 
 def time_step(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
     """The time step of a scan as decoding computes it, which does not limit it."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return F.softplus(dt) if softplus else dt
+    return softplus_of(dt) if softplus else dt
 
 
 Rows = DeltaRows | ScanRows

@@ -12,7 +12,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from hdtool.runtime.model.cache.states import CONV, StateLayer, StateName, States
 from hdtool.runtime.model.recurrent.closed_forms import (
@@ -62,7 +61,9 @@ class _TreeLayer(StateLayer):
         self.record_past = True  # so that a single row takes the branch of several, too
         self._layer, self._states = layer, states
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> torch.Tensor:
         state = self.conv_states[state_idx]
         assert state is not None
         columns = torch.cat([state, conv_states.to(state.dtype)], -1)
