@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,7 @@ from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors
 from hdtool.runtime.model.static_steps import StepOutput
 
 if TYPE_CHECKING:
+    from hdtool.runtime.model.recurrent.in_closed_form import StackedStates
     from hdtool.runtime.model.step_input import StepTensors
     from hdtool.runtime.model.stock_passes import StockPasses
     from hdtool.runtime.model.target import Target
@@ -44,15 +46,21 @@ class LibraryPass:
     def _pass(self, step: StepTensors, storage: KVTensors, masks: Mask, extent: int) -> StepOutput:
         stock = self._stock
         indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
-        logits: torch.Tensor = stock.model(
-            input_ids=step.tokens,
-            position_ids=step.positions,
-            attention_mask=masks,
-            use_cache=True,
-            return_dict=True,
-            **{stock.cache_name: IndexedKVCache(storage, indices, extent)},
-        ).logits
-        return StepOutput(logits.flatten(0, 1), stock.hidden.of_pass if stock.hidden.is_watched else None)
+        cache = IndexedKVCache(storage, indices, extent)
+        given: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
+        if stock.takes_positions:
+            given["position_ids"] = step.positions
+        with self._over(step, storage, cache) as states:
+            logits: torch.Tensor = stock.model(input_ids=step.tokens, **given, **{stock.cache_name: cache}).logits
+        hidden = stock.hidden.of_pass if stock.hidden.is_watched else None
+        return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
+
+    def _over(
+        self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
+    ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
+        """Compute recurrent layers over the trees of the step."""
+        recurrent = self._stock.recurrent
+        return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
 
 
 def library_passes(target: Target) -> Iterator[LibraryPass]:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors
-from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -34,6 +34,8 @@ class StepOutput(NamedTuple):
     """``[slots * rows, vocabulary]``"""
     hidden: torch.Tensor | None
     """``[slots, rows, width]``; None if hidden states are not watched."""
+    states: StatesOfTree | None = None
+    """Those of recurrent layers after each row."""
 
 
 class StepPass(Protocol):
@@ -53,7 +55,7 @@ class StaticSteps:
     def __init__(self, used: StepPass, capture: Capture, device: torch.device) -> None:
         self._pass, self._capture, self._device = used, capture, device
         self._clock = DeviceClock(device)
-        self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], Run]] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
         """By the memory of the cache; then by slots, rows and extent."""
         self._buffers: dict[int, _Buffers] = {}
         """By the number of slots that they have room for: a power of two, since each has logits of all its rows."""
@@ -106,7 +108,9 @@ class StaticSteps:
             steps[shape] = self._captured(buffers, cache.storage, *shape)
         return lambda: self._run(steps[shape], buffers, cache, trees, rows)
 
-    def _run(self, run: Run, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int) -> list[Verified]:
+    def _run(
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int
+    ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
             if slot.kv.due:
@@ -115,20 +119,32 @@ class StaticSteps:
         buffers.input.send(len(trees), rows)
         for slot in slots:
             slot.kv.begin_move()
-        run()
-        for slot in slots:
+        step.run()
+        for place, slot in enumerate(slots):
             slot.kv.end_move()
+            slot.states_of_tree, slot.place_in_tree = step.states, place
         found = buffers.received(len(trees) * rows)
         self._clock.stop()
         return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
-    def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> Run:
-        step = buffers.input.tensors(slots, rows)
+    def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
+        given, step = buffers.input.tensors(slots, rows), _Step()
 
         def run() -> None:
-            buffers.write(self._pass.run(step, storage, extent))
+            found = self._pass.run(given, storage, extent)
+            buffers.write(found)
+            step.states = found.states
 
-        return self._capture.record(run)
+        step.run = self._capture.record(run)
+        return step
+
+
+class _Step:
+    """A captured step."""
+
+    run: Run
+    states: StatesOfTree | None = None
+    """In memory that each replay writes to."""
 
 
 class _Buffers:
@@ -145,7 +161,7 @@ class _Buffers:
 
     def write(self, found: StepOutput) -> None:
         """Keep the outcome of a pass; the first one tells its shapes."""
-        logits, hidden = found
+        logits, hidden, _ = found
         if self._logits is None:
             self._logits = logits.new_zeros((self._rows, logits.shape[1]))
         if hidden is not None and self._hidden is None:

@@ -50,7 +50,7 @@ class StockPasses:
         """Noted at first: a `forward` that wraps the model's need not name its arguments."""
         self.recurrent: RecurrentLayers | None = None
         """What computes recurrent layers over trees, if the model has any."""
-        self._takes_positions = takes(model, "position_ids")
+        self.takes_positions = takes(model, "position_ids")
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
@@ -137,7 +137,7 @@ class StockPasses:
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
             given: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
-            if self._takes_positions:
+            if self.takes_positions:
                 given["position_ids"] = positions
             logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **given).logits
             if self.device.type == "cuda":

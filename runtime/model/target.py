@@ -82,8 +82,8 @@ class Target:
         """Check that the model computes trees, and that steps may be captured."""
         self._captured.disable()
         prove_trees(self)
-        if self.state_shapes:
-            return  # their passes depend on the shape of the tree
+        if (recurrent := self.stock.recurrent) and not recurrent.can_be_captured:
+            return  # what they compute depends on the shape of the tree
         if capture := self._capture(self.device):
             self._captured.enable(self, capture)
 

@@ -24,7 +24,7 @@ from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
 from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
-from tests.support.families import FAMILIES, HYBRIDS, VOCABULARY, model_of
+from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, Replayed, direct
@@ -46,7 +46,7 @@ def steps_of(target: Target) -> StaticSteps:
     return steps
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in HYBRIDS])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "jamba"])
 def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: str) -> None:
     model = model_of(family)
     target = Target(model, lambda device: Rehearsed())

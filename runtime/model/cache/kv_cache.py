@@ -84,7 +84,7 @@ class StaticLayer(CacheLayerMixin):
         return int(self._cache.capacity)
 
 
-class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override, misc]
+class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
     """The view of a layer that has attention and a recurrence side by side."""
 
     def __init__(self, cache: Any, index: int, states: StateLayer) -> None:
@@ -299,7 +299,8 @@ class IndexedKVCache(Cache):
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
+        states = storage.states.part(0, len(indices)) if storage.states else None
+        super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
         self.length = 0  # known on the device only, since a captured step runs at different lengths
         self._storage, self._indices, self._extent = storage, indices, extent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ class StateName(NamedTuple):
     kind: str
     number: int
     """A layer may have several states of a kind."""
+
+
+FIRST = StateName(0, "", 0)
 
 
 class StateShape(NamedTuple):
@@ -48,37 +52,51 @@ def state_shapes(used: DynamicCache) -> list[StateShape]:
     ]
 
 
+Names = tuple[StateName, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class States:
-    """All states of some sequences, ``[sequences, ...]`` each."""
+    """All states of some sequences; those of equal shape are one tensor ``[states, sequences, ...]``."""
 
-    tensors: Mapping[StateName, torch.Tensor]
+    stacks: Mapping[Names, torch.Tensor]
 
     @classmethod
     def zeros(cls, shapes: Iterable[StateShape], sequences: int) -> States:
+        alike: dict[StateShape, list[StateName]] = {}
+        for one in shapes:
+            alike.setdefault(one._replace(name=FIRST), []).append(one.name)
         return cls(
-            {one.name: torch.zeros((sequences, *one.shape), dtype=one.dtype, device=one.device) for one in shapes}
+            {
+                tuple(names): torch.zeros((len(names), sequences, *one.shape), dtype=one.dtype, device=one.device)
+                for one, names in alike.items()
+            }
         )
+
+    @cached_property
+    def tensors(self) -> dict[StateName, torch.Tensor]:
+        """Each state, ``[sequences, ...]``."""
+        return {name: stack[place] for names, stack in self.stacks.items() for place, name in enumerate(names)}
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(stack.nbytes for stack in self.stacks.values())
 
     def part(self, first: int, sequences: int) -> States:
         """A view of consecutive sequences."""
-        return States({name: tensor.narrow(0, first, sequences) for name, tensor in self.tensors.items()})
+        return States({names: stack.narrow(1, first, sequences) for names, stack in self.stacks.items()})
 
     def of_layer(self, layer: int) -> dict[StateName, torch.Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name.layer == layer}
 
     @torch.inference_mode()
     def copy(self) -> States:
-        return States({name: tensor.clone() for name, tensor in self.tensors.items()})
+        return States({names: stack.clone() for names, stack in self.stacks.items()})
 
     @torch.inference_mode()
     def copy_from(self, other: States) -> None:
-        for name, tensor in self.tensors.items():
-            tensor.copy_(other.tensors[name])
+        for names, stack in self.stacks.items():
+            stack.copy_(other.stacks[names])
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
         """Layers of a ``transformers`` cache that read and write these states."""

@@ -8,95 +8,57 @@ No state is made for a row: the accepted path alone is written to the states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch.nn.functional import softplus as softplus_of
 from transformers.activations import ACT2FN
 
-from hdtool.runtime.model.recurrent.row_tree import RowTree
+from hdtool.runtime.model.recurrent.tree_indices import TreeIndices
 
 NOTHING = torch.empty(0)
 """Returned in the place of the last state, which no row of a tree has."""
 
 
-class TreeIndices:
-    """What the closed forms need to know of the trees of a pass, on a device."""
+class Rows(Protocol):
+    """What the rows of a recurrence write; leading dimensions may be those of several layers."""
 
-    def __init__(self, tree: RowTree, device: torch.device) -> None:
-        self.tree, self._device = tree, device
-        self._windows: dict[tuple[int, int], torch.Tensor] = {}
-
-    @cached_property
-    def ancestors(self) -> torch.Tensor:
-        """Whether a row reads another one: its ancestors and itself, ``[slots, rows, rows]``."""
-        read = np.zeros((self.tree.slots, self.tree.rows, self.tree.rows), np.bool_)
-        for slot, parents in enumerate(self.tree.parents):
-            for row, parent in enumerate(parents.tolist()):
-                if parent >= 0:
-                    read[slot, row] = read[slot, parent]
-                read[slot, row, row] = True
-        return torch.from_numpy(read).to(self._device)
-
-    @cached_property
-    def sums(self) -> torch.Tensor:
-        """``ancestors`` as numbers: a product with it sums over the path of each row."""
-        return self.ancestors.float()
-
-    @cached_property
-    def hidden(self) -> torch.Tensor:
-        """Which rows a row does not read, ``[slots, 1, rows, rows]``."""
-        return ~self.ancestors[:, None]
-
-    def window(self, before: int, size: int) -> torch.Tensor:
-        """The columns that a convolution of this size reads for each row, ``[slots, rows, size]``.
-
-        The first ``before`` columns are those of the state, and one for each row follows.
-        """
-        if (before, size) not in self._windows:
-            columns = np.full((self.tree.slots, self.tree.rows, size), before, np.int64)
-            for slot, parents in enumerate(self.tree.parents):
-                for row, parent in enumerate(parents.tolist()):
-                    above = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
-                    columns[slot, row] = [*above[1:], before + row]
-            self._windows[before, size] = torch.from_numpy(columns).to(self._device)
-        return self._windows[before, size]
+    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
+        """The state ``[..., heads, ...]`` after a path of rows in a slot."""
+        ...
 
 
 class DeltaRows(NamedTuple):
     """What the rows of a gated delta rule write."""
 
     keys: torch.Tensor
-    """``[slots, heads, rows, width]``"""
+    """``[..., slots, heads, rows, width]``"""
     values: torch.Tensor
     """What each row writes for its key."""
     decay: torch.Tensor
-    """The logarithm of the decay from the state to each row, ``[slots, heads, rows, width or 1]``."""
+    """The logarithm of the decay from the state to each row, ``[..., slots, heads, rows, width or 1]``."""
 
-    def after(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> torch.Tensor:
-        """The state after a path of rows."""
-        decay = self.decay[slot][:, rows]
-        written = self.keys[slot][:, rows] * (decay[:, -1:] - decay).exp()
-        return state * decay[:, -1].exp()[..., None] + written.transpose(1, 2) @ self.values[slot][:, rows]
+    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
+        keys, values, decay = (one.select(-4, slot)[..., rows, :] for one in self)
+        written = keys * (decay[..., -1:, :] - decay).exp()
+        return state * decay[..., -1, :].exp()[..., None] + written.transpose(-1, -2) @ values
 
 
 class ScanRows(NamedTuple):
     """What the rows of a Mamba-2 scan write."""
 
     inputs: torch.Tensor
-    """``[slots, heads, rows, width]``"""
+    """``[..., slots, heads, rows, width]``"""
     keys: torch.Tensor
-    """``[slots, groups, rows, states]``"""
+    """``[..., slots, groups, rows, states]``"""
     decay: torch.Tensor
-    """``[slots, heads, rows]``"""
+    """``[..., slots, heads, rows, 1]``"""
 
-    def after(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> torch.Tensor:
-        decay = self.decay[slot][:, rows]
-        written = self.inputs[slot][:, rows] * (decay[:, -1:] - decay).exp()[..., None]
-        keys = self.keys[slot][:, rows].repeat_interleave(len(written) // self.keys.shape[1], 0)
-        return state * decay[:, -1].exp()[:, None, None] + written.transpose(1, 2) @ keys
+    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
+        inputs, keys, decay = (one.select(-4, slot)[..., rows, :] for one in self)
+        written = inputs * (decay[..., -1:, :] - decay).exp()
+        keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
+        return state * decay[..., -1, :].exp()[..., None] + written.transpose(-1, -2) @ keys
 
 
 def convolve(
@@ -108,7 +70,7 @@ def convolve(
 ) -> torch.Tensor:
     """A short convolution, ``[slots, channels, rows]``, over the columns of the state and of the rows."""
     slots, channels, width = columns.shape
-    rows = indices.tree.rows
+    rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])
     places = window.flatten(1)[:, None].expand(-1, channels, -1)
     read = columns.gather(2, places).view(slots, channels, rows, -1)
@@ -156,7 +118,9 @@ def delta_rule(
     since = total.exp()
     held, read = (torch.cat([strong * since, q * since], 2) @ state.float()).split(q.shape[2], 2)
     right = v * strength[..., None] - held
-    written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written = right
+    if indices.rows > 1:
+        written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = (read + scores @ written).transpose(1, 2).contiguous().to(dtype)
     return out, DeltaRows(k, written, total)
 
@@ -176,11 +140,11 @@ def scan(
     x = hidden.transpose(1, 2).float()
     step = dt.transpose(1, 2).float()
     b, c = (one.transpose(1, 2).float() for one in (keys, queries))
-    total = (indices.sums[:, None] @ (step * decay_rate.float()[:, None])[..., None])[..., 0]
-    between = (total[..., None] - total[:, :, None]).masked_fill(indices.hidden, -torch.inf).exp()
+    total = indices.sums[:, None] @ (step * decay_rate.float()[:, None])[..., None]
+    between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
     scores = (c @ b.transpose(2, 3)).repeat_interleave(heads // groups, 1) * between
     written = x * step[..., None]
-    of_heads = c.repeat_interleave(heads // groups, 1) * total.exp()[..., None]
+    of_heads = c.repeat_interleave(heads // groups, 1) * total.exp()
     out = scores @ written + of_heads @ state.float().transpose(2, 3)
     if skip is not None:
         out = out + skip.float()[:, None, None] * x
@@ -193,10 +157,14 @@ def time_step(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) ->
     return softplus_of(dt) if softplus else dt
 
 
-Rows = DeltaRows | ScanRows
+def last_columns(columns: torch.Tensor, slot: int, rows: Sequence[int], before: int) -> torch.Tensor:
+    """The state of a convolution after a path of rows: its last columns, ``[..., channels, before]``."""
+    chosen = [*range(before), *(before + row for row in rows)]
+    return columns.select(-3, slot)[..., index_of(chosen[-before:], columns.device)]
 
 
-def last_columns(columns: torch.Tensor, rows: Sequence[int], before: int) -> torch.Tensor:
-    """The state of a convolution after a path of rows: its last columns, ``[channels, before]``."""
-    chosen: list[Any] = [*range(before), *(before + row for row in rows)]
-    return columns[:, chosen[-before:]]
+def index_of(places: Sequence[int], device: torch.device) -> Any:
+    """Places as an index; on a GPU sent without waiting for it."""
+    if device.type != "cuda":
+        return list(places)
+    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)

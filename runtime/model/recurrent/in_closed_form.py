@@ -12,52 +12,83 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
-from hdtool.runtime.model.cache.states import CONV, StateLayer, StateName, States
+from hdtool.runtime.model.cache.states import CONV, Names, StateLayer, StateName, States
 from hdtool.runtime.model.recurrent.closed_forms import (
     NOTHING,
-    Rows,
-    TreeIndices,
+    DeltaRows,
+    ScanRows,
     convolve,
     delta_rule,
+    index_of,
     last_columns,
     scan,
     time_step,
 )
 from hdtool.runtime.model.recurrent.mixers import Mixer
+from hdtool.runtime.model.recurrent.tree_indices import TreeIndices
 
-CONVOLUTION = "causal_conv1d_fn"
+CONVOLUTION, CONVOLUTION_OF_ONE = "causal_conv1d_fn", "causal_conv1d_update"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-SCAN = "mamba2_chunk_scan"
-UPDATES = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention", "mamba2_selective_state_update")
-"""The recurrences of single tokens; a forward that has one of them beside none of those above is not known."""
+DELTA_RULES_OF_ONE = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention")
+SCAN, SCAN_OF_ONE = "mamba2_chunk_scan", "mamba2_selective_state_update"
+MIXES = {*DELTA_RULES, SCAN}
+MIXES_ONE = {*DELTA_RULES_OF_ONE, SCAN_OF_ONE, "selective_state_update"}
 
 
 class ClosedStates:
     """What the rows of one layer write, and the columns of its convolutions."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
-        self._before, self.indices = before, indices
+        self.before, self.indices = before, indices
         self.columns: dict[StateName, torch.Tensor] = {}
-        self.rows: dict[StateName, Rows] = {}
+        self.rows: dict[StateName, DeltaRows | ScanRows] = {}
 
     def named(self, state: torch.Tensor) -> StateName:
-        return next(name for name, tensor in self._before.items() if tensor is state)
+        return next(name for name, tensor in self.before.items() if tensor is state)
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         for name, columns in self.columns.items():
             into = states.tensors[name][0]
-            into.copy_(last_columns(columns[slot], rows, into.shape[-1]))
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
         for name, written in self.rows.items():
             into = states.tensors[name][0]
-            into.copy_(written.after(slot, rows, into.float()))
+            into.copy_(written.after(slot, list(rows), into.float()))
+
+
+class StackedStates:
+    """What the rows of a pass write in all layers of equal shape, for few and large operations on a GPU."""
+
+    def __init__(self, layers: Sequence[ClosedStates], states: States) -> None:
+        columns = {name: found for layer in layers for name, found in layer.columns.items()}
+        rows = {name: found for layer in layers for name, found in layer.rows.items()}
+        self._columns = {
+            names: torch.stack([columns[name] for name in names]) for names in states.stacks if names[0] in columns
+        }
+        self._rows: dict[Names, DeltaRows | ScanRows] = {
+            names: type(rows[names[0]])(*map(torch.stack, zip(*(rows[name] for name in names), strict=True)))
+            for names in states.stacks
+            if names[0] in rows
+        }
+
+    @torch.inference_mode()
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for names, columns in self._columns.items():
+            into = states.stacks[names][:, 0]
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
+        if self._rows:
+            index = index_of(rows, next(iter(self._rows.values())).decay.device)
+            for names, written in self._rows.items():
+                into = states.stacks[names][:, 0]
+                into.copy_(written.after(slot, index, into.float()))
 
 
 class _TreeLayer(StateLayer):
     """The cache of a layer that gives its states and keeps those of rows apart."""
 
-    def __init__(self, layer: int, before: dict[StateName, torch.Tensor], states: ClosedStates) -> None:
-        super().__init__(before, has_begun=True)
+    def __init__(self, layer: int, states: ClosedStates) -> None:
+        super().__init__(states.before, has_begun=True)
         self.record_past = True  # so that a single row takes the branch of several, too
         self._layer, self._states = layer, states
 
@@ -80,8 +111,13 @@ class ClosedForm:
     def __init__(self, mixer: Mixer, forward: FunctionType) -> None:
         self._mixer = mixer
         self._states: ClosedStates
-        replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: self._convolve, SCAN: self._scan}
-        replaced |= dict.fromkeys(DELTA_RULES, self._delta_rule)
+        replaced: dict[str, Callable[..., Any]] = {
+            CONVOLUTION: self._convolve,
+            CONVOLUTION_OF_ONE: self._convolve_one,
+            SCAN: self._scan,
+            SCAN_OF_ONE: self._scan_one,
+            **dict.fromkeys([*DELTA_RULES, *DELTA_RULES_OF_ONE], self._delta_rule),
+        }
         names = {**forward.__globals__, **replaced}
         copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         copied.__kwdefaults__ = forward.__kwdefaults__
@@ -95,15 +131,14 @@ class ClosedForm:
             return None
         forward = inspect.unwrap(type(module).forward)
         called = set(forward.__code__.co_names)
-        mixes = called.intersection([*DELTA_RULES, SCAN])
-        is_known = CONVOLUTION in called and len(mixes) == len(called.intersection(UPDATES))
+        is_known = CONVOLUTION in called and len(called & MIXES) == len(called & MIXES_ONE)
         return cls(mixer, forward) if is_known and isinstance(forward, FunctionType) else None
 
     def __call__(self, cache: Any, states: ClosedStates, args: Any, kwargs: Any) -> Any:
         self._states = states
         layer = self._mixer.layer
         held = cache.layers[layer]
-        cache.layers[layer] = _TreeLayer(layer, states._before, states)
+        cache.layers[layer] = _TreeLayer(layer, states)
         try:
             return self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
         finally:
@@ -118,6 +153,18 @@ class ClosedForm:
         **_: Any,
     ) -> torch.Tensor:
         return convolve(self._states.indices, hidden_states, weight, bias, activation)
+
+    def _convolve_one(
+        self,
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        columns = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+        self._states.columns[self._states.named(conv_state)] = columns
+        return self._convolve(columns, weight, bias, activation)
 
     def _delta_rule(
         self,
@@ -154,3 +201,31 @@ class ClosedForm:
         found, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
         self._states.rows[self._states.named(initial_states)] = rows
         return found, NOTHING
+
+    def _scan_one(
+        self,
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        found, _none = self._scan(
+            hidden_states[:, None],
+            dt[:, None, :, 0],
+            A[:, 0, 0],
+            B[:, None],
+            C[:, None],
+            initial_states=state,
+            D=None if D is None else D[:, 0],
+            dt_bias=None if dt_bias is None else dt_bias[:, 0],
+            dt_softplus=dt_softplus,
+        )
+        gated = found[:, 0] if z is None else found[:, 0] * silu(z)
+        return gated.to(hidden_states.dtype)

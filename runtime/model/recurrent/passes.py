@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
 
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.recurrent.by_levels import LevelStates, forward_by_levels
-from hdtool.runtime.model.recurrent.closed_forms import TreeIndices
-from hdtool.runtime.model.recurrent.in_closed_form import ClosedForm, ClosedStates
+from hdtool.runtime.model.recurrent.in_closed_form import ClosedForm, ClosedStates, StackedStates
 from hdtool.runtime.model.recurrent.mixers import Mixer
 from hdtool.runtime.model.recurrent.row_tree import RowTree
+from hdtool.runtime.model.recurrent.tree_indices import DeviceIndices, HostIndices
 from hdtool.runtime.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.step_input import StepTensors
 
 Forward = Callable[..., Any]
 
@@ -27,12 +31,12 @@ class _LayerStates(Protocol):
 class StatesOfPass:
     """The states after each row of a pass, of all layers."""
 
-    def __init__(self) -> None:
-        self.layers: list[_LayerStates] = []
+    def __init__(self, layers: Sequence[_LayerStates]) -> None:
+        self._layers = layers
 
     @torch.inference_mode()
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        for layer in self.layers:
+        for layer in self._layers:
             layer.commit(slot, rows, states)
 
 
@@ -44,44 +48,59 @@ class RecurrentLayers:
         self._closed: dict[Mixer, ClosedForm] = {}
 
     def use_closed_forms(self) -> bool:
-        """Compute several rows in closed form from now on; whether any mixer has one."""
-        forms = {mixer: form for mixer in self._mixers if (form := ClosedForm.of(mixer))}
-        self._closed = forms
-        return bool(forms)
+        """Compute rows in closed form from now on, where a mixer has one; whether any has."""
+        self._closed = {mixer: form for mixer in self._mixers if (form := ClosedForm.of(mixer))}
+        return bool(self._closed)
 
     def use_levels(self) -> None:
         """Compute all mixers by levels from now on."""
         self._closed = {}
 
     @property
-    def in_closed_form(self) -> int:
-        """The number of mixers that compute several rows in closed form."""
-        return len(self._closed)
+    def can_be_captured(self) -> bool:
+        """Whether passes have fixed shapes: all mixers compute in closed form."""
+        return len(self._closed) == len(self._mixers)
 
     @contextmanager
     def over(self, trees: Sequence[DraftTree], states: States, cache: Cache) -> Iterator[StatesOfPass]:
         """In this block a pass of the model is one over trees, from the ``states`` before them, which it leaves."""
-        tree, found = RowTree(trees, self._device), StatesOfPass()
-        states = states.part(0, len(trees))
-        indices = TreeIndices(tree, self._device)
+        tree, states = RowTree(trees, self._device), states.part(0, len(trees))
+        indices = HostIndices(tree, self._device)
+        layers: list[_LayerStates] = []
+        forwards: list[Forward] = []
+        for mixer in self._mixers:
+            before = states.of_layer(mixer.layer)
+            if form := self._closed.get(mixer):
+                written = ClosedStates(before, indices)
+                layers.append(written)
+                forwards.append(partial(_call, partial(form, cache, written)))
+            else:
+                after = LevelStates(tree, before)
+                layers.append(after)
+                forward = partial(forward_by_levels, mixer, mixer.module.forward, tree, cache, after)
+                forwards.append(partial(_call, forward))
+        with self._replaced(forwards):
+            yield StatesOfPass(layers)
+
+    @contextmanager
+    def over_step(self, step: StepTensors, states: States, cache: Cache) -> Iterator[Callable[[], StackedStates]]:
+        """In this block a pass is a captured step; the function gives the states after its rows."""
+        states = states.part(0, step.tokens.shape[0])
+        indices = DeviceIndices(step)
+        layers = [ClosedStates(states.of_layer(mixer.layer), indices) for mixer in self._mixers]
+        pairs = zip(self._mixers, layers, strict=True)
+        with self._replaced([partial(_call, partial(self._closed[mixer], cache, found)) for mixer, found in pairs]):
+            yield lambda: StackedStates(layers, states)
+
+    @contextmanager
+    def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
+        """In this block each mixer has another forward."""
         held: list[tuple[Mixer, Forward | None]] = []
         try:
-            for mixer in self._mixers:
-                own = vars(mixer.module).get("forward")
-                forward = mixer.module.forward
-                held.append((mixer, own))
-                before, closed = states.of_layer(mixer.layer), self._closed.get(mixer) if tree.rows > 1 else None
-                over_tree: Forward
-                if closed:
-                    written = ClosedStates(before, indices)
-                    found.layers.append(written)
-                    over_tree = _in_closed_form(closed, cache, written)
-                else:
-                    after = LevelStates(tree, before)
-                    found.layers.append(after)
-                    over_tree = _by_levels(mixer, forward, tree, cache, after)
-                vars(mixer.module)["forward"] = over_tree
-            yield found
+            for mixer, forward in zip(self._mixers, forwards, strict=True):
+                held.append((mixer, vars(mixer.module).get("forward")))
+                vars(mixer.module)["forward"] = forward
+            yield
         finally:
             for mixer, own in held:
                 if own is None:
@@ -90,9 +109,5 @@ class RecurrentLayers:
                     vars(mixer.module)["forward"] = own
 
 
-def _by_levels(mixer: Mixer, forward: Forward, tree: RowTree, cache: Cache, states: LevelStates) -> Forward:
-    return lambda *args, **kwargs: forward_by_levels(mixer, forward, tree, cache, states, args, kwargs)
-
-
-def _in_closed_form(form: ClosedForm, cache: Cache, states: ClosedStates) -> Forward:
-    return lambda *args, **kwargs: form(cache, states, args, kwargs)
+def _call(forward: Callable[[tuple[Any, ...], dict[str, Any]], Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(args, kwargs)
