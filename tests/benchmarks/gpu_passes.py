@@ -50,6 +50,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "Phi3": {"num_key_value_heads": 8},
 }
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "FalconH1": {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1},
+    "Mamba2": {"num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1, "chunk_size": 64},
+    "Lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+}
+"""Models with recurrent layers or short convolutions."""
+FAMILIES |= RECURRENT
 CONTEXTS, NODES, SLOTS, STEPS = (5, 130, 700), (0, 20, 64), (1, 3), 3
 
 
@@ -57,10 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--families", type=lambda names: names.split(","), default=list(FAMILIES))
     options = parser.parse_args()
     device = torch.device(options.device)
     use_planless_attention(device)
-    for name, changes in FAMILIES.items():
+    for name in options.families:
+        changes = FAMILIES[name]
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device).eval()

@@ -167,4 +167,6 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
     """Places as an index; on a GPU sent without waiting for it."""
     if device.type != "cuda":
         return list(places)
-    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
+    host = torch.zeros(len(places), dtype=torch.int64, pin_memory=True)
+    host.numpy()[:] = places
+    return host.to(device, non_blocking=True)
