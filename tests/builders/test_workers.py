@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import MtpModel
 
 from hdtool.builders.demo import model as demo_model
+from hdtool.builders.demo.batches import encode, shares
 from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
-from hdtool.builders.demo.model import Recipe, build, learning_rate_factor, shares
+from hdtool.builders.demo.hybrid import agreements
+from hdtool.builders.demo.model import build, learning_rate_factor
 from hdtool.builders.demo.prompts import prompts
+from hdtool.builders.demo.recipe import Recipe
+from hdtool.data.demo import MODEL
 from hdtool.data.errors import ModelError
 
 PAGE = """
@@ -115,7 +123,7 @@ def test_held_out_pages_share_nothing_with_the_rest(sources: dict[str, Path]) ->
 
 def test_the_recipe_paces_and_shares() -> None:
     assert shares(2.5) == [1.0, 1.0, 0.5]
-    start, middle, end = (learning_rate_factor(step, 1000) for step in (0, 300, 999))
+    start, middle, end = (learning_rate_factor(step, step / 1000) for step in (0, 300, 999))
     assert start < 0.05 and middle == 1.0 and end < 0.01
     assert Document("math", "gsm8k/test#3", "").held_out and not Document("math", "gsm8k/train#3", "").held_out
 
@@ -129,7 +137,7 @@ def test_a_killed_training_goes_on_at_the_same_step(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_model, "RESCUE_EVERY", 4)
-    places = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
+    places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
     report = build(**places, out=tmp_path / "whole", recipe=TINY, device="cpu", compiled=False)
     assert report["held_out"]["math"]["loss_per_token"] < 6.0
     assert not (tmp_path / "whole.rescue").exists()
@@ -158,8 +166,31 @@ def test_a_killed_training_goes_on_at_the_same_step(
     assert whole.dtype == torch.float32
 
 
+def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path: Path) -> None:
+    recipe = replace(TINY, kind="hybrid", layers=4, vocabulary=4096, steps=60)
+    places: dict[str, Any] = {**sources}
+    report = build(**places, out=tmp_path, recipe=recipe, device="cpu", tokenizer_of=MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(MODEL).get_vocab()
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    model.mtp = MtpModel.from_pretrained(model).layers[0]
+    read = encode(tokenizer, (document for document in documents(**sources) if document.held_out))["math"]
+    pairs = [agreements(model.eval(), torch.from_numpy(ids[:32].astype(np.int64))[None]) for ids in read]
+    same, positions = map(sum, zip(*pairs, strict=True))
+    assert 0 < same < positions
+    assert report["held_out"]["math"]["ahead_agrees"] == same / positions
+
+
+def test_a_training_ends_by_the_clock(sources: dict[str, Path], tmp_path: Path) -> None:
+    places: dict[str, Any] = {**sources}
+    report = build(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False, seconds=1e-9)
+    assert report["tokens_seen"] == TINY.batch * TINY.window, "one step"
+
+
 def test_a_folder_of_another_origin_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    places = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
+    places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
     (tmp_path / "config.json").write_text("mine")
     with pytest.raises(ModelError, match="is not empty and holds no model of this script"):
         build(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False)
