@@ -85,7 +85,7 @@ def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
         second = run(target, second_prompt(first), GREEDY, MOST, drafter=drafter)
         batch = batched(target, drafts=name == "hd")
         found[name] = {**answered, **batch, "second turn": said(second)}
-        assert second[0].cached_tokens > 0
+        assert second[0].cached_tokens > 0 or not target.continues
     return {"answers": found, "captures": was_captured and target.captures, "faults": list(DEVICE.counts.faults)}
 
 
