@@ -75,7 +75,7 @@ def _find_recurrences(target: Target) -> None:
         target.shapes, target.state_shapes = tuple(layer_shapes(cache)), tuple(state_shapes(cache))
 
     mixers = find_mixers(target.model, target.config, run)
-    target.stock.recurrent = RecurrentLayers(mixers, target.device)
+    target.stock.recurrent = RecurrentLayers(target.model, mixers, target.device)
 
 
 def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:

@@ -5,8 +5,9 @@ Each row starts from the state after its parent. This needs no knowledge of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch.nn import Module
 
 from hdtool.runtime.model.cache.states import StateLayer, StateName, States
 from hdtool.runtime.model.recurrent.mixers import Mixer
+from hdtool.runtime.model.recurrent.other_forwards import Forward, has_own_forward, other_forwards
 from hdtool.runtime.model.recurrent.row_tree import RowTree
 
-Forward = Callable[..., Any]
 LayerStates = dict[StateName, torch.Tensor]
 
 
@@ -50,7 +51,7 @@ def forward_by_levels(
     given = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
     results: list[Any] = []
     held = cache.layers[mixer.layer]
-    is_deferred = mixer.output is not None and "forward" not in vars(mixer.output)
+    is_deferred = mixer.output is not None and not has_own_forward(mixer.output)
     with _projected(mixer, hidden) as rows_now:
         try:
             for level in tree.levels:
@@ -77,23 +78,19 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
     The rows of the level that is being computed are the last of the yielded list.
     """
     now: list[torch.Tensor] = []
-    changed: list[Module] = []
-
-    def replace(module: Module, forward: Forward) -> None:
-        changed.append(module)
-        vars(module)["forward"] = forward
-
-    try:
-        for module in mixer.inputs:
-            if "forward" not in vars(module):
-                whole = module(hidden).flatten(0, 1)
-                replace(module, lambda _, whole=whole: whole[now[-1]][:, None])
-        if mixer.output and "forward" not in vars(mixer.output):
-            replace(mixer.output, lambda given: given)
+    changes: list[tuple[Module, Forward]] = [
+        (module, partial(_chosen, module(hidden).flatten(0, 1), now))
+        for module in mixer.inputs
+        if not has_own_forward(module)
+    ]
+    if mixer.output and not has_own_forward(mixer.output):
+        changes.append((mixer.output, lambda given: given))
+    with other_forwards(changes):
         yield now
-    finally:
-        for module in changed:
-            del vars(module)["forward"]
+
+
+def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    return whole[now[-1]][:, None]
 
 
 def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:

@@ -27,6 +27,7 @@ from hdtool.runtime.model.recurrent.closed_forms import (
     time_step,
 )
 from hdtool.runtime.model.recurrent.mixers import Mixer
+from hdtool.runtime.model.recurrent.other_forwards import has_own_forward
 from hdtool.runtime.model.recurrent.tree_indices import TreeIndices
 
 CONVOLUTION, CONVOLUTION_OF_ONE = "causal_conv1d_fn", "causal_conv1d_update"
@@ -127,7 +128,7 @@ class ClosedForm:
     def of(cls, mixer: Mixer) -> ClosedForm | None:
         """The closed form of a mixer whose code calls functions that are known; it has yet to be proven."""
         module = mixer.module
-        if "forward" in vars(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
+        if has_own_forward(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
             return None
         forward = inspect.unwrap(type(module).forward)
         called = set(forward.__code__.co_names)

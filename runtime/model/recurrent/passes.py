@@ -8,20 +8,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn import Module
 from transformers.cache_utils import Cache
 
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.recurrent.by_levels import LevelStates, forward_by_levels
 from hdtool.runtime.model.recurrent.in_closed_form import ClosedForm, ClosedStates, StackedStates
 from hdtool.runtime.model.recurrent.mixers import Mixer
+from hdtool.runtime.model.recurrent.other_forwards import Forward, lock_of, other_forwards
 from hdtool.runtime.model.recurrent.row_tree import RowTree
 from hdtool.runtime.model.recurrent.tree_indices import DeviceIndices, HostIndices
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.step_input import StepTensors
-
-Forward = Callable[..., Any]
 
 
 class _LayerStates(Protocol):
@@ -43,7 +43,8 @@ class StatesOfPass:
 class RecurrentLayers:
     """The mixers of a model."""
 
-    def __init__(self, mixers: Sequence[Mixer], device: torch.device) -> None:
+    def __init__(self, model: Module, mixers: Sequence[Mixer], device: torch.device) -> None:
+        self._lock = lock_of(model)
         self._mixers, self._device = mixers, device
         self._closed: dict[Mixer, ClosedForm] = {}
 
@@ -95,18 +96,9 @@ class RecurrentLayers:
     @contextmanager
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
         """In this block each mixer has another forward."""
-        held: list[tuple[Mixer, Forward | None]] = []
-        try:
-            for mixer, forward in zip(self._mixers, forwards, strict=True):
-                held.append((mixer, vars(mixer.module).get("forward")))
-                vars(mixer.module)["forward"] = forward
+        modules = [mixer.module for mixer in self._mixers]
+        with self._lock, other_forwards(zip(modules, forwards, strict=True)):
             yield
-        finally:
-            for mixer, own in held:
-                if own is None:
-                    del vars(mixer.module)["forward"]
-                else:
-                    vars(mixer.module)["forward"] = own
 
 
 def _call(forward: Callable[[tuple[Any, ...], dict[str, Any]], Any], *args: Any, **kwargs: Any) -> Any:
