@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,14 +94,19 @@ class _Trace:
 
 @contextmanager
 def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) -> Iterator[None]:
-    """Note in this block which modules are being called, the innermost last."""
+    """Note in this block which modules are being called by this thread, the innermost last."""
+    thread = get_ident()
 
     def enter(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if get_ident() != thread:
+            return
         calls.append(module)
         given = args[0] if args else kwargs.get("hidden_states")
         traces[module] = _Trace(given if isinstance(given, torch.Tensor) else None)
 
     def leave(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        if get_ident() != thread:
+            return
         calls.pop()
         first = returned[0] if isinstance(returned, tuple) else returned
         if isinstance(first, torch.Tensor):
