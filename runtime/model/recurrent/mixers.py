@@ -42,16 +42,20 @@ class _Watched(DynamicCache):
         self.of_states: dict[tuple[int, Module], None] = {}
         self.of_keys: set[Module] = set()
 
+    def _note(self, layer: int) -> None:
+        if self.calls:  # else the pass that was watched is over
+            self.of_states[layer, self.calls[-1]] = None
+
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.of_keys.update(self.calls)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_states[layer_idx, self.calls[-1]] = None
+        self._note(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_states[layer_idx, self.calls[-1]] = None
+        self._note(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
