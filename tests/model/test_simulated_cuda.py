@@ -184,7 +184,8 @@ def test_a_step_with_recurrent_layers_waits_once(home: Path) -> None:
     assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"]
     assert found["batch"]["tokens"] == found["expected of slots"] and found["captures"]
     for way in ("plain", "lying drafter"):
-        for step in map(Counter, found["ways"][way]["steps"]):
+        steps: list[Counter[str]] = list(map(Counter, found["ways"][way]["steps"]))
+        for step in steps:
             assert (step[COPY_OUT], step[REPLAY], waits(step)) == (1, 1, 1)
             assert step[COPY_IN] <= 1 + COMMIT.copies and step[KERNEL] <= COMMIT.kernels
             assert step[REPLAYED] <= RECURRENT_STEP
