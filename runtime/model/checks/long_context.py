@@ -146,6 +146,7 @@ class _SharedContext(Cache):
         """Discard all tokens after a context of so many."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
+        self._later_of_indexers: dict[int, torch.Tensor] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -159,15 +160,26 @@ class _SharedContext(Cache):
         keys[:, :, self._context : end], values[:, :, self._context : end] = later
         return keys[:, :, :end], values[:, :, :end]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        before = self._later_of_indexers.get(layer_idx)
+        later = indexer_key_states if before is None else torch.cat([before, indexer_key_states], 1)
+        self._later_of_indexers[layer_idx] = later
+        keys = self.storage.indexers[layer_idx][:, 0]
+        end = self._context + later.shape[1]
+        keys[:, self._context : end] = later
+        return keys[:, :end]
+
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
     """A cache of random keys and values, which layers share unless one of them reads those of another layer."""
-    if None in shapes:
+    if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:
         different = list(dict.fromkeys(shapes))
         made = KVTensors.for_layers(different, capacity)
-        storage = KVTensors(made.tensors, [made.layers[different.index(shape)] for shape in shapes], made.capacity)
+        views = [made.layers[different.index(shape)] for shape in shapes]
+        indexers = {number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer}
+        storage = KVTensors(made.tensors, views, made.capacity, indexers=indexers)
     random = torch.Generator().manual_seed(1)
     for keys, values in dict.fromkeys(storage.layers):
         if not keys.numel():
@@ -183,6 +195,9 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         keys.copy_(drawn * layer.keys.float().std().cpu())
         chosen = torch.randint(layer.values.shape[2], (count,), generator=random)
         values.copy_(layer.values[:1, :, chosen.to(layer.values.device)])
+    for keys, number in {keys: number for number, keys in storage.indexers.items()}.items():
+        seen: Any = filled.layers[number]
+        keys.copy_(torch.randn(keys.shape, generator=random) * seen.indexer_keys.float().std().cpu())
     return _SharedContext(storage)
 
 
