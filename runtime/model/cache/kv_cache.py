@@ -24,6 +24,8 @@ from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 MOST_DUE = 16
 """Positions that a captured step can move before it computes. Longer paths are rare and moved at once."""
+NOTHING = torch.empty(0)
+"""The keys and values of a layer without any."""
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
@@ -59,7 +61,7 @@ def layer_shapes(used: DynamicCache) -> list[LayerShape]:
     """The shapes of each layer, from a ``transformers`` cache that a forward pass filled."""
 
     def shape(tensor: torch.Tensor | None) -> HeadShape | None:
-        return HeadShape.of(tensor) if tensor is not None and tensor.numel() else None
+        return None if tensor is None else HeadShape.of(tensor)
 
     shapes = []
     for layer in used.layers:
@@ -125,7 +127,7 @@ def views_of_layers(
         if state is None:
             views.append(StaticLayer(cache, index))
         else:
-            views.append(LayerWithStates(cache, index, state) if keys.numel() else state)
+            views.append(state if keys is NOTHING else LayerWithStates(cache, index, state))
     return views
 
 
@@ -158,11 +160,11 @@ class KVTensors:
             for shape in dict.fromkeys(rows)
         }
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
-        nothing = torch.empty(0)
-        views = [[next(free[shape]) if shape else nothing for shape in layer] for layer in shapes]
-        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed.numel()}
+        views = [[next(free[shape]) if shape else NOTHING for shape in layer] for layer in shapes]
+        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NOTHING}
         of_states = States.zeros(states, batch) if states else None
-        return cls(list(tensors.values()), [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
+        held = [tensor for shape, tensor in tensors.items() if shape.width]
+        return cls(held, [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
 
     @cached_property
     def places(self) -> list[Place] | None:
@@ -177,7 +179,7 @@ class KVTensors:
         """The views of one batch slot."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
-            return view.narrow(0, slot, 1) if view.numel() else view
+            return view if view is NOTHING else view.narrow(0, slot, 1)
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
         states = self.states.part(slot, 1) if self.states else None

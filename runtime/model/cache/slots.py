@@ -156,7 +156,6 @@ class Slot:
         self.hidden = [] if hidden is None else [hidden[: self.kv.length]]
         self.tree = None
 
-
     def _copy_states(self, other: Slot) -> None:
         if self.states is None or other.states is None:
             return

@@ -178,7 +178,9 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         different = list(dict.fromkeys(shapes))
         made = KVTensors.for_layers(different, capacity)
         views = [made.layers[different.index(shape)] for shape in shapes]
-        indexers = {number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer}
+        indexers = {
+            number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
+        }
         storage = KVTensors(made.tensors, views, made.capacity, indexers=indexers)
     random = torch.Generator().manual_seed(1)
     for keys, values in dict.fromkeys(storage.layers):
@@ -187,7 +189,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         like: list[Any] = [
             layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
         ]
-        layer = max(like, key=lambda one: float(one.values.float().std()))
+        layer = max(like, key=lambda one: float(one.values.float().norm()))
         # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
         # that occurs several times do in a first layer, where choices among them depend on the order of keys.
         count = keys.shape[2]
