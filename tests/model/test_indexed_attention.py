@@ -52,10 +52,10 @@ def model_of(family: str) -> PreTrainedModel:
     if family == "MistralLarge4":
         text = {**LATENT, **DENSE_FIRST, "kv_source_layers": [0, 0, 2], "indexer_types": ["full", "full", "shared"]}
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        parts = {"text_config": text, "vision_config": {**vision, "model_type": "pixtral"}}
+        parts: dict[str, Any] = {"text_config": text, "vision_config": {**vision, "model_type": "pixtral"}}
         model = AutoModelForImageTextToText.from_config(transformers.MistralLarge4Config(**parts))
     else:
-        changes = {
+        changes: dict[str, Any] = {
             "DeepseekV32": DENSE_FIRST,
             "GlmMoeDsa": DENSE_FIRST | SHARED,
             "HYV4": SHARED,

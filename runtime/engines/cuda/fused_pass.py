@@ -92,7 +92,7 @@ def fuse(target: Target) -> FusedPass | None:
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
-    shapes = [shape for layer in target.shapes if layer for shape in layer]
+    shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None

@@ -10,14 +10,13 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
-from hdtool.runtime.model.cache.states import has_states
 from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.cache.states import has_states
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
 from hdtool.runtime.model.checks.recurrent import prove_recurrent_trees
 from hdtool.runtime.model.checks.small_tree import small_tree
 from hdtool.runtime.model.families import deviation, is_low_precision, refusal, refuse_by_logits
 from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
