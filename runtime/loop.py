@@ -208,7 +208,10 @@ class Loop(Generic[Key]):
 
     def _launch(self) -> None:
         states = [state for _, state in self._running]
-        trees = draft_for(states)
+        drafted = draft_for(states)
+        trees = [self._engine.fitted(self._cache, slot, tree) for slot, tree in enumerate(drafted)]
+        for state, tree in zip(states, trees, strict=True):
+            state.tree = tree
         self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
 
     def _finish(self) -> list[Outcome[Key]]:

@@ -53,8 +53,7 @@ class LongContext:
     def cause(self) -> str:
         named = f" (its {self.largest[0]} is {self.largest[1]:,})" if self.largest else ""
         return (
-            f"it has its own window or state, indexed by cache position{named}. Use generate of "
-            "transformers without hdtool"
+            f"it has its own window or state, indexed by cache position{named}"
         )
 
     def logits(
@@ -95,12 +94,12 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     configuration names no others than those of the masks.
     """
     config = model.config.get_text_config(decoder=True)
-    sizes = dict(_sizes_of(vars(config)))
+    sizes = dict(sizes_of(vars(config)))
     if getattr(config, "layer_types", None):
         sizes = {name: size for name, size in sizes.items() if name not in MASKED_BY_KIND}
     foreign = [module for module in model.modules() if _is_foreign(module)]
     for module in foreign:
-        sizes.update(_sizes_of(vars(module)))
+        sizes.update(sizes_of(vars(module)))
     masked = {size for window in windows for size in (window.window, window.chunk)}
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:
@@ -117,7 +116,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     ]
 
 
-def _sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """The attributes that are sizes of a window or of a state, by their names."""
     for name, value in attributes.items():
         if type(value) is int and value > 1 and SIZE.search(name) and not COUNT.search(name):
