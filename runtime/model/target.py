@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdtool.data.errors import FamilyError
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
-from hdtool.data.errors import FamilyError
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.chains import prove_chains
 from hdtool.runtime.model.checks.changes import ModelChanges

@@ -52,9 +52,7 @@ class LongContext:
     @property
     def cause(self) -> str:
         named = f" (its {self.largest[0]} is {self.largest[1]:,})" if self.largest else ""
-        return (
-            f"it has its own window or state, indexed by cache position{named}"
-        )
+        return f"it has its own window or state, indexed by cache position{named}"
 
     def logits(
         self,
