@@ -71,7 +71,7 @@ class Target:
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
         """What verifies chains, of a model that cannot verify trees."""
-        self._no_trees = FamilyError("")
+        self.no_trees: FamilyError | None = None
         """Why it cannot."""
         self._capture, self._captured = capture, CapturedPasses()
         self.compiled: CompiledPasses | None = None
@@ -88,8 +88,8 @@ class Target:
     def _prove(self) -> None:
         """Check that the model computes trees, or else chains, and that steps may be captured."""
         self._captured.disable()
-        if self._replay:
-            self._replay = prove_chains(self, self._no_trees)
+        if self.no_trees:
+            self._replay = prove_chains(self, self.no_trees)
             return
         try:
             refuse_trees(self.model)
@@ -98,7 +98,7 @@ class Target:
             if self._own_cache or self._changes.count:  # what it verified before were trees
                 raise
             self._forget_shapes()
-            self._replay, self._no_trees = prove_chains(self, no_trees), no_trees
+            self._replay, self.no_trees = prove_chains(self, no_trees), no_trees
             return
         if self.state_shapes:
             return  # their passes depend on the shape of the tree

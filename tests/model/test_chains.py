@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model import replay_passes
 from hdtool.runtime.model.cache.library_copies import bytes_of, tensors_of
@@ -28,10 +27,16 @@ from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter
 
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
-STREAMS = {"hc_mult": 2, "hc_sinkhorn_iters": 3}
-INDEXED = {"index_n_heads": 16, "index_head_dim": 16}
+MIXTURE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+STREAMS: dict[str, Any] = {"hc_mult": 2, "hc_sinkhorn_iters": 3}
+INDEXED: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16}
 SMALL: dict[str, Any] = {**SHAPE, "pad_token_id": None, "num_hidden_layers": 4}
 
 
@@ -45,7 +50,7 @@ def _glm5_next() -> PreTrainedModel:
     layers = ["linear_attention", "indexed_attention"] * 2
     linear = {"linear_head_dim": 16, "linear_num_heads": 4}
     experts = {**MIXTURE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-    pooled = {**INDEXED, "index_kpool": 4, "index_topk": 16, "qk_rope_head_dim": 0}
+    pooled = {**INDEXED, "index_kpool": 4, "index_topk": 16, "qk_rope_head_dim": 0, "num_key_value_heads": 4}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     parts: dict[str, Any] = {
         "text_config": {**SMALL, **LATENT, **experts, **STREAMS, **linear, **pooled, "layer_types": layers},
@@ -86,7 +91,8 @@ CHAINED: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "minimax_m3": lambda: _of(
         "MiniMaxM3VLText",
-        **INDEXED,
+        index_n_heads=2,
+        index_head_dim=16,
         layer_types=["full_attention", "minimax_m3_sparse"] * 2,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -137,7 +143,7 @@ CHAINED: dict[str, Callable[[], PreTrainedModel]] = {
 @cache
 def model_of(family: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    model = CHAINED[family]().eval()
+    model: PreTrainedModel = CHAINED[family]().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "conv" in name and weight.dim() > 1:  # tame by default
@@ -182,14 +188,10 @@ def test_several_answers_at_once_and_conversations_in_turn() -> None:
     prompts = [prompt_of(length) for length in (25, 60, 33)]
     expected = [generated(model, prompt, 24) for prompt in prompts]
     loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=24)
-    outcomes = [
-        loop.add(
-            Request(
-                number, prompt, Sampler(SamplingConfig(), prompt), LyingDrafter(len(prompt), truth, VOCABULARY, number)
-            )
-        )
-        for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True))
-    ]
+    outcomes = []
+    for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True)):
+        drafter = LyingDrafter(len(prompt), truth, VOCABULARY, number)
+        outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
     while len(loop):
         loop.launch()
         passes = target.log.passes
@@ -217,8 +219,9 @@ def test_a_changed_end_of_a_long_prompt_goes_on_from_a_kept_cache() -> None:
     assert said(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
     slot = target.cache.slots[0]
     assert isinstance(slot, ReplaySlot)
-    parts = [one.cache for one in (slot.filled, *slot.older)]
-    assert slot.bytes < sum(bytes_of([part]) for part in parts) / 1.5, "beginnings share the memory of what follows"
+    parts = [one.cache for one in slot.older]
+    assert [one.length for one in slot.older] == [268, 302]
+    assert bytes_of(parts) < 0.75 * sum(bytes_of([part]) for part in parts), "a beginning is a part of what follows"
 
 
 def test_a_kept_cache_stays_as_it_is() -> None:
@@ -271,9 +274,8 @@ def test_a_pass_that_overflows_is_made_again_without_drafts(monkeypatch: pytest.
         return output
 
     monkeypatch.setattr(target.stock, "call", overflowing)
-    assert (
-        said(run(target, prompt, SamplingConfig(), 16, drafter=LyingDrafter(45, expected, VOCABULARY, 2))) == expected
-    )
+    drafter = LyingDrafter(45, expected, VOCABULARY, 2)
+    assert said(run(target, prompt, SamplingConfig(), 16, drafter=drafter)) == expected
 
 
 def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
@@ -281,20 +283,12 @@ def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
     target, prompt = Target(model), prompt_of(20)
     target.watch_hidden()
     expected = generated(model, prompt, 16)
-    list(
-        decode(
-            target,
-            prompt,
-            Sampler(SamplingConfig(), prompt),
-            max_new_tokens=16,
-            drafter=LyingDrafter(20, expected, VOCABULARY, 3),
-        )
-    )
+    run(target, prompt, SamplingConfig(), 16, drafter=LyingDrafter(20, expected, VOCABULARY, 3))
     slot = target.cache.slots[0]
     hidden = slot.all_hidden()
     assert hidden is not None and len(hidden) == len(slot.tokens)
     with torch.inference_mode():
-        plain = model.transformer(torch.tensor([slot.tokens])).last_hidden_state[0]
+        plain = model.base_model(torch.tensor([slot.tokens])).last_hidden_state[0]
     assert torch.allclose(hidden, plain, atol=1e-3)
 
 
@@ -316,13 +310,11 @@ def test_trees_are_cut_to_their_first_chain() -> None:
 def test_a_wrong_pass_over_several_tokens_is_refused_with_both_reasons() -> None:
     layers = ["linear_attention", "full_attention"]
     model = _of("MiniMax", num_hidden_layers=2, layer_types=layers, block_size=16, num_local_experts=4).eval()
-    with pytest.raises(
-        FamilyError, match=r"small tree .*; a chain of drafts .* passes over several tokens .*Use generate"
-    ):
+    with pytest.raises(FamilyError, match=r"small tree .*; a chain .* passes over several tokens .*Use generate"):
         Target(model)
 
 
 def test_a_state_outside_of_the_cache_is_refused_by_name() -> None:
-    shape = {"num_key_value_heads": 1, "attention_window_size": 32, "num_hidden_layers": 3}
+    shape: dict[str, Any] = {"num_key_value_heads": 1, "attention_window_size": 32, "num_hidden_layers": 3}
     with pytest.raises(FamilyError, match="conv1d_state is a state outside of the cache"):
         Target(_of("RecurrentGemma", without=("head_dim",), **shape).eval())

@@ -42,8 +42,8 @@ LATENT: dict[str, Any] = {
     "index_head_dim": 16,
     "index_n_heads": 32,  # with few heads, several positions have the score of 0, and any of them may be selected
 }
-DENSE_FIRST = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-SHARED = {"indexer_types": ["full", "shared", "full"]}
+DENSE_FIRST: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+SHARED: dict[str, Any] = {"indexer_types": ["full", "shared", "full"]}
 
 
 @cache
