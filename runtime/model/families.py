@@ -33,14 +33,20 @@ def refuse_by_configuration(config: Any) -> None:
         raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
 
 
+def without_trees(config: Any) -> str:
+    """Why a model of a configuration cannot verify trees, but chains at most; empty if nothing says so."""
+    kind, text = config.model_type, config.get_text_config(decoder=True)
+    if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
+        return "uses ALiBi: it derives distances from the order of the tokens, not from position ids"
+    foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
+    return f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft" if foreign else ""
+
+
 def refuse_trees(model: PreTrainedModel) -> None:
     """Raise for models that cannot verify trees, by what they say of themselves; they may verify chains."""
-    kind, text = model.config.model_type, model.config.get_text_config(decoder=True)
-    if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
-        raise refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
-    foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
-    if foreign:
-        raise refusal(kind, f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft")
+    kind = model.config.model_type
+    if reason := without_trees(model.config):
+        raise refusal(kind, reason)
     if not takes(model, "position_ids") and not is_stateful(model):
         raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
     if not takes(model, "attention_mask"):
@@ -50,7 +56,9 @@ def refuse_trees(model: PreTrainedModel) -> None:
 def refuse_by_class(model: PreTrainedModel) -> None:
     """Raise for model classes that go on from no cache."""
     if cache_name(model) is None:
-        raise refusal(model.config.model_type, f"takes no KV cache, so hdtool cannot go on from what it read. {PLAIN}")
+        raise refusal(
+            model.config.model_type, f"takes no key-value cache: each step would read the whole context. {PLAIN}"
+        )
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:

@@ -112,8 +112,8 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("Rwkv", {"attention_hidden_size": 32}, "takes no KV cache"),
-        ("XLNet", {"d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48}, "takes no KV cache"),
+        ("Rwkv", {"attention_hidden_size": 32}, "takes no key-value cache"),
+        ("XLNet", {"d_model": 32, "n_head": 4, "n_layer": 2, "d_inner": 48}, "takes no key-value cache"),
     ],
 )
 def test_families_that_cannot_work_are_refused_with_the_reason(name: str, changes: dict[str, Any], reason: str) -> None:
