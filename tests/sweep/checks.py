@@ -1,0 +1,272 @@
+"""All ways to decode with a tiny model of one type, held to what ``generate`` of the library answers."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from hdtool.data import demo
+from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import VOCABULARY
+from tests.support.oracle import generated, plain_logits, prompt_of
+from tests.support.trees import LyingDrafter
+from tests.sweep.models import NotBuiltError, small_config, tiny_model
+from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
+
+GREEDY = SamplingConfig()
+SHORT, LONG = prompt_of(45), prompt_of(150)
+"""The second prompt is longer than every window of a tiny model."""
+BATCH = prompt_of(12), SHORT, prompt_of(80)
+MOST, FEWER = 40, 24
+"""Tokens of an answer."""
+NEAR_TIE = 1e-3
+"""The distance of two logits, in standard deviations, between which rounding in float32 may decide."""
+
+
+def drafts_trees(target: Target) -> bool:
+    """Whether a target verifies trees; one that does not verifies chains alone."""
+    return bool(getattr(target, "verifies_trees", True))
+
+
+def check(kind: str, *, captures: bool = False) -> Result:
+    """Everything about one type; never raises."""
+    result, begun = Result(kind), time.monotonic()
+    try:
+        _Checks(result, captures=captures).run()
+    except NotBuiltError as error:
+        result.verdict, result.reason = NOT_BUILT, str(error)
+    except Exception as error:
+        result.verdict, result.reason = WRONG, f"crashes: {short(error)}"
+    result.seconds = round(time.monotonic() - begun, 1)
+    return result
+
+
+def short(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(reason_of(error).split())[:160]}"
+
+
+class _Checks:
+    def __init__(self, result: Result, *, captures: bool) -> None:
+        self._result, self._captures = result, captures
+
+    def run(self) -> None:
+        model = self._built()
+        if model is None or not self._asked(model):
+            return
+        result = self._result
+        try:
+            target = Target(model)
+        except FamilyError as error:
+            result.verdict, result.reason = REFUSED, reason_of_refusal(error)
+            return
+        self._decoded(target)
+        self._loaded(model)
+        if self._captures:
+            self._captured(model)
+        wrong = [name for name, found in result.checks.items() if found != SAME]
+        result.verdict = WRONG if wrong else TREES if drafts_trees(target) else CHAINS
+
+    def _built(self) -> Any:
+        """The tiny model; None for a type that is no decoder, or not installed whole."""
+        result = self._result
+        try:
+            config = small_config(result.kind)
+            if config.is_encoder_decoder:
+                result.verdict, result.reason = OTHER, "an encoder-decoder"
+                return None
+            model = tiny_model(result.kind)
+        except NotBuiltError:
+            raise
+        except Exception as error:
+            raise NotBuiltError(short(error)) from error
+        return model
+
+    def _asked(self, model: Any) -> bool:
+        """Whether the library answers; notes how well it agrees with itself."""
+        result = self._result
+        try:
+            self._short, self._long = generated(model, SHORT, MOST), generated(model, LONG, MOST)
+        except Exception as error:
+            result.verdict, result.reason = FAILS, short(error)
+            return False
+        if generated(model, SHORT, FEWER) != self._short[:FEWER]:
+            result.notes.append("generate is not deterministic")
+        if len(set(self._short)) < 4:
+            result.notes.append(f"dull: {len(set(self._short))} different tokens")
+        for name, prompt, answer in (("", SHORT, self._short), (" on a long prompt", LONG, self._long)):
+            try:
+                if generated(model, prompt, 12, use_cache=False) != answer[:12]:
+                    result.notes.append(f"generate answers otherwise without its cache{name}")
+            except Exception as error:
+                result.notes.append(f"generate fails without its cache: {short(error)}")
+                break
+        self._looked_up(model)
+        return True
+
+    def _looked_up(self, model: Any) -> None:
+        try:
+            found = generated(model, SHORT, FEWER, prompt_lookup_num_tokens=4)
+        except Exception as error:
+            self._result.notes.append(f"prompt lookup of the library fails: {short(error)}")
+        else:
+            if found != self._short[:FEWER]:
+                self._result.notes.append("prompt lookup of the library answers otherwise")
+
+    def _decoded(self, target: Target) -> None:
+        model, same = target.model, self._same
+        for name, prompt, truth in (("", SHORT, self._short), (", long prompt", LONG, self._long)):
+            same(f"plain{name}", prompt, truth, lambda prompt=prompt: said(run(target, prompt, GREEDY, MOST)))
+            for seed, known in ((1, truth), (2, truth), (3, [])):
+                liar = LyingDrafter(len(prompt), known, VOCABULARY, seed)
+                drafted = partial(run, target, prompt, GREEDY, MOST, drafter=liar)
+                same(f"drafted{name} ({seed})", prompt, truth, lambda drafted=drafted: said(drafted()))
+        self._second_turn(target)
+        self._batch(target)
+        self._sampled(target)
+        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        same("hook", SHORT, self._short, lambda: generated(model, SHORT, MOST, custom_generate=Generator(liar)))
+
+    def _second_turn(self, target: Target) -> None:
+        prompt = [*SHORT, *self._short[:FEWER], *prompt_of(9)]
+        truth = generated(target.model, prompt, FEWER)
+
+        def answered() -> list[int]:
+            run(target, SHORT, GREEDY, FEWER, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
+            steps = run(target, prompt, GREEDY, FEWER, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
+            if not steps[0].cached_tokens:
+                self._result.notes.append("a second turn reads all again")
+            return said(steps)
+
+        self._same("second turn", prompt, truth, answered)
+
+    def _batch(self, target: Target) -> None:
+        truths = [self._short[:FEWER] if one is SHORT else generated(target.model, one, FEWER) for one in BATCH]
+
+        def requests() -> Iterator[Request[int]]:
+            for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
+                liar = LyingDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
+                yield Request(slot, prompt, Sampler(GREEDY, prompt), liar)
+
+        def answered() -> list[list[int]]:
+            answers: list[list[int]] = [[] for _ in BATCH]
+            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER):
+                answers[request.key] += step.tokens
+            return answers
+
+        requests_ = requests()
+        answers = self._tried("batch", answered)
+        if answers is not None:
+            for prompt, truth, answer in zip(BATCH, truths, answers, strict=True):
+                if self._result.checks.get("batch", SAME) == SAME:
+                    self._compare("batch", prompt, truth, answer)
+
+    def _sampled(self, target: Target) -> None:
+        for name in ("T 0.7", "T 1, top-p 0.9"):
+            plain = self._tried("sampled", lambda name=name: said(run(target, SHORT, SAMPLINGS[name], FEWER)))
+            if plain is not None:
+                liar = LyingDrafter(len(SHORT), plain, VOCABULARY, 8)
+                drafted = partial(run, target, SHORT, SAMPLINGS[name], FEWER, drafter=liar)
+                found = self._tried("sampled", lambda drafted=drafted: said(drafted()))
+                if found is not None:
+                    self._result.checks["sampled"] = SAME if found == plain else f"other tokens at {name}"
+
+    def _loaded(self, model: Any) -> None:
+        """By a folder, as the command line loads it."""
+
+        def answered() -> list[int]:
+            with saved(model) as folder:
+                target = load(ModelConfig(str(folder), dtype="float32")).target
+            self._result.compiled = target.compiled is not None
+            liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 9)
+            return said(run(target, SHORT, GREEDY, MOST, drafter=liar))
+
+        self._same("load", SHORT, self._short, answered)
+
+    def _captured(self, model: Any) -> None:
+        """On a simulated CUDA device; nothing else runs in this process afterwards."""
+        from tests.support.simulated_cuda.install import install, on_device
+
+        def answered() -> list[int]:
+            install()
+            target = Target(on_device(model))
+            passes = target._captured._passes
+            self._result.captured = type(passes[0]).__name__ if target.captures else ""
+            liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
+            return said(run(target, SHORT, GREEDY, FEWER, drafter=liar))
+
+        self._same("captured", SHORT, self._short[:FEWER], answered)
+
+    def _same(self, name: str, prompt: list[int], truth: list[int], answered: Callable[[], list[int]]) -> None:
+        found = self._tried(name, answered)
+        if found is not None:
+            self._compare(name, prompt, truth, found)
+
+    def _tried(self, name: str, answered: Callable[[], Any]) -> Any:
+        try:
+            return answered()
+        except HdtoolError as error:
+            self._result.checks[name] = f"refused: {reason_of_refusal(error)}"
+        except Exception as error:
+            self._result.checks[name] = f"fails: {short(error)}"
+        return None
+
+    def _compare(self, name: str, prompt: list[int], truth: list[int], found: list[int]) -> None:
+        self._result.checks[name] = SAME if found == truth else difference(self._model_of, prompt, truth, found)
+
+    def _model_of(self) -> Any:
+        return tiny_model(self._result.kind)
+
+
+def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], found: list[int]) -> str:
+    """Where two answers part, and how close the two tokens are in the logits of a pass without a cache."""
+    if len(found) < len(truth) and found == truth[: len(found)]:
+        return f"ends after {len(found)} tokens"
+    place = next(place for place, pair in enumerate(zip(truth, found, strict=False)) if pair[0] != pair[1])
+    try:
+        logits = plain_logits(made(), prompt + truth[:place]).float()
+        gap = float((logits[truth[place]] - logits[found[place]]) / logits.std())
+    except Exception:
+        return f"token {place} is another one"
+    return f"token {place} is another one, {gap:.2g} sigma less likely" + (" (a near tie)" * (abs(gap) < NEAR_TIE))
+
+
+def reason_of_refusal(error: BaseException) -> str:
+    """What a message says beside the type."""
+    text = " ".join(str(error).split())
+    return text.partition("cannot be used: ")[2] or text
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """A folder of a model, with a tokenizer."""
+    with TemporaryDirectory(prefix="hdtool-sweep-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(demo.MODEL) / file, folder)
+        yield folder
+
+
+def warm_up() -> None:
+    """Import and compile here what every type needs, before processes are made from this one."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama")
+    target = Target(model)
+    run(target, SHORT[:5], GREEDY, 4, drafter=LyingDrafter(5, [], VOCABULARY, 0))
