@@ -28,6 +28,7 @@ from tests.support.oracle import generated, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter
 from tests.sweep.models import NotBuiltError, small_config, tiny_model
 from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
+from tests.sweep.special import OTHERS
 
 GREEDY = SamplingConfig()
 SHORT, LONG = prompt_of(45), prompt_of(150)
@@ -86,6 +87,9 @@ class _Checks:
     def _built(self) -> Any:
         """The tiny model; None for a type that is no decoder, or not installed whole."""
         result = self._result
+        if result.kind in OTHERS:
+            result.verdict, result.reason = OTHER, OTHERS[result.kind]
+            return None
         try:
             config = small_config(result.kind)
             if config.is_encoder_decoder:
@@ -105,6 +109,7 @@ class _Checks:
             self._short, self._long = generated(model, SHORT, MOST), generated(model, LONG, MOST)
         except Exception as error:
             result.verdict, result.reason = FAILS, short(error)
+            self._refused(model)
             return False
         if generated(model, SHORT, FEWER) != self._short[:FEWER]:
             result.notes.append("generate is not deterministic")
@@ -119,6 +124,15 @@ class _Checks:
                 break
         self._looked_up(model)
         return True
+
+    def _refused(self, model: Any) -> None:
+        """What hdtool says to a model with which the library does not answer."""
+        try:
+            Target(model)
+        except HdtoolError as error:
+            self._result.notes.append(f"hdtool: {reason_of_refusal(error)}")
+        except Exception as error:
+            self._result.checks["object"] = f"fails: {short(error)}"
 
     def _looked_up(self, model: Any) -> None:
         try:
@@ -202,9 +216,11 @@ class _Checks:
     def _captured(self, model: Any) -> None:
         """On a simulated CUDA device; nothing else runs in this process afterwards."""
         from tests.support.simulated_cuda.install import install, on_device
+        from tests.support.simulated_cuda.queue import DEVICE
 
         def answered() -> list[int]:
             install()
+            DEVICE.counts.clear()
             target = Target(on_device(model))
             passes = target._captured._passes
             self._result.captured = type(passes[0]).__name__ if target.captures else ""

@@ -19,6 +19,7 @@ CLASSES: dict[str, Any] = {
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES": AutoModelForMultimodalLM,
 }
 """The auto classes, in the order in which hdtool asks them."""
+WHOLE_FIRST = tuple(CLASSES)[1:] + tuple(CLASSES)[:1]
 
 
 def every_type() -> list[str]:
@@ -27,8 +28,8 @@ def every_type() -> list[str]:
 
 
 def auto_class(kind: str) -> Any:
-    """The auto class that makes a model of a type, the one that hdtool loads it by."""
-    return next(made for mapping, made in CLASSES.items() if kind in getattr(modeling_auto, mapping, {}))
+    """The auto class of a type's checkpoints: that of the whole model where there is one of its text part, too."""
+    return CLASSES[next(mapping for mapping in WHOLE_FIRST if kind in getattr(modeling_auto, mapping, {}))]
 
 
 def configuration_class(kind: str) -> type[PreTrainedConfig]:
