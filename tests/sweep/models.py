@@ -80,6 +80,6 @@ def _stand_in(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
 
         def __init__(self, config: PreTrainedConfig, *_: Any, **__: Any) -> None:
             super().__init__(config)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
     return NoPart

@@ -28,6 +28,9 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"experts$|^zero_expert_num$", 4),
     (r"^index_kpool$", 4),
     (r"^base_channels$", 32),
+    (r"^hidden_sizes$", 16),
+    (r"^num_filters$", 4),
+    (r"^depths$", 1),
     (r"^(index_topk|indexer_topk|topk_blocks|index_top_k)$", 8),
     (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", 8),
     (r"(lora|gate|gated_norm|decay|laurel|dt|time_step)_?(low)?_?rank(_dim)?$|^rank$|_rank_dim$", 16),
@@ -59,7 +62,13 @@ OF_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 KEPT = frozenset(
     ("id2label", "label2id", "model_type", "architectures", "transformers_version", "dtype", "problem_type")
 )
-UNSET = {"head_dim": HEAD, "n_routed_experts": 4, "n_shared_experts": 1, "ple_embed_dim": HIDDEN}
+UNSET = {
+    "head_dim": HEAD,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "ple_embed_dim": HIDDEN,
+    "num_experts_per_tok": 2,
+}
 """Values of attributes without a default that some classes need."""
 LATENT = "kv_lora_rank"
 """With latent attention, each head has a key and a value of its own."""
@@ -133,11 +142,11 @@ def small_value(name: str, value: Any) -> Any:
     return value if limit is None or value <= limit else limit
 
 
-def _per_layer(stated: dict[str, Any]) -> tuple[dict[str, list[Any]], int]:
+def _per_layer(stated: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], int]:
     """The lists with an entry for each layer, and the number of layers."""
     number = next((value for name, value in stated.items() if LAYER_COUNTS.match(name) and isinstance(value, int)), 0)
     number = number or len(stated.get("layers_block_type") or ())
-    lists = {
+    lists: dict[str, Sequence[Any]] = {
         name: value
         for name, value in stated.items()
         if isinstance(value, list | tuple) and len(value) == number > 3 and name not in KEPT

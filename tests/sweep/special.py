@@ -28,6 +28,7 @@ DOTS3_NOTE = {
     "swa_head_dim": 32,
     "head_dim": 32,
 }
+MUSE = {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "depths": [1] * 4, "patch_sizes": DROP}
 QWEN4 = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -42,6 +43,8 @@ QWEN4 = {
     "heads_per_ngram": 2,
     "split_ngram_parts": 1,
 }
+ERNIE = {"rope_parameters": ROTARY | {"mrope_section": [3, 3, 2]}}
+"""Its sections for height and width must be alike."""
 THINKER = {"vision_start_token_id": 1002, "vision_end_token_id": 1003}
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -51,10 +54,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": COMPASS},
     "cohere_compass_text": COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts_per_tok": 2}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"]}},
     "dots3_note": {"text_config": DOTS3_NOTE},
     "dots3_note_text": DOTS3_NOTE,
     "emu3": {"vocabulary_map": {"<image>": 1000, "<|extra_200|>": 1001}},
+    "ernie4_5_vl_moe": {"text_config": ERNIE},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
@@ -74,8 +78,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}},
+    "muse_spark": {"audio_config": MUSE},
     "nemo_speechlm": {"word_timestamp_config": {"blank_token_id": 96}},
     "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl": {"text_config": {"rope_parameters": ROTARY | {"mrope_section": [2, 3, 3]}}},
     "perception_lm": {"vision_config": {"model_args": {"embed_dim": 64}}},
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_asr": {"eos_token_id": 1005},
@@ -93,6 +99,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Changes of the settings that the rules give, by type."""
 
 OTHERS = {
+    "pi0": "answers with movements of a robot",
     "diffusion_gemma": "answers by diffusion, many tokens at once",
     "evolla": "reads proteins: the library has no auto class for it",
     "gemma4_assistant": "drafts for gemma4 from its keys and values",
