@@ -19,6 +19,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")
     parser.add_argument("--no-capture", action="store_true", help="leave the simulated CUDA device out")
     given = parser.parse_args()
+    if given.page and given.types:
+        parser.error("--page writes the table of all types: name none")
     from tests.sweep.run import sweep, use_own_home
 
     results = []

@@ -77,7 +77,9 @@ class _Checks:
         try:
             target = Target(model)
         except FamilyError as error:
-            result.verdict, result.reason = REFUSED, reason_of_refusal(error)
+            result.reason = reason_of_refusal(error)
+            self._refused_elsewhere(model)
+            result.verdict = REFUSED if set(result.checks.values()) <= {SAME} else WRONG
             return
         self._decoded(target)
         self._loaded(model)
@@ -135,6 +137,24 @@ class _Checks:
             self._result.notes.append(f"hdtool: {reason_of_refusal(error)}")
         except Exception as error:
             self._result.checks["object"] = f"fails: {short(error)}"
+
+    def _refused_elsewhere(self, model: Any) -> None:
+        """By the hook and from a folder, too, and with an error of hdtool."""
+        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        with saved(model) as folder:
+            ways: dict[str, Callable[[], object]] = {
+                "hook": lambda: generated(model, SHORT, 4, custom_generate=Generator(liar)),
+                "load": lambda: load(ModelConfig(str(folder), dtype="float32")),
+            }
+            for name, answered in ways.items():
+                try:
+                    answered()
+                except HdtoolError:
+                    self._result.checks[name] = SAME
+                except Exception as error:
+                    self._result.checks[name] = f"fails: {short(error)}"
+                else:
+                    self._result.checks[name] = "not refused"
 
     def _looked_up(self, model: Any) -> None:
         """By prompt lookup of the library."""

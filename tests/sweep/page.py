@@ -32,7 +32,7 @@ LONGEST = 160
 
 
 def write(results: Iterable[Result], page: Path = PAGE) -> None:
-    """Put the table between its marks; the page keeps its prose, and results of types that were not checked now."""
+    """Put the table between its marks; the page keeps its prose."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

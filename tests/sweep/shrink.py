@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -25,6 +27,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"^(topk_group|num_limited_groups|n_shared_experts|num_shared_experts|moe_num_shared_experts)$", 1),
     (r"^(n_groups?|num_expert_groups?|mamba_n_groups|mamba_ngroups)$", 2),
     (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
+    (r"^index_topk_blocks$", 2),
     (r"experts$|^zero_expert_num$", 4),
     (r"^index_kpool$", 4),
     (r"^base_channels$", 32),
@@ -38,7 +41,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"intermediate|ffn|n_inner|inner_dim|inner_size|ff_dim|dim_ff|^dff$|^d_ff$|_ff$|mlp_hidden", 128),
     (r"^mamba_d_ssm$|^lru_width$|^attention_hidden_size$", 2 * HIDDEN),
     (r"kv_heads$|kv_n_heads$|key_value_heads$|^linear_num_key_heads$|^num_key_value_groups$", 2),
-    (r"heads$|^n_head$|^num_heads$", 4),
+    (r"heads$|heads_per_layer$|^n_head$|^num_heads$", 4),
     (r"(state_size|d_state|state_dim|ssm_state)", 16),
     (r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^mamba_d_head$|head_dim_", HEAD),
     (r"^rotary_dim$", HEAD),
@@ -68,6 +71,7 @@ UNSET = {
     "n_shared_experts": 1,
     "ple_embed_dim": HIDDEN,
     "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
 }
 """Values of attributes without a default that some classes need."""
 LATENT = "kv_lora_rank"
@@ -75,7 +79,8 @@ LATENT = "kv_lora_rank"
 SECTIONS = "mrope_section"
 LIVELY = {"initializer_range": 0.3, "init_std": 0.3, "embed_init_std": 0.3}
 """A tamer model says one token over and over."""
-SWITCHES = {"tie_word_embeddings": False, "use_cache": True, "is_decoder": True}
+SWITCHES = {"tie_word_embeddings": False, "use_cache": True, "is_decoder": True, "use_sliding_window": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def small_settings(config: PreTrainedConfig, *, is_text: bool = True) -> dict[str, Any]:
@@ -105,7 +110,27 @@ def small_settings(config: PreTrainedConfig, *, is_text: bool = True) -> dict[st
     if LATENT in stated and found.get("num_key_value_heads"):
         found["num_key_value_heads"] = found["num_attention_heads"]
     _fit_rope(config, found, is_text=is_text)
+    if is_text and "sliding_window" in stated:
+        _mix_windows(config, found)
     return found
+
+
+def _mix_windows(config: PreTrainedConfig, found: dict[str, Any]) -> None:
+    """Layers with a window and layers without one, where a class has both and its defaults only one kind."""
+    kinds: Sequence[str] = found.get("layer_types") or []
+    if len(set(kinds)) != 1 or kinds[0] not in (FULL, SLIDING) or not _has_windows(type(config)):
+        return
+    found["layer_types"] = [SLIDING if layer % 2 else FULL for layer in range(len(kinds))]
+    rope = found.get("rope_parameters") or {}
+    if FULL in rope:
+        rope.setdefault(SLIDING, rope[FULL])
+
+
+def _has_windows(made: type[PreTrainedConfig]) -> bool:
+    """Whether the models of a configuration know layers with a window."""
+    file = Path(inspect.getfile(made))
+    models = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return models.exists() and f'"{SLIDING}"' in models.read_text(encoding="utf-8")
 
 
 def _unusual(part: PreTrainedConfig) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.families import WINDOW
-
 DROP: Any = object()
 """Instead of a value: leave the attribute to the class."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -28,6 +26,8 @@ DOTS3_NOTE = {
     "swa_head_dim": 32,
     "head_dim": 32,
 }
+BLOCKS = {"layer_types": [FULL, "minimax_m3_sparse", FULL], "index_n_heads": 2}
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL], "full_attn_idxs": DROP}
 MUSE = {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "depths": [1] * 4, "patch_sizes": DROP}
 QWEN4 = {
     "indexer_n_heads": 4,
@@ -45,6 +45,8 @@ QWEN4 = {
 }
 ERNIE = {"rope_parameters": ROTARY | {"mrope_section": [3, 3, 2]}}
 """Its sections for height and width must be alike."""
+UNUSED_WINDOW = {"sliding_window": None}
+"""For classes whose layers have no window and whose caches take the attribute for one."""
 THINKER = {"vision_start_token_id": 1002, "vision_end_token_id": 1003}
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -62,7 +64,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
-    "gemma4": {"text_config": EXPERTS},
+    "gemma4": {"text_config": EXPERTS | {"attention_k_eq_v": True}},
     "gemma4_text": SHARED,
     "gemma4_unified": {"text_config": SHARED},
     "glm5_next": {"text_config": {"index_kpool": 4}},
@@ -73,9 +75,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {"vq_config": {"base_channels": 32}},
     "kyutai_speech_to_text": {"num_codebooks": 2, "audio_pad_token_id": 290, "codec_config": {"upsample_groups": 64}},
-    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS,
+    "lfm2_vl": {"text_config": CONVOLUTIONS},
     "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl": {"text_config": BLOCKS},
+    "minimax_m3_vl_text": BLOCKS,
     "mistral4": {"head_dim": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}},
     "muse_spark": {"audio_config": MUSE},
@@ -85,12 +92,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "perception_lm": {"vision_config": {"model_args": {"embed_dim": 64}}},
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_asr": {"eos_token_id": 1005},
-    "qwen3_omni_moe_thinker": THINKER,
+    "qwen3_omni_moe_thinker": THINKER | {"text_config": UNUSED_WINDOW},
+    "qwen3_vl_moe": {"text_config": UNUSED_WINDOW},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32], "num_buckets": 4},
     "rwkv": {"attention_hidden_size": 64},
-    "step3p7": {"text_config": {"sliding_window": WINDOW}},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": DROP},
     "xlm": {"causal": True},
     "xlstm": {"qk_dim_factor": 1.0},
