@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from tests.support.project import ROOT
 from tests.sweep.page import PAGE, table, verdicts_of, write
-from tests.sweep.result import REFUSED, SAME, TREES, VERDICTS, Result
+from tests.sweep.result import REFUSED, SAME, TREES, VERDICTS, WRONG, Result
 from tests.sweep.shrink import small_settings
 from tests.sweep.types import every_type
 
@@ -120,3 +120,10 @@ def test_a_type_that_no_rule_knows_becomes_small() -> None:
     made: Any = FutureConfig(**small_settings(FutureConfig(**odd)))
     assert made.num_hidden_layers == len(made.layer_kinds) == 3 and made.layer_kinds == ["a", "a", "b"]
     assert (made.hidden_size, made.num_attention_heads, made.vocab_size) == (64, 4, 97)
+
+
+def test_a_type_that_becomes_wrong_or_refused_is_noticed() -> None:
+    assert_as_on_the_page({"llama": Result("llama", TREES)})
+    for verdict in (REFUSED, WRONG):
+        with pytest.raises(AssertionError, match="other than on the page"):
+            assert_as_on_the_page({"llama": Result("llama", verdict)})
