@@ -235,6 +235,17 @@ class _Checks:
             if self._result.checks["load"] != SAME and not self._reloads(folder):
                 del self._result.checks["load"]
                 self._result.notes.append("the library does not load what it saved")
+        has_windows = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+        if has_windows and not self._result.compiled:
+            self._result.compiled = self._compiled_without_windows()
+
+    def _compiled_without_windows(self) -> bool:
+        """Whether code of hdtool computes a model of the type that attends to everything, as many checkpoints do."""
+        try:
+            with saved(tiny_model(self._result.kind, windows=False)) as folder:
+                return load(ModelConfig(str(folder), dtype="float32")).target.compiled is not None
+        except Exception:  # no model of the type does
+            return False
 
     def _reloads(self, folder: Path) -> bool:
         """Whether the library gives the same answer with what it saved."""

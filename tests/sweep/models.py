@@ -9,7 +9,7 @@ from torch.nn import Embedding, Linear
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from tests.support.oracle import generated, prompt_of
-from tests.sweep.shrink import small_settings
+from tests.sweep.shrink import small_settings, without_windows
 from tests.sweep.special import SPECIAL, merged
 from tests.sweep.types import auto_class, configuration_class
 
@@ -23,14 +23,15 @@ class NotBuiltError(Exception):
     """No tiny model of a type could be made."""
 
 
-def small_config(kind: str) -> PreTrainedConfig:
+def small_config(kind: str, *, windows: bool = True) -> PreTrainedConfig:
     made = configuration_class(kind)
-    return made(**merged(small_settings(made()), SPECIAL.get(kind, {})))
+    settings = merged(small_settings(made()), SPECIAL.get(kind, {}))
+    return made(**(settings if windows else without_windows(settings)))
 
 
-def tiny_model(kind: str) -> PreTrainedModel:
+def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
     """The same random model of a type in every run; nothing in it ends an answer."""
-    config, made = small_config(kind), auto_class(kind)
+    config, made = small_config(kind, windows=windows), auto_class(kind)
     try:
         _check_size(made, config)
     except ImportError as error:

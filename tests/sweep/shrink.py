@@ -126,6 +126,19 @@ def _mix_windows(config: PreTrainedConfig, found: dict[str, Any]) -> None:
         rope.setdefault(SLIDING, rope[FULL])
 
 
+def without_windows(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings, of a model that attends to everything."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            found[name] = without_windows(value)
+        elif name in ("sliding_window", "use_sliding_window"):
+            found[name] = None if name == "sliding_window" else False
+        elif name == "layer_types":
+            found[name] = [FULL if kind == SLIDING else kind for kind in value]
+    return found
+
+
 def _has_windows(made: type[PreTrainedConfig]) -> bool:
     """Whether the models of a configuration know layers with a window."""
     file = Path(inspect.getfile(made))
