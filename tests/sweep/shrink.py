@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"^index_topk_blocks$", 2),
     (r"experts$|^zero_expert_num$", 4),
     (r"^index_kpool$", 4),
+    (r"^index_n_heads$", 32),  # with few heads many keys score 0, and their order tells which of these are read
     (r"^base_channels$", 32),
     (r"^hidden_sizes$", 16),
     (r"^num_filters$", 4),
