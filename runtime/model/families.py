@@ -31,6 +31,11 @@ def refuse_by_configuration(config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
+    text = config.get_text_config(decoder=True)
+    kept, longest = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
+    if kept and (longest is None or kept < longest):
+        reason = f"attends to its {kept:,} best keys, and its keep_window_size is less than its context"
+        raise refusal(kind, f"{reason}: which of equal keys it takes depends on the pass. {PLAIN}")
 
 
 def without_trees(config: Any) -> str:

@@ -39,10 +39,10 @@ def gpt_neo(window: int = WINDOW, **changes: Any) -> PreTrainedModel:
     return tiny("GPTNeo", window_size=window, **layers, **changes)
 
 
-def doge(window: int = WINDOW, *, trained: bool = True) -> PreTrainedModel:
-    model = tiny("Doge", keep_window_size=window)
+def doge(window: int = WINDOW, **changes: Any) -> PreTrainedModel:
+    model = tiny("Doge", keep_window_size=window, **changes)
     for module in model.modules():
-        if trained and hasattr(module, "A"):  # all keys are worth the same in a new model
+        if hasattr(module, "A"):  # all keys are worth the same in a new model
             torch.nn.init.normal_(module.A)  # type: ignore[arg-type]
     return model
 
@@ -61,15 +61,14 @@ def test_gpt_neo_verifies_chains_because_of_its_window(window: int, positions: i
     assert "tree wrongly after a context of" in reason and f"(its window_size is {window})" in reason
 
 
-def test_doge_verifies_chains_because_of_its_window() -> None:
-    assert f"keep_window_size is {WINDOW}" in why_no_trees(doge())
-    with pytest.raises(FamilyError, match=rf"keep_window_size is {WINDOW}\).*; a chain of drafts is off"):
-        Target(doge(trained=False))  # any of its keys may be kept
+@pytest.mark.parametrize("positions", [512, 8192])
+def test_doge_is_refused_because_of_its_window(positions: int) -> None:
+    with pytest.raises(FamilyError, match=rf"its {WINDOW} best keys, and its keep_window_size is less"):
+        Target(doge(max_position_embeddings=positions))
 
 
-@pytest.mark.parametrize("make", [gpt_neo, doge])
-def test_generate_answers_by_chains_past_such_a_window(make: Any) -> None:
-    model: Any = make()
+def test_generate_answers_by_chains_past_such_a_window() -> None:
+    model: Any = gpt_neo()
     prompt = prompt_of(3 * WINDOW)
     drafting = Generator(lambda target: LyingDrafter(len(prompt), generated(model, prompt, 24), VOCABULARY, 1))
     assert generated(model, prompt, 24, custom_generate=drafting) == generated(model, prompt, 24)
