@@ -44,7 +44,7 @@ NEAR_TIE = 1e-3
 
 def drafts_trees(target: Target) -> bool:
     """Whether a target verifies trees; one that does not verifies chains alone."""
-    return bool(getattr(target, "verifies_trees", True))
+    return target.takes_trees
 
 
 def check(kind: str, *, captures: bool = False) -> Result:

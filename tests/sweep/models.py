@@ -46,9 +46,19 @@ def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
         raise NotBuiltError("its class does not generate text")
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    _embed_padding(model)
     _enliven(model)
     found: PreTrainedModel = model
     return found
+
+
+@torch.inference_mode()
+def _embed_padding(model: PreTrainedModel) -> None:
+    """Give padding tokens, which answers here contain, a vector: for zeros, all keys of an indexer score alike."""
+    for module in model.modules():
+        if isinstance(module, Embedding) and module.padding_idx is not None and len(module.weight) > 1:
+            row = module.padding_idx
+            module.weight[row] = module.weight[row - 1 if row else 1].flip(0)
 
 
 @torch.inference_mode()
