@@ -74,7 +74,7 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
     if trust_remote_code and AutoModelForCausalLM.__name__ in brought:
         return AutoModelForCausalLM
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    known = [each for each in classes if type(settings) in each._model_mapping]
+    known: list[Any] = [each for each in classes if type(settings) in each._model_mapping]
     named = getattr(settings, "architectures", None) or ()
     # Some configurations are those of a text model and of a whole one: the checkpoint says which it is.
     saved = (each for each in known if len(known) > 1 and each._model_mapping[type(settings)].__name__ in named)
