@@ -102,14 +102,15 @@ def _distance_of_tree(target: Target) -> float:
     found = [of_tree[:1].expand(PATHS, -1), *of_paths.unbind(1)]
     target.commit(cache, 0, [DEPTH])  # the first node of the second path, so that positions and states move
     again = target.verify(cache, [DraftTree.bare(paths[1][1])])[0].logits
-    distance = max(_distance(*pair, target.rounding) for pair in zip(found, plain, strict=True))
-    return max(distance, _distance(again[-1:], plain[-1][1:2], target.rounding))
+    distance = max(_distance(target, *pair) for pair in zip(found, plain, strict=True))
+    return max(distance, _distance(target, again[-1:], plain[-1][1:2]))
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor, rounding: float | None) -> float:
+def _distance(target: Target, found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance; in low precision the median, since a row may go to other experts."""
     each = distances(found, expected)
-    return float(each.median() if rounding is not None or is_low_precision(expected.dtype) else each.max())
+    # Some models in low precision have logits in float32.
+    return float(each.median() if target.rounding is not None or is_low_precision(target.dtype) else each.max())
 
 
 def _continues(target: Target) -> bool:
@@ -127,7 +128,7 @@ def _continues(target: Target) -> bool:
         return False
     row_by_row = _of_chain(target, cache, first, rest)
     pairs = (in_parts, whole), (in_parts, row_by_row)
-    return all(_distance(*pair, target.rounding) <= _tolerance(target) for pair in pairs)
+    return all(_distance(target, *pair) <= _tolerance(target) for pair in pairs)
 
 
 def _of_chain(target: Target, cache: Cache, first: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
