@@ -129,7 +129,7 @@ def test_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConf
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_many_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConfig) -> None:
-    check_methods(hybrid, 16, 100, sampling)
+    check_methods(hybrid, 8, 100, sampling)
 
 
 @pytest.mark.long
