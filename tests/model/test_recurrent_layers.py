@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.cache_utils import DynamicCache
 
-from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _distance
+from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _between
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances
 from hdtool.runtime.model.recurrent.in_closed_form import UnknownRecurrenceError
@@ -79,7 +79,8 @@ def prefer(target: Target, form: str) -> None:
     if form == "levels":
         recurrent_of(target).use_levels()
     else:
-        assert recurrent_of(target).use_closed_forms()
+        recurrent_of(target).use_closed_forms()
+        assert recurrent_of(target).has_closed_forms
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,8 +134,8 @@ def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, 
 def test_in_16_bits_one_row_may_go_to_other_experts_whatever_the_type_of_the_logits() -> None:
     target, expected = target_of("mamba2", "bfloat16"), torch.randn(3, VOCABULARY)
     found = torch.cat([-expected[:1], expected[1:]])
-    assert _distance(target, found, expected) == 0
-    assert _distance(target_of("mamba2", "float32"), found, expected) > 1
+    assert _between(target, found, expected) == 0
+    assert _between(target_of("mamba2", "float32"), found, expected) > 1
 
 
 @pytest.mark.parametrize("hybrid", ["qwen3_5", "granitemoehybrid", "jamba"])

@@ -23,8 +23,8 @@ NOTHING = torch.empty(0)
 class Rows(Protocol):
     """What the rows of a recurrence write; leading dimensions may be those of several layers."""
 
-    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
-        """The state ``[..., heads, ...]`` after a path of rows in a slot."""
+    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
+        """Turn a state ``[..., heads, ...]`` into the one after a path of rows in a slot."""
         ...
 
 
@@ -38,10 +38,10 @@ class DeltaRows(NamedTuple):
     decay: torch.Tensor
     """The logarithm of the decay from the state to each row, ``[..., slots, heads, rows, width or 1]``."""
 
-    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
+    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
         keys, values, decay = (one.select(-4, slot)[..., rows, :] for one in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
-        return state * decay[..., -1, :].exp()[..., None] + written.transpose(-1, -2) @ values
+        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
 
 
 class ScanRows(NamedTuple):
@@ -54,11 +54,20 @@ class ScanRows(NamedTuple):
     decay: torch.Tensor
     """``[..., slots, heads, rows, 1]``"""
 
-    def after(self, slot: int, rows: Any, state: torch.Tensor) -> torch.Tensor:
+    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
         inputs, keys, decay = (one.select(-4, slot)[..., rows, :] for one in self)
         written = inputs * (decay[..., -1:, :] - decay).exp()
         keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
-        return state * decay[..., -1, :].exp()[..., None] + written.transpose(-1, -2) @ keys
+        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, keys)
+
+
+def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Multiply a state by its decay, and add the products of the rows, in place."""
+    left = left.transpose(-1, -2)
+    if state.dim() == 3 and state.dtype == left.dtype:
+        state.mul_(decay).baddbmm_(left, right)  # makes no tensor of the size of the state
+    else:
+        state.copy_(torch.addcmul(left @ right, state.float(), decay))
 
 
 def convolve(

@@ -54,8 +54,7 @@ class ClosedStates:
             into = states.tensors[name][0]
             into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
         for name, written in self.rows.items():
-            into = states.tensors[name][0]
-            into.copy_(written.after(slot, list(rows), into.float()))
+            written.write(slot, list(rows), states.tensors[name][0])
 
 
 class StackedStates:
@@ -81,8 +80,7 @@ class StackedStates:
         if self._rows:
             index = index_of(rows, next(iter(self._rows.values())).decay.device)
             for names, written in self._rows.items():
-                into = states.stacks[names][:, 0]
-                into.copy_(written.after(slot, index, into.float()))
+                written.write(slot, index, states.stacks[names][:, 0])
 
 
 class _TreeLayer(StateLayer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,16 +42,20 @@ class _Watched(DynamicCache):
         self.of_states: dict[tuple[int, Module], None] = {}
         self.of_keys: set[Module] = set()
 
+    def _note(self, layer: int) -> None:
+        if self.calls:  # else the pass that was watched is over
+            self.of_states[layer, self.calls[-1]] = None
+
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.of_keys.update(self.calls)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_states[layer_idx, self.calls[-1]] = None
+        self._note(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_states[layer_idx, self.calls[-1]] = None
+        self._note(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
@@ -93,14 +98,19 @@ class _Trace:
 
 @contextmanager
 def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) -> Iterator[None]:
-    """Note in this block which modules are being called, the innermost last."""
+    """Note in this block which modules are being called by this thread, the innermost last."""
+    thread = get_ident()
 
     def enter(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if get_ident() != thread:
+            return
         calls.append(module)
         given = args[0] if args else kwargs.get("hidden_states")
         traces[module] = _Trace(given if isinstance(given, torch.Tensor) else None)
 
     def leave(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        if get_ident() != thread:
+            return
         calls.pop()
         first = returned[0] if isinstance(returned, tuple) else returned
         if isinstance(first, torch.Tensor):

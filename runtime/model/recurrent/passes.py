@@ -48,14 +48,17 @@ class RecurrentLayers:
         self._mixers, self._device = mixers, device
         self._closed: dict[Mixer, ClosedForm] = {}
 
-    def use_closed_forms(self) -> bool:
-        """Compute rows in closed form from now on, where a mixer has one; whether any has."""
+    def use_closed_forms(self) -> None:
+        """Compute rows in closed form from now on, where a mixer has one."""
         self._closed = {mixer: form for mixer in self._mixers if (form := ClosedForm.of(mixer))}
-        return bool(self._closed)
 
     def use_levels(self) -> None:
         """Compute all mixers by levels from now on."""
         self._closed = {}
+
+    @property
+    def has_closed_forms(self) -> bool:
+        return bool(self._closed)
 
     @property
     def can_be_captured(self) -> bool:
