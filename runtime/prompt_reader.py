@@ -15,7 +15,7 @@ from hdtool.runtime.verified import Verified
 PIECE = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
 LONG, TAIL = 256, 32
-"""A longer prompt of a recurrent model is read up to so many tokens before its end, and then those."""
+"""Of a recurrent model, more tokens than these are read up to so many before their end, and then those."""
 
 
 class PromptReader:
@@ -79,10 +79,10 @@ class PromptReader:
         Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
         end of a prompt.
         """
-        if self._read:
+        left = len(self._prompt) - self._read
+        if self._read and left > PIECE:
             return PIECE
-        whole = len(self._prompt)
-        return whole - TAIL if self._keeps_states and whole > LONG else whole
+        return left - TAIL if self._keeps_states and left > LONG else left
 
     def _read_piece(self, most: int) -> Verified | None:
         first, end = self._read, min(len(self._prompt), self._read + most)

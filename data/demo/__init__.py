@@ -12,6 +12,9 @@ NAME = "hdtool-demo"
 MODEL = _HERE / "model"
 """A checkpoint in the layout of ``save_pretrained``; ``docs/reference/demo-model.md`` says how it was made."""
 
+HYBRID = _HERE / "hybrid"
+"""A checkpoint with the layers of Qwen3.5: a state in three layers of four, and a layer of multi-token prediction."""
+
 PROMPTS = _HERE / "prompts.jsonl"
 """Conversations to answer: ``id``, ``category``, ``messages``, and the ``reference`` that was held out."""
 

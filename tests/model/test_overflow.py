@@ -35,7 +35,7 @@ from tests.support.trees import LyingDrafter
 MOST = 24
 GREEDY = SamplingConfig()
 LAYOUTS: dict[str, CaptureMaker] = {"usual": never, "fixed": direct}
-FAMILIES = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe"]
+FAMILIES = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe", "qwen3_5", "falcon_h1", "jamba", "lfm2"]
 POISON = VOCABULARY - 1
 
 

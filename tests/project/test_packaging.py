@@ -64,6 +64,7 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
         "data/py.typed",
         "data/demo/prompts.jsonl",
         "data/demo/model/model.safetensors",
+        *(f"data/demo/hybrid/{path.name}" for path in demo.HYBRID.iterdir()),
     ):
         assert f"hdtool/{needed}" in names
     assert all(name.startswith("hdtool") for name in names), "nothing else lands in site-packages"
@@ -72,8 +73,8 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
         folder = f"hdtool/{store.relative_to(ROOT).as_posix()}/"
         shipped = {name.removeprefix(folder) for name in names if name.startswith(folder)}
         assert shipped == {MANIFEST, *(file.name for file in read_manifest(store).files.values())}
-    model = sum(path.stat().st_size for path in (ROOT / "data/demo/model").iterdir())
-    assert model < 32 * 2**20
+    for folder, most in ((demo.MODEL, 32), (demo.HYBRID, 12)):
+        assert sum(path.stat().st_size for path in folder.iterdir()) < most * 2**20
 
 
 @pytest.mark.long

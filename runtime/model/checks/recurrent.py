@@ -131,7 +131,8 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 def _between(target: Target, found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance; in low precision the median, since a row may go to other experts."""
     each = distances(found, expected)
-    return float(each.median() if target.rounding is not None or is_low_precision(expected.dtype) else each.max())
+    # Some models in low precision have logits in float32.
+    return float(each.median() if target.rounding is not None or is_low_precision(target.dtype) else each.max())
 
 
 def _continues(target: Target, expected: Expected) -> bool:

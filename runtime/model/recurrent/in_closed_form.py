@@ -104,6 +104,10 @@ class _TreeLayer(StateLayer):
         return recurrent_states
 
 
+class UnknownRecurrenceError(Exception):
+    """A mixer has a state that no known function updates, so that none of the rows would change it."""
+
+
 class ClosedForm:
     """The forward of a mixer with the closed forms in it."""
 
@@ -139,9 +143,12 @@ class ClosedForm:
         held = cache.layers[layer]
         cache.layers[layer] = _TreeLayer(layer, states)
         try:
-            return self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
+            found = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
         finally:
             cache.layers[layer] = held
+        if unknown := states.before.keys() - states.columns.keys() - states.rows.keys():
+            raise UnknownRecurrenceError(f"{type(self._mixer.module).__name__} updates {unknown} in another way")
+        return found
 
     def _convolve(
         self,

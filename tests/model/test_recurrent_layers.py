@@ -1,0 +1,187 @@
+"""Recurrent layers over trees: each row as if it had been decoded token by token, by levels and in closed form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, NemotronHConfig
+from transformers.cache_utils import DynamicCache
+
+from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _between
+from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances
+from hdtool.runtime.model.recurrent.in_closed_form import UnknownRecurrenceError
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import HYBRIDS, VOCABULARY, model_of
+from tests.support.oracle import generated, prompt_of
+from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+
+BY_LEVELS = {"jamba"}
+"""The functions by which it mixes tokens, Mamba's of the first version, have no closed form here."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMS = [(hybrid, form) for hybrid in HYBRIDS for form in ("levels", "closed") if (hybrid, form) != ("jamba", "closed")]
+MOST = 30
+
+
+@cache
+def target_of(hybrid: str, dtype: str) -> Target:
+    return Target(model_of(hybrid, DTYPES[dtype]), never)
+
+
+def recurrent_of(target: Target) -> Any:
+    assert target.stock.recurrent
+    return target.stock.recurrent
+
+
+@torch.inference_mode()
+def decoded(target: Target, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """The logits after each of ``tokens``, which the library's own code reads one by one after a prompt."""
+    used = DynamicCache(config=target.config)
+    target.stock.forward([list(context)], [range(len(context))], None, used)
+    rows = []
+    for at, token in enumerate(tokens, len(context)):
+        rows.append(target.stock.forward([[token]], [[at]], None, used)[0, -1])
+    return torch.stack(rows)
+
+
+def assert_decoded(
+    target: Target, prompt: Sequence[int], answer: Sequence[int], tree: DraftTree, logits: torch.Tensor
+) -> None:
+    """Every row of a tree after an answer has the logits that its path has, decoded token by token."""
+    found, expected = [], []
+    for leaf in set(range(ROOT, len(tree))) - set(tree.parents.tolist()) or {ROOT}:
+        path = path_to(tree, leaf)
+        found.append(logits[[0, *(node + 1 for node in path)]])
+        expected.append(decoded(target, prompt, [*answer, *tokens_to(tree, leaf)])[len(answer) :])
+    assert_near(target, torch.cat(found), torch.cat(expected))
+
+
+def assert_near(target: Target, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within rounding; in 16 bits the median, since a token may be sent to another expert."""
+    each = distances(found, expected)
+    if target.dtype == torch.float32:
+        assert each.max() <= STRICT_TOLERANCE
+    else:
+        assert each.median() <= LOW_PRECISION_TOLERANCE
+
+
+def prefer(target: Target, form: str) -> None:
+    """Compute by levels or in closed form from now on."""
+    if form == "levels":
+        recurrent_of(target).use_levels()
+    else:
+        recurrent_of(target).use_closed_forms()
+        assert recurrent_of(target).has_closed_forms
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hybrid", HYBRIDS)
+def test_closed_forms_are_used_where_the_layers_have_one(hybrid: str, dtype: str) -> None:
+    target = Target(model_of(hybrid, DTYPES[dtype]), never)
+    assert recurrent_of(target).can_be_captured == (hybrid not in BY_LEVELS)
+    assert target.continues == (hybrid not in BY_LEVELS)
+
+
+def test_a_state_that_no_known_function_updates_is_noticed() -> None:
+    """Without this, a wrong closed form that matters little in a short context could pass the check."""
+    target = Target(model_of("jamba"), never)
+    cache = target.allocate()
+    target.prefill(cache, 0, prompt_of(12), room=20)
+    recurrent_of(target).use_closed_forms()
+    with pytest.raises(UnknownRecurrenceError, match="recurrent_states"):
+        target.verify(cache, [DraftTree.bare(5)])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hybrid", "form"), FORMS)
+def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, form: str, dtype: str) -> None:
+    """Trees in three slots at once, and others after paths of them were accepted."""
+    target = target_of(hybrid, dtype)
+    prefer(target, form)
+    drawn = st.lists(
+        st.tuples(st.integers(1, 30), trees(VOCABULARY, most=9), trees(VOCABULARY, most=5)), min_size=1, max_size=3
+    )
+
+    @settings(max_examples=4)
+    @given(drawn, st.data())
+    def check(drawn: list[tuple[int, DraftTree, DraftTree]], data: st.DataObject) -> None:
+        cache, prompts = target.allocate(len(drawn)), [prompt_of(length) for length, _, _ in drawn]
+        for slot, prompt in enumerate(prompts):
+            target.prefill(cache, slot, prompt, room=20)
+        answers: list[list[int]] = [[] for _ in drawn]
+        for pass_ in (1, 2):
+            verified = target.verify(cache, [of_slot[pass_] for of_slot in drawn])
+            for slot, (of_slot, found) in enumerate(zip(drawn, verified, strict=True)):
+                tree = of_slot[pass_]
+                assert_decoded(target, prompts[slot], answers[slot], tree, found.logits)
+                node = data.draw(st.integers(ROOT, len(tree) - 1))
+                target.commit(cache, slot, path_to(tree, node))
+                answers[slot] += tokens_to(tree, node)
+
+    check()
+
+
+def test_in_16_bits_one_row_may_go_to_other_experts_whatever_the_type_of_the_logits() -> None:
+    target, expected = target_of("mamba2", "bfloat16"), torch.randn(3, VOCABULARY)
+    found = torch.cat([-expected[:1], expected[1:]])
+    assert _between(target, found, expected) == 0
+    assert _between(target_of("mamba2", "float32"), found, expected) > 1
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_5", "granitemoehybrid", "jamba"])
+def test_a_wrong_parent_would_be_seen(hybrid: str) -> None:
+    """The tests above can fail: the same tokens with other parents have other logits."""
+    target, context = target_of(hybrid, "float32"), prompt_of(12)
+    cache = target.allocate()
+    target.prefill(cache, 0, context, room=20)
+    chain = DraftTree.of(5, [8, 9, 10], [ROOT, 0, 1])
+    star = DraftTree.of(5, [8, 9, 10], [ROOT, ROOT, ROOT])
+    with pytest.raises(AssertionError):
+        assert_decoded(target, context, [], star, target.verify(cache, [chain])[0].logits)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("hybrid", "form"), FORMS)
+def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: Any) -> None:
+    target, prompt = target_of(hybrid, "float32"), prompt_of(20)
+    prefer(target, form)
+    plain = said(run(target, prompt, sampling, MOST))
+    if sampling == SAMPLINGS["greedy"]:
+        assert plain == generated(target.model, prompt, MOST)
+    for seed in range(2):
+        drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        assert said(run(target, prompt, sampling, MOST, drafter=drafter)) == plain
+        assert drafter.accepted
+
+
+def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> None:
+    """Nemotron-H: the library limits the time step in passes of several tokens and not where it decodes."""
+    tame: Any = model_of("nemotron_h")
+    config = copy.deepcopy(tame.config)
+    config.time_step_min = NemotronHConfig().time_step_min
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(tame.state_dict())
+    model.generation_config = tame.generation_config
+    target = Target(model, never)
+    assert not target.continues, "a prompt in parts would have other logits than one that is read at once"
+    for length in (1, 20, 90):
+        prompt = prompt_of(length)
+        expected = generated(model, prompt, MOST)
+        for seed in range(3):
+            drafter = LyingDrafter(length, expected, VOCABULARY, seed)
+            assert said(run(target, prompt, SAMPLINGS["greedy"], MOST, drafter=drafter)) == expected
+            assert drafter.accepted
+        longer = [*prompt, *expected, *prompt_of(7)]
+        steps = run(target, longer, SAMPLINGS["greedy"], MOST)
+        assert said(steps) == generated(model, longer, MOST) and steps[0].cached_tokens == 0
