@@ -57,6 +57,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"]}},
+    "doge": {"sliding_window": None},
     "dots3_note": {"text_config": DOTS3_NOTE},
     "dots3_note_text": DOTS3_NOTE,
     "emu3": {"vocabulary_map": {"<image>": 1000, "<|extra_200|>": 1001}},
