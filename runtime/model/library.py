@@ -127,6 +127,26 @@ def is_stateful(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_is_stateful", False))
 
 
+def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
+    """Whether the library drops keys beyond a sliding window, which the masks of this model's code do not know.
+
+    Its pass over a whole prompt then attends to more than passes over parts of it.
+    """
+    if not getattr(config, "sliding_window", None) or getattr(config, "layer_types", None):
+        return False
+    code = {type(module).__module__ for module in model.modules()}
+    if not all(name.split(".")[0] in ("torch", "transformers") for name in code):
+        return False
+    makers = "create_sliding_window_causal_mask", "create_masks_for_generate"
+    named = {
+        maker
+        for name in code
+        for maker in makers
+        if name.startswith("transformers.") and maker in vars(sys.modules[name])
+    }
+    return not named
+
+
 def attention_of(config: Any) -> str:
     """The attention implementation that a configuration selects."""
     return cast(str, config._attn_implementation)

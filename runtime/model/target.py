@@ -23,7 +23,7 @@ from hdtool.runtime.model.checks.trees import prove_trees
 from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_trees
-from hdtool.runtime.model.library import use_masked_attention
+from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
 from hdtool.runtime.model.replay_passes import ReplayPasses
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -65,8 +65,8 @@ class Target:
         """Those of the keys and values of each layer."""
         self.state_shapes: tuple[StateShape, ...] = ()
         """Those of the states of recurrent layers."""
-        self.continues = True
-        """Whether a prompt may be read in several passes; not where a pass ignores the states before it."""
+        self.continues = not windows_only_the_cache(model, self.config)
+        """Whether a prompt may be read in several passes; not where a pass ignores what came before it."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
