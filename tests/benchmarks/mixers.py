@@ -1,7 +1,7 @@
 """What the rows of a recurrent mixer cost at real sizes on a CPU: ``python -m tests.benchmarks.mixers``.
 
 One mixer of each kind with random weights, timed inside passes of a model that has little else: milliseconds for trees
-of 1, 8 and 32 rows, in closed form and by levels, beside a token by the library's own code; contenders in turn, medians.
+of 1, 8 and 32 rows, in closed form and by levels, beside a token by the library's own code; in turn, medians.
 """
 
 from __future__ import annotations
