@@ -47,6 +47,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
             plain, places = _token_by_token(stock, context, tokens)
         passes = ReplayPasses(stock, places)
         found = _by_chains(passes, context, tokens)
+        numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code raises many kinds
@@ -54,11 +55,30 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
     each = distances(found, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
     is_low = is_low_precision(target.dtype)
     distance = float(each.median() if is_low else each.max())
-    if not distance <= (LOW_PRECISION_TOLERANCE if is_low else STRICT_TOLERANCE):
+    tolerance = LOW_PRECISION_TOLERANCE if is_low else STRICT_TOLERANCE
+    if not distance <= tolerance:
         changed = next((name for name, one in _tensors_in_modules(model) if before.get(name) is not one), None)
         place = f"{changed} is a state outside of the cache" if changed else "its passes over several tokens are wrong"
         raise _refused(no_trees, f"a chain of drafts is off by {distance:.2g} sigma: {place}")
+    if not numbered <= tolerance:
+        raise _refused(no_trees, "it numbers positions in another way than 0, 1, 2, …")
+    target.continues = target.continues and in_parts <= tolerance
     return passes
+
+
+@torch.inference_mode()
+def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
+    """How far logits after a prompt are from those without position ids, and from those of a prompt read in two parts.
+
+    Parts differ where a prompt is attended to in both directions.
+    """
+    ids = torch.tensor([list(context)], device=stock.device)
+    positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2
+    whole = stock.call(ids, positions, None, None).logits[:, -1]
+    by_model = stock.model(input_ids=ids, use_cache=True, return_dict=True).logits[:, -1]
+    first = cache_in(stock.call(ids[:, :middle], positions[:, :middle], None, None))
+    in_parts = stock.call(ids[:, middle:], positions[:, middle:], None, first).logits[:, -1]
+    return float(distances(whole, by_model)), float(distances(in_parts, whole))
 
 
 def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
