@@ -53,6 +53,19 @@ def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[An
         yield out
 
 
+def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The logits after a prompt as ``generate`` computes them, whatever else it gives to the model."""
+    generated: Any = model.generate(  # type: ignore[operator]
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return cast(torch.Tensor, generated.logits[0])
+
+
 def is_own_cache(cache: object) -> bool:
     """Whether a caller of ``generate`` made this cache; ``generate`` marks those and makes one otherwise."""
     return bool(getattr(cache, "_is_user_defined", False))

@@ -14,7 +14,7 @@ from hdtool.runtime.model.checks.long_context import sizes_of
 from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE
 from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, PLAIN, distances, is_low_precision
-from hdtool.runtime.model.library import cache_in
+from hdtool.runtime.model.library import cache_in, first_logits
 from hdtool.runtime.model.quantized_layers import quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.replay_passes import ReplayPasses
 from hdtool.runtime.model.stock_passes import StockPasses
@@ -68,17 +68,17 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """How far logits after a prompt are from those without position ids, and from those of a prompt read in two parts.
+    """How far logits after a prompt are from those of ``generate``, and from those of a prompt read in two parts.
 
-    Parts differ where a prompt is attended to in both directions.
+    ``generate`` may number positions in another way. Parts differ where a prompt is attended to in both directions.
     """
     ids = torch.tensor([list(context)], device=stock.device)
     positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2
     whole = stock.call(ids, positions, None, None).logits[:, -1]
-    by_model = stock.model(input_ids=ids, use_cache=True, return_dict=True).logits[:, -1]
+    by_library = first_logits(stock.model, ids)
     first = cache_in(stock.call(ids[:, :middle], positions[:, :middle], None, None))
     in_parts = stock.call(ids[:, middle:], positions[:, middle:], None, first).logits[:, -1]
-    return float(distances(whole, by_model)), float(distances(in_parts, whole))
+    return float(distances(whole, by_library)), float(distances(in_parts, whole))
 
 
 def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
