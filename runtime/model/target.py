@@ -24,6 +24,7 @@ from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_trees
 from hdtool.runtime.model.library import use_masked_attention
+from hdtool.runtime.model.recurrent.other_forwards import lock_of
 from hdtool.runtime.model.replay_passes import ReplayPasses
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -80,7 +81,7 @@ class Target:
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
         if not self.shapes:
-            with self.changing(), self.log.unchanged():
+            with lock_of(model), self.changing(), self.log.unchanged():
                 self._prove()
         if self.captures:
             self._changes.record(holds_memory=True)
@@ -130,9 +131,10 @@ class Target:
 
         A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
         """
-        changed = self._changes.found(self._discard)
-        if changed:
-            self._changes.record(holds_memory=self.captures)
+        with lock_of(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
+            changed = self._changes.found(self._discard)
+            if changed:
+                self._changes.record(holds_memory=self.captures)
         if self.compiled:
             self.compiled.check(again=changed or not self.compiled.is_current)
 

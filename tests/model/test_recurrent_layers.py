@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -219,3 +220,17 @@ def test_a_cache_whose_growth_is_interrupted_stays_as_it_was(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         cache.reserve(1000)
     assert cache.storage is storage and cache.slots == slots
+
+
+def test_two_targets_of_a_model_in_two_threads_do_not_see_each_other() -> None:
+    model: Any = copy.deepcopy(model_of("qwen3_5"))
+    targets, prompt = [Target(model, never), Target(model, never)], prompt_of(20)
+    expected = generated(model, prompt, MOST)
+
+    def answer(target: Target) -> bool:
+        return all(said(run(target, prompt, SAMPLINGS["greedy"], MOST)) == expected for _ in range(8))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(answer, targets))
+    assert [target.changes for target in targets] == [0, 0]
+    assert all(recurrent_of(target).has_closed_forms for target in targets)
