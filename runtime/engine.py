@@ -52,6 +52,10 @@ class Engine(Protocol):
         """Whether a prompt of this length may be read in several passes, with the same result."""
         ...
 
+    def is_unchanged(self) -> bool:
+        """Whether the model computes what it did when this was asked before, where keys and values do not tell it."""
+        ...
+
     def notice_changes(self) -> None:
         """Look for changes of the model; called before a prompt is read."""
         ...

@@ -9,7 +9,7 @@ import torch
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
-from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prefix_cache import Kept, PrefixCache
 from hdtool.runtime.verified import Verified
 
 PIECE = 512
@@ -39,15 +39,14 @@ class PromptReader:
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Take over what was kept of the prompt's beginning."""
-        slots, version = self._cache.slots, self._engine.changes
-        kept = in_place = None
+        slots, kept, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
         if prefixes and self._may_stop:
-            query = self._owner, version, self._prompt
-            in_place = kept = prefixes.in_place(slots[self._first_free :], *query)
-            copied = prefixes.to_copy(slots[: self._first_free], *query)
-            if copied and copied.start > (in_place.start if in_place else 0):
-                kept, in_place = copied, None
+            kept, is_in_place = self._longest(prefixes)
+            if self._keeps_states and not self._engine.is_unchanged():
+                kept, is_in_place = None, False
+        version = self._engine.changes
+        in_place = kept if is_in_place else None
         if in_place:
             self.slot = slots.index(in_place.slot)
         shared = kept.shared if kept else 0
@@ -62,6 +61,15 @@ class PromptReader:
             self._kept = slot.kv.at(self._read)
         slot.cut(self._read)
         slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
+
+    def _longest(self, prefixes: PrefixCache) -> tuple[Kept | None, bool]:
+        """The context from which most of the prompt need not be read again, and whether it is in a free slot."""
+        slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
+        in_place = prefixes.in_place(slots[self._first_free :], *query)
+        copied = prefixes.to_copy(slots[: self._first_free], *query)
+        if copied and copied.start > (in_place.start if in_place else 0):
+            return copied, False
+        return in_place, in_place is not None
 
     @torch.inference_mode()
     def read(self, most: int | None = None) -> Verified | None:

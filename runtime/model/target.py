@@ -22,8 +22,18 @@ from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.checks.trees import prove_trees
 from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
-from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_trees
+from hdtool.runtime.model.families import (
+    HIGH_PRECISION_TOLERANCE,
+    LOW_PRECISION_TOLERANCE,
+    context_limit,
+    distances,
+    is_low_precision,
+    refuse_by_class,
+    refuse_by_configuration,
+    refuse_trees,
+)
 from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
+from hdtool.runtime.model.recurrent.other_forwards import lock_of
 from hdtool.runtime.model.replay_passes import ReplayPasses
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -77,10 +87,12 @@ class Target:
         self.compiled: CompiledPasses | None = None
         """What computes passes in the place of the model's code, once it was proved to do the same."""
         self._overflow_noted = False
+        self._first_logits: torch.Tensor | None = None
+        """After a single token, to notice weights that were changed unseen."""
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
         if not self.shapes:
-            with self.changing(), self.log.unchanged():
+            with lock_of(model), self.changing(), self.log.unchanged():
                 self._prove()
         if self.captures:
             self._changes.record(holds_memory=True)
@@ -121,6 +133,26 @@ class Target:
         """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
         return self._changes.count
 
+    @torch.inference_mode()
+    def is_unchanged(self) -> bool:
+        """Whether the model computes what it did when this was asked before; what slots hold is void otherwise.
+
+        Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it. Keys
+        and values are compared where a prompt is read on; states are not computed again, so a token is read for them.
+        """
+        if self.processes > 1:
+            return True
+        cache, token = self.allocate(1), some_context(1, self.config.vocab_size)
+        with self.log.unchanged():
+            found = self._replay.prefill(cache, 0, token, 0) if self._replay else None
+            logits = found.logits if found else self.stock.read(token, cache.slots[0])
+        before, self._first_logits = self._first_logits, logits.clone()
+        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(self.dtype) else HIGH_PRECISION_TOLERANCE
+        if before is None or bool((distances(logits, before) <= tolerance).all()):
+            return True
+        self._changes.count += 1
+        return False
+
     def changing(self) -> AbstractContextManager[None]:
         """Notice no changes of the model in this block: they are hdtool's own, and change no answer."""
         return self._changes.ignored()
@@ -130,9 +162,10 @@ class Target:
 
         A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
         """
-        changed = self._changes.found(self._discard)
-        if changed:
-            self._changes.record(holds_memory=self.captures)
+        with lock_of(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
+            changed = self._changes.found(self._discard)
+            if changed:
+                self._changes.record(holds_memory=self.captures)
         if self.compiled:
             self.compiled.check(again=changed or not self.compiled.is_current)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.cache_utils import DynamicCache
 
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _between
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances
@@ -185,3 +187,50 @@ def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> N
         longer = [*prompt, *expected, *prompt_of(7)]
         steps = run(target, longer, SAMPLINGS["greedy"], MOST)
         assert said(steps) == generated(model, longer, MOST) and steps[0].cached_tokens == 0
+
+
+def test_hooks_of_projections_are_called_once_for_each_row() -> None:
+    model: Any = copy.deepcopy(model_of("jamba"))
+    target, prompt = Target(model, never), prompt_of(20)
+    for name in ("in_proj", "out_proj"):
+        projection = next(module for key, module in model.named_modules() if key.endswith(f"mamba.{name}"))
+        hook = projection.register_forward_hook(lambda module, args, found: found * 1.2)
+        expected = generated(model, prompt, MOST)
+        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, 1)
+        assert said(run(target, prompt, SAMPLINGS["greedy"], MOST, drafter=drafter)) == expected
+        assert target.takes_trees
+        hook.remove()
+
+
+@pytest.mark.parametrize("interrupted", range(3))
+def test_a_cache_whose_growth_is_interrupted_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, interrupted: int) -> None:
+    target = target_of("qwen3_5", "float32")
+    cache = target.allocate(3, 64)
+    target.prefill(cache, 0, prompt_of(9), 0)
+    storage, slots, own, made = cache.storage, list(cache.slots), StaticKVCache.__init__, 0
+
+    def interrupt(self: StaticKVCache, storage: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > interrupted:
+            raise KeyboardInterrupt
+        own(self, storage)
+
+    monkeypatch.setattr(StaticKVCache, "__init__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.reserve(1000)
+    assert cache.storage is storage and cache.slots == slots
+
+
+def test_two_targets_of_a_model_in_two_threads_do_not_see_each_other() -> None:
+    model: Any = copy.deepcopy(model_of("qwen3_5"))
+    targets, prompt = [Target(model, never), Target(model, never)], prompt_of(20)
+    expected = generated(model, prompt, MOST)
+
+    def answer(target: Target) -> bool:
+        return all(said(run(target, prompt, SAMPLINGS["greedy"], MOST)) == expected for _ in range(8))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(answer, targets))
+    assert [target.changes for target in targets] == [0, 0]
+    assert all(recurrent_of(target).has_closed_forms for target in targets)

@@ -204,13 +204,13 @@ class Cache:
         self._allocate(len(self.slots), capacity)
 
     def _allocate(self, slots: int, capacity: int) -> None:
-        old = self.slots
-        self.storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
+        storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # A view of the only slot would be another object, which nothing but its identity tells from the whole.
-        parts = [self.storage] if slots == 1 else [self.storage.of_slot(slot) for slot in range(slots)]
-        self.slots = [Slot(StaticKVCache(part)) for part in parts]
-        for new, before in zip(self.slots, old, strict=False):
+        parts = [storage] if slots == 1 else [storage.of_slot(slot) for slot in range(slots)]
+        made = [Slot(StaticKVCache(part)) for part in parts]
+        for new, before in zip(made, self.slots, strict=False):
             new.copy_from(before)
+        self.storage, self.slots = storage, made  # last: an interrupt leaves slots of the old storage, and all of them
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:

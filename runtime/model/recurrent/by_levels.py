@@ -51,7 +51,7 @@ def forward_by_levels(
     given = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
     results: list[Any] = []
     held = cache.layers[mixer.layer]
-    is_deferred = mixer.output is not None and not has_own_forward(mixer.output)
+    is_deferred = mixer.output is not None and _is_plain(mixer.output)
     with _projected(mixer, hidden) as rows_now:
         try:
             for level in tree.levels:
@@ -79,14 +79,17 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
     """
     now: list[torch.Tensor] = []
     changes: list[tuple[Module, Forward]] = [
-        (module, partial(_chosen, module(hidden).flatten(0, 1), now))
-        for module in mixer.inputs
-        if not has_own_forward(module)
+        (module, partial(_chosen, module(hidden).flatten(0, 1), now)) for module in mixer.inputs if _is_plain(module)
     ]
-    if mixer.output and not has_own_forward(mixer.output):
+    if mixer.output and _is_plain(mixer.output):
         changes.append((mixer.output, lambda given: given))
     with other_forwards(changes):
         yield now
+
+
+def _is_plain(module: Module) -> bool:
+    """Whether a call of a projection is its forward alone: hooks would be called for all rows and again for a level."""
+    return not (has_own_forward(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> torch.Tensor:

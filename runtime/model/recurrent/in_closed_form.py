@@ -146,6 +146,7 @@ class ClosedForm:
             found = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
         finally:
             cache.layers[layer] = held
+            del self._states  # views of a cache that may be freed before the next pass
         if unknown := states.before.keys() - states.columns.keys() - states.rows.keys():
             raise UnknownRecurrenceError(f"{type(self._mixer.module).__name__} updates {unknown} in another way")
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,12 +12,12 @@ from torch.nn import Module
 
 Forward = Callable[..., Any]
 
-_LOCKS: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
-def lock_of(model: Module) -> Lock:
-    """A lock for passes that change forwards of a model; targets of the same model share it."""
-    return _LOCKS.setdefault(model, Lock())
+def lock_of(model: Module) -> Any:
+    """A lock for passes that change forwards of a model, and for looking at those; all its targets share it."""
+    return _LOCKS.setdefault(model, RLock())
 
 
 def has_own_forward(module: Module) -> bool:
