@@ -71,6 +71,15 @@ class Engine(Protocol):
         """Verify one tree in each of the first slots, all in one pass."""
         ...
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it verifies trees; otherwise only chains, whose nodes follow each other."""
+        ...
+
+    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        """The part of a drafted tree that the next pass of a slot verifies."""
+        ...
+
     def wait(self) -> None:
         """Wait for a pass that still runs."""
         ...

@@ -18,6 +18,7 @@ from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.prompt_reader import PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_for
+from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.verified import Verified
 
 ROOM = 512
@@ -208,8 +209,17 @@ class Loop(Generic[Key]):
 
     def _launch(self) -> None:
         states = [state for _, state in self._running]
-        trees = draft_for(states)
+        trees = self._fitted(draft_for(states))
         self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+
+    def _fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """What the engine verifies of the trees: all of each, unless it verifies chains."""
+        if self._engine.takes_trees:
+            return trees
+        fitted = [self._engine.fitted(self._cache, slot, tree) for slot, tree in enumerate(trees)]
+        for (_, state), tree in zip(self._running, fitted, strict=True):
+            state.tree = tree
+        return fitted
 
     def _finish(self) -> list[Outcome[Key]]:
         self._engine.wait()

@@ -41,7 +41,7 @@ class PromptReader:
         """Take over what was kept of the prompt's beginning."""
         slots, version = self._cache.slots, self._engine.changes
         kept = in_place = None
-        self._keeps_states = self._may_stop and prefixes is not None and bool(self._cache.storage.states)
+        self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
         if prefixes and self._may_stop:
             query = self._owner, version, self._prompt
             in_place = kept = prefixes.in_place(slots[self._first_free :], *query)

@@ -74,6 +74,22 @@ class DraftTree:
         found = child_of(self.tokens, self.parents, node, token)
         return None if found == ROOT else int(found)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    def first_chain(self) -> DraftTree:
+        """The first child of each node from the root on: drafters give the most probable one first."""
+        if self.is_chain:
+            return self
+        chain, last = [], ROOT
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent == last:
+                chain.append(node)
+                last = node
+        return self.picked(np.array(chain, np.int64))
+
     def within(self, depth: int, vocabulary: int) -> DraftTree:
         """The tree as far as it is ``clipped`` to this depth and ``embeddable`` in this vocabulary."""
         if fits(self.tokens, self.parents, depth, vocabulary):

@@ -16,7 +16,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
-from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.families import refuse_by_configuration, without_trees
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device
 from hdtool.runtime.model.quantization import library_of, require_libraries
@@ -33,7 +33,10 @@ def model_findings(config: ModelConfig) -> Iterator[Finding]:
         yield Finding("files", str(folder))
         settings = load_settings(config)
         refuse_by_configuration(settings)
-        yield Finding("family", f"{settings.model_type}, which can verify draft trees as far as its settings show")
+        if reason := without_trees(settings):
+            yield Finding("family", f"{settings.model_type}, which verifies chains of drafts, as this one {reason}")
+        else:
+            yield Finding("family", f"{settings.model_type}, which can verify draft trees as far as its settings show")
         if library := library_of(settings):
             require_libraries(config.name, settings, None)
             yield Finding("quantized", f"by {library}, whose packages are there")

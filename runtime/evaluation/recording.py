@@ -78,6 +78,13 @@ class RecordingEngine:
             logits = self._logits.after(rankings, done, path, nodes)
         return Verified(logits, argmax=argmax, finite=np.ones_like(argmax))
 
+    @property
+    def takes_trees(self) -> bool:
+        return True
+
+    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        return tree
+
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
         raise AssertionError("recorded logits are finite")
 

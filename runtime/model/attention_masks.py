@@ -64,7 +64,7 @@ def windows_of(config: Any) -> list[AttentionWindow]:
         CHUNKED: AttentionWindow(CHUNKED, chunk=chunk),
     }
     found = dict.fromkeys(by_name.get(kind, kind) for kind in kinds if kind not in WITHOUT_MASK)
-    return [windows[kind] for kind in found] or [windows[FULL]]
+    return [windows[kind] for kind in found if kind in windows] or [windows[FULL]]
 
 
 class MaskBuffer:

@@ -72,7 +72,7 @@ def _seconds_with(threads: int, target: Target) -> float:
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))
-    trees = [DraftTree.of(0, [1] * size, [-1] * size) for size in NODES]
+    trees = [DraftTree.of(0, [1] * size, [-1] * size if target.takes_trees else range(-1, size - 1)) for size in NODES]
     seconds: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS + 1):

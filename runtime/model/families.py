@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READABLE_LAYERS = {FULL, SLIDING, CHUNKED, *WITHOUT_MASK, *(name for names in ALIASES.values() for name in names)}
+PLAIN = "Use generate of transformers without hdtool"
+"""What works for a model that is refused."""
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Families with ALiBi, which compute distances from the order of tokens."""
 
@@ -28,24 +30,40 @@ def refuse_by_configuration(config: Any) -> None:
     """Raise for unsupported configurations, before weights are loaded."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise refusal(kind, "is an encoder-decoder: hdtool drafts for decoder-only models")
+        raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
     text = config.get_text_config(decoder=True)
+    kept, longest = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
+    if kept and (longest is None or kept < longest):
+        reason = f"attends to its {kept:,} best keys, and its keep_window_size is less than its context"
+        raise refusal(kind, f"{reason}: which of equal keys it takes depends on the pass. {PLAIN}")
+
+
+def without_trees(config: Any) -> str:
+    """Why a model of a configuration cannot verify trees, but chains at most; empty if nothing says so."""
+    kind, text = config.model_type, config.get_text_config(decoder=True)
     if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
-        raise refusal(kind, "uses ALiBi: it derives distances from the order of the tokens, not from position ids")
+        return "uses ALiBi: it derives distances from the order of the tokens, not from position ids"
     foreign = [layer for layer in getattr(text, "layer_types", None) or () if layer not in READABLE_LAYERS]
-    if foreign:
-        raise refusal(kind, f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft")
+    return f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft" if foreign else ""
 
 
-def refuse_by_class(model: PreTrainedModel) -> None:
-    """Raise for model classes that lack what tree verification needs."""
+def refuse_trees(model: PreTrainedModel) -> None:
+    """Raise for models that cannot verify trees, by what they say of themselves; they may verify chains."""
     kind = model.config.model_type
-    if cache_name(model) is None:
-        raise refusal(kind, "takes no cache")
+    if reason := without_trees(model.config):
+        raise refusal(kind, reason)
     if not takes(model, "position_ids") and not is_stateful(model):
         raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
     if not takes(model, "attention_mask"):
         raise refusal(kind, "takes no attention mask")
+
+
+def refuse_by_class(model: PreTrainedModel) -> None:
+    """Raise for model classes that go on from no cache."""
+    if cache_name(model) is None:
+        raise refusal(
+            model.config.model_type, f"takes no key-value cache: each step would read the whole context. {PLAIN}"
+        )
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:

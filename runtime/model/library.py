@@ -74,7 +74,11 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
     if trust_remote_code and AutoModelForCausalLM.__name__ in brought:
         return AutoModelForCausalLM
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    return next((each for each in classes if type(settings) in each._model_mapping), None)
+    known: list[Any] = [each for each in classes if type(settings) in each._model_mapping]
+    named = getattr(settings, "architectures", None) or ()
+    # Some configurations are those of a text model and of a whole one: the checkpoint says which it is.
+    saved = (each for each in known if len(known) > 1 and each._model_mapping[type(settings)].__name__ in named)
+    return next(saved, known[0] if known else None)
 
 
 def is_known_type(model_type: str) -> bool:
@@ -121,6 +125,26 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
 def is_stateful(model: PreTrainedModel) -> bool:
     """Whether the model has a recurrent state beside its KV cache."""
     return bool(getattr(model, "_is_stateful", False))
+
+
+def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
+    """Whether the library drops keys beyond a sliding window, which the masks of this model's code do not know.
+
+    Its pass over a whole prompt then attends to more than passes over parts of it.
+    """
+    if not getattr(config, "sliding_window", None) or getattr(config, "layer_types", None):
+        return False
+    code = {type(module).__module__ for module in model.modules()}
+    if not all(name.split(".")[0] in ("torch", "transformers") for name in code):
+        return False
+    makers = "create_sliding_window_causal_mask", "create_masks_for_generate"
+    named = {
+        maker
+        for name in code
+        for maker in makers
+        if name.startswith("transformers.") and maker in vars(sys.modules[name])
+    }
+    return not named
 
 
 def attention_of(config: Any) -> str:

@@ -66,6 +66,7 @@ class LibraryPass:
 def library_passes(target: Target) -> Iterator[LibraryPass]:
     """The passes by the library's code that may be captured, the faster one first."""
     operations, windows = triton_operations(target.device), target.stock.windows
-    if operations and not any(window.chunk for window in windows):
+    selects = any(shape.indexer for shape in target.shapes)  # by the mask, which attention of our own does not read
+    if operations and not selects and not any(window.chunk for window in windows):
         yield LibraryPass(target.stock, TreeAttention(operations, windows))
     yield LibraryPass(target.stock)

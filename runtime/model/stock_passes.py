@@ -134,13 +134,25 @@ class StockPasses:
         **options: int,
     ) -> torch.Tensor:
         """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
+        logits: torch.Tensor = self.call(ids, positions, mask, cache, **options).logits
+        return logits
+
+    def call(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Mask,
+        cache: LibraryCache | None,
+        **options: int,
+    ) -> Any:
+        """One pass of the model over ids that are on its device: all that it returns."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
             given: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
             if self.takes_positions:
                 given["position_ids"] = positions
-            logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **given).logits
+            output = self.model(input_ids=ids, attention_mask=mask, **given)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.log.add(time.perf_counter() - started)
-        return logits
+        return output

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdtool.data.errors import FamilyError
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
 from hdtool.runtime.model.captured_passes import CapturedPasses
+from hdtool.runtime.model.checks.chains import prove_chains
 from hdtool.runtime.model.checks.changes import ModelChanges
 from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.checks.trees import prove_trees
 from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
-from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
-from hdtool.runtime.model.library import use_masked_attention
+from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration, refuse_trees
+from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
+from hdtool.runtime.model.replay_passes import ReplayPasses
 from hdtool.runtime.model.stock_passes import StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.verified import Verified, Want
@@ -62,10 +65,14 @@ class Target:
         """Those of the keys and values of each layer."""
         self.state_shapes: tuple[StateShape, ...] = ()
         """Those of the states of recurrent layers."""
-        self.continues = True
-        """Whether a prompt may be read in several passes; not where a pass ignores the states before it."""
+        self.continues = not windows_only_the_cache(model, self.config)
+        """Whether a prompt may be read in several passes; not where a pass ignores what came before it."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
+        self._replay: ReplayPasses | None = None
+        """What verifies chains, of a model that cannot verify trees."""
+        self.no_trees: FamilyError | None = None
+        """Why it cannot."""
         self._capture, self._captured = capture, CapturedPasses()
         self.compiled: CompiledPasses | None = None
         """What computes passes in the place of the model's code, once it was proved to do the same."""
@@ -79,13 +86,35 @@ class Target:
             self._changes.record(holds_memory=True)
 
     def _prove(self) -> None:
-        """Check that the model computes trees, and that steps may be captured."""
+        """Check that the model computes trees, or else chains, and that steps may be captured."""
         self._captured.disable()
-        prove_trees(self)
+        if self.no_trees:
+            self._replay = prove_chains(self, self.no_trees)
+            return
+        try:
+            refuse_trees(self.model)
+            prove_trees(self)
+        except FamilyError as no_trees:
+            if self._own_cache or self._changes.count:  # what it verified before were trees
+                raise
+            self._forget_shapes()
+            self._replay, self.no_trees = prove_chains(self, no_trees), no_trees
+            return
         if (recurrent := self.stock.recurrent) and not recurrent.can_be_captured:
             return  # what they compute depends on the shape of the tree
         if capture := self._capture(self.device):
             self._captured.enable(self, capture)
+
+    def _forget_shapes(self) -> None:
+        self.shapes, self.state_shapes, self.stock.recurrent, self.rounding = (), (), None, None
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it verifies trees; otherwise only chains, from the library's own cache."""
+        return self._replay is None
+
+    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        return self._replay.fitted(cache, slot, tree) if self._replay else tree
 
     @property
     def changes(self) -> int:
@@ -140,6 +169,8 @@ class Target:
         return is_fixed and self.continues
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
+        if self._replay:
+            return self._replay.allocate(slots)
         return Cache(self.shapes, slots, capacity, self.state_shapes)
 
     @property
@@ -156,6 +187,8 @@ class Target:
         Returns the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
         """
         self.wait()
+        if self._replay:
+            return self._replay.prefill(cache, slot, tokens, start)
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
         if cache.capacity < needed:
@@ -175,6 +208,9 @@ class Target:
         They are valid until the next call. A captured step may still run when this returns: ``wait`` waits for it.
         """
         used = cache.slots[: len(trees)]
+        if self._replay:
+            self.log.context = max(slot.length for slot in used)
+            return self._replay.verify(cache, trees)
         longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
         if longest + LARGEST_TREE >= cache.storage.capacity:
             cache.reserve(longest + max(ROOM, longest // 2) + LARGEST_TREE + 1)
@@ -195,6 +231,8 @@ class Target:
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
         """Verify the root of a slot without drafts, after a pass with drafts overflowed; discard what that wrote."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
+        if self._replay:
+            return self._replay.verify_alone(cache, slot, tree)
         sequence.kv.settle()
         sequence.kv.clear_from(sequence.length)
         if len(cache.slots) == 1:

@@ -23,7 +23,7 @@ from hdtool.runtime.engines.cuda.fused_pass import FusedPass
 from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Rotary
 from hdtool.runtime.engines.model_parts import Kind, model_parts
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow
-from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors
+from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.model.hidden_states import HiddenStates
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 
@@ -137,7 +137,7 @@ def count(shape: str, slots: int, rows: int, length: int) -> Counted:
     ):
         step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
     heads = HeadShape(parts.layers[0].heads, parts.layers[0].width, torch.bfloat16, META)
-    storage = KVTensors.for_layers([(heads, heads)] * len(parts.layers), length + rows, slots)
+    storage = KVTensors.for_layers([LayerShape(heads, heads)] * len(parts.layers), length + rows, slots)
     told = StepInput(torch.device("cpu"), slots).tensors(slots, rows)
     step = StepTensors(*(part.to(META) for part in told))
     matmuls = sum(prod(weight.shape) for weight in model.parameters() if weight.dim() == 2)

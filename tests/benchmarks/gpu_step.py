@@ -98,7 +98,7 @@ def step_once(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> None:
 
 def bytes_read(target: Target, context: int) -> int:
     """Weights, and keys and values of the context."""
-    shapes = [shape for layer in target.shapes if layer for shape in layer]
+    shapes = [shape for layer in target.shapes for shape in layer.kept]
     return weights_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
 
 

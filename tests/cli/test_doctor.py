@@ -138,7 +138,6 @@ def test_a_model_that_is_not_whole(tmp_path: Path, capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "bloom"}, "uses ALiBi"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder"),
         ({"quantization_config": {"quant_method": "torchao"}}, 'pip install "accelerate>=1.1" "bitsandbytes'),
     ],
@@ -150,6 +149,14 @@ def test_a_model_that_is_refused(
     row = json.loads((model / "config.json").read_text()) | change
     (model / "config.json").write_text(json.dumps(row))
     assert said in checked(capfd, "--model", str(model), code=1)["model"]["found"]
+
+
+def test_a_model_that_verifies_chains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Path(shutil.copytree(demo.MODEL, tmp_path / "model"))
+    row = json.loads((model / "config.json").read_text()) | {"model_type": "bloom"}
+    (model / "config.json").write_text(json.dumps(row))
+    found = checked(capfd, "--model", str(model))["family"]["found"]
+    assert found.startswith("bloom, which verifies chains of drafts, as this one uses ALiBi")
 
 
 def test_a_model_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:

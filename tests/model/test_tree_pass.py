@@ -16,7 +16,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.model.cache import position_moves
-from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
 from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
@@ -163,7 +163,7 @@ def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: 
     shape = HeadShape(3, 6, dtype, torch.device("cpu"))
     caches: list[Any] = []
     for _ in range(2):
-        storage = KVTensors.for_layers([(shape, shape)] * 2, 30, batch=3)
+        storage = KVTensors.for_layers([LayerShape(shape, shape)] * 2, 30, batch=3)
         torch.manual_seed(1)
         for tensor in storage.tensors:
             tensor.normal_()
@@ -177,7 +177,7 @@ def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: 
 
 def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     shape = HeadShape(1, 3, torch.bfloat16, torch.device("cpu"))
-    cache = StaticKVCache(KVTensors.for_layers([(shape, shape)], 8))
+    cache = StaticKVCache(KVTensors.for_layers([LayerShape(shape, shape)], 8))
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
     assert cache.storage.places is None
     cache.commit(1, [1, 4])

@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto import modeling_auto
 
 from hdtool import Generator, demo
 from hdtool.runtime.drafter import NoDraft
@@ -153,6 +154,25 @@ def test_each_kind_of_layer_is_exact(kind: str, sampled: bool) -> None:
         found.append(model.generate(prompt, do_sample=sampled, custom_generate=generator, **options))
     assert torch.equal(found[0], found[1])
     assert sampled or torch.equal(found[0], expected)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "model-families.md"
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+
+
+def test_types_that_the_page_of_model_families_lacks_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report, and no failure: a newer release may bring types that nobody has checked."""
+    kinds = {kind for mapping in MAPPINGS for kind in getattr(modeling_auto, mapping, {})}
+    named = set(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert kinds & named, "the page and the library have types in common"
+    with capsys.disabled():
+        print(f"\ntransformers {transformers.__version__} has {len(kinds)} types that generate text")
+        print("not on the page of model families:", ", ".join(sorted(kinds - named)) or "none")
+        print("on the page only:", ", ".join(sorted(named - kinds)) or "none")
 
 
 class Lying(NoDraft):

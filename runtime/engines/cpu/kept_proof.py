@@ -59,21 +59,19 @@ class Proof:
 
     def in_json(self) -> dict[str, Any]:
         shapes = [
-            None if pair is None else [[one.heads, one.width, str(one.dtype).removeprefix("torch.")] for one in pair]
-            for pair in self.shapes
+            [[one.heads, one.width, str(one.dtype).removeprefix("torch.")] if one else None for one in layer]
+            for layer in self.shapes
         ]
         return {**asdict(self), "shapes": shapes}
 
     @classmethod
     def of_json(cls, row: dict[str, Any]) -> Proof:
-        return cls(row["outline"], tuple(map(_shapes, row["shapes"])), dict(row["compact"]), row["logits"])
+        return cls(row["outline"], tuple(map(_shape, row["shapes"])), dict(row["compact"]), row["logits"])
 
 
-def _shapes(pair: Any) -> LayerShape:
-    if pair is None:
-        return None
-    keys, values = (HeadShape(heads, width, getattr(torch, kind), torch.device("cpu")) for heads, width, kind in pair)
-    return keys, values
+def _shape(layer: Any) -> LayerShape:
+    cpu = torch.device("cpu")
+    return LayerShape(*(one and HeadShape(one[0], one[1], getattr(torch, one[2]), cpu) for one in layer))
 
 
 class KeptProof:

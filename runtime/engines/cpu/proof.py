@@ -46,7 +46,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
 
     A ``proved`` model is not compared with the library's: an earlier process did so.
     """
-    if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1:
+    if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
     parts = model_parts(target.model, COMPILED)
     if parts is None or [one.kind for one in target.stock.windows] != [FULL] or not _fit_cache(parts, target):

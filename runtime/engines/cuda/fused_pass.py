@@ -92,7 +92,7 @@ def fuse(target: Target) -> FusedPass | None:
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
-    shapes = [shape for layer in target.shapes if layer for shape in layer]
+    shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
@@ -116,13 +116,13 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
 
 
 def _windows_of_layers(target: Target) -> list[AttentionWindow] | None:
-    """The attention window of each layer; None if one has chunks."""
+    """The attention window of each layer; None if one has chunks, or attends in another way."""
     by_kind = {window.kind: window for window in target.stock.windows}
     if any(window.chunk for window in by_kind.values()):
         return None
     number = int(target.config.num_hidden_layers)
     kinds = getattr(target.config, "layer_types", None) or [target.stock.windows[0].kind] * number
-    return [by_kind[kind] for kind in kinds]
+    return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:

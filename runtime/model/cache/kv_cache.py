@@ -8,11 +8,11 @@ accepted context; a pass over a tree leaves them as they are, and committing a p
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 MOST_DUE = 16
 """Positions that a captured step can move before it computes. Longer paths are rare and moved at once."""
+NOTHING = torch.empty(0)
+"""The keys and values of a layer without any."""
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
@@ -42,16 +44,32 @@ class HeadShape:
         return cls(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
 
 
-LayerShape = tuple[HeadShape, HeadShape] | None
-"""Shapes of a layer's keys and values; None if it shares those of another layer."""
+class LayerShape(NamedTuple):
+    """Shapes of what one layer keeps of each position; None for what it lacks, or reads from another layer."""
+
+    keys: HeadShape | None = None
+    values: HeadShape | None = None
+    indexer: HeadShape | None = None
+    """Of the keys by which an indexer selects the positions that are attended to."""
+
+    @property
+    def kept(self) -> list[HeadShape]:
+        return [shape for shape in self if shape]
 
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
     """The shapes of each layer, from a ``transformers`` cache that a forward pass filled."""
-    shapes: list[LayerShape] = []
+
+    def shape(tensor: torch.Tensor | None) -> HeadShape | None:
+        return None if tensor is None else HeadShape.of(tensor)
+
+    shapes = []
     for layer in used.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        shapes.append(None if keys is None or values is None else (HeadShape.of(keys), HeadShape.of(values)))
+        indexed = getattr(layer, "indexer_keys", None)
+        of_indexer = None if indexed is None else shape(indexed[:, None])
+        shapes.append(
+            LayerShape(shape(getattr(layer, "keys", None)), shape(getattr(layer, "values", None)), of_indexer)
+        )
     return shapes
 
 
@@ -73,6 +91,9 @@ class StaticLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return cast("Views", self._cache.update(key_states, value_states, self._index))
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self._cache.update_indexer(indexer_key_states, self._index))
 
     def get_seq_length(self) -> int:
         return int(self._cache.length)
@@ -104,7 +125,7 @@ def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, 
         if state is None:
             views.append(StaticLayer(cache, index))
         else:
-            views.append(LayerWithStates(cache, index, state) if keys.numel() else state)
+            views.append(state if keys is NOTHING else LayerWithStates(cache, index, state))
     return views
 
 
@@ -115,7 +136,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 class KVTensors:
     """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
 
-    Models with layers of different shapes or devices have one tensor for each.
+    Models with layers of different shapes or devices have one tensor for each, and so have the keys of indexers.
     """
 
     tensors: list[torch.Tensor]
@@ -123,21 +144,25 @@ class KVTensors:
     capacity: int
     states: States | None = None
     """Those of recurrent layers, of as many sequences."""
+    indexers: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """The keys of the indexer of each layer that has one, ``[batch, 1, positions, width]``."""
 
     @classmethod
     def for_layers(
         cls, shapes: Sequence[LayerShape], capacity: int, batch: int = 1, states: Sequence[StateShape] = ()
     ) -> KVTensors:
         capacity = -(-capacity // GROWTH) * GROWTH
-        rows = [shape for layer in shapes if layer for shape in layer]
+        rows = [shape for layer in shapes for shape in layer.kept]
         tensors = {
             shape: zeros((rows.count(shape), batch, shape.heads, capacity, shape.width), shape.dtype, shape.device)
             for shape in dict.fromkeys(rows)
         }
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
-        nothing = torch.empty(0)
-        views = [(next(free[layer[0]]), next(free[layer[1]])) if layer else (nothing, nothing) for layer in shapes]
-        return cls(list(tensors.values()), views, capacity, States.zeros(states, batch) if states else None)
+        views = [[next(free[shape]) if shape else NOTHING for shape in layer] for layer in shapes]
+        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NOTHING}
+        of_states = States.zeros(states, batch) if states else None
+        held = [tensor for shape, tensor in tensors.items() if shape.width]
+        return cls(held, [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
 
     @cached_property
     def places(self) -> list[Place] | None:
@@ -152,11 +177,12 @@ class KVTensors:
         """The views of one batch slot."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
-            return view.narrow(0, slot, 1) if view.numel() else view
+            return view if view is NOTHING else view.narrow(0, slot, 1)
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
         states = self.states.part(slot, 1) if self.states else None
-        return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity, states)
+        indexers = {number: part(keys) for number, keys in self.indexers.items()}
+        return KVTensors([tensor.narrow(1, slot, 1) for tensor in self.tensors], views, self.capacity, states, indexers)
 
 
 class StaticKVCache(Cache):
@@ -236,6 +262,11 @@ class StaticKVCache(Cache):
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        keys, new = self.storage.indexers[layer_idx][:, 0], indexer_key_states.shape[1]
+        keys.narrow(1, self.length, new).copy_(indexer_key_states)
+        return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """The tensors for ``new`` positions, which the caller writes, and where they start."""
@@ -318,6 +349,11 @@ class IndexedKVCache(Cache):
                 rows[self._slots, :, self._indices] = new.transpose(1, 2)
         return keys[:slots, :, : self._extent], values[:slots, :, : self._extent]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        keys = self._storage.indexers[layer_idx][:, 0]
+        keys[self._slots, self._indices] = indexer_key_states
+        return keys[: len(self._indices), : self._extent]
+
 
 class SlotKVCache(Cache):
     """The cache of a batch; its slots have contexts of different lengths."""
@@ -341,6 +377,11 @@ class SlotKVCache(Cache):
             slots, indices = self._slots.to(rows.device), self._indices.to(rows.device)
             rows[slots, :, indices] = new.transpose(1, 2)
         return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        keys = self._storage.indexers[layer_idx][:, 0]
+        keys[self._slots.to(keys.device), self._indices.to(keys.device)] = indexer_key_states
+        return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """The tensors for ``new`` positions in each slot, which the caller writes, and where they start."""

@@ -170,6 +170,11 @@ class Slot:
 class Cache:
     """Slots for sequences that are answered together; the first ones are in use."""
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a prompt can only go on from where its states were kept."""
+        return bool(self.storage.states)
+
     def __init__(
         self,
         shapes: Sequence[LayerShape],

@@ -55,10 +55,7 @@ class LongContext:
     @property
     def cause(self) -> str:
         named = f" (its {self.largest[0]} is {self.largest[1]:,})" if self.largest else ""
-        return (
-            f"it has its own window or state, indexed by cache position{named}. Use generate of "
-            "transformers without hdtool"
-        )
+        return f"it has its own window or state, indexed by cache position{named}"
 
     def logits(
         self,
@@ -98,12 +95,12 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     configuration names no others than those of the masks.
     """
     config = model.config.get_text_config(decoder=True)
-    sizes = dict(_sizes_of(vars(config)))
+    sizes = dict(sizes_of(vars(config)))
     if getattr(config, "layer_types", None):
         sizes = {name: size for name, size in sizes.items() if name not in MASKED_BY_KIND}
     foreign = [module for module in model.modules() if _is_foreign(module)]
     for module in foreign:
-        sizes.update(_sizes_of(vars(module)))
+        sizes.update(sizes_of(vars(module)))
     if has_states(DynamicCache(config=config)):
         sizes = {name: size for name, size in sizes.items() if not OF_STATES.search(name)}
     masked = {size for window in windows for size in (window.window, window.chunk)}
@@ -122,7 +119,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     ]
 
 
-def _sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """The attributes that are sizes of a window or of a state, by their names."""
     for name, value in attributes.items():
         if type(value) is int and value > 1 and SIZE.search(name) and not COUNT.search(name):
@@ -151,6 +148,7 @@ class _SharedContext(Cache):
         """Discard all tokens after a context of so many."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
+        self._later_of_indexers: dict[int, torch.Tensor] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -164,15 +162,28 @@ class _SharedContext(Cache):
         keys[:, :, self._context : end], values[:, :, self._context : end] = later
         return keys[:, :, :end], values[:, :, :end]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        before = self._later_of_indexers.get(layer_idx)
+        later = indexer_key_states if before is None else torch.cat([before, indexer_key_states], 1)
+        self._later_of_indexers[layer_idx] = later
+        keys = self.storage.indexers[layer_idx][:, 0]
+        end = self._context + later.shape[1]
+        keys[:, self._context : end] = later
+        return keys[:, :end]
+
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
     """A cache of random keys and values, which layers share unless one of them reads those of another layer."""
-    if None in shapes:
+    if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:
         different = list(dict.fromkeys(shapes))
         made = KVTensors.for_layers(different, capacity)
-        storage = KVTensors(made.tensors, [made.layers[different.index(shape)] for shape in shapes], made.capacity)
+        views = [made.layers[different.index(shape)] for shape in shapes]
+        indexers = {
+            number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
+        }
+        storage = KVTensors(made.tensors, views, made.capacity, indexers=indexers)
     random = torch.Generator().manual_seed(1)
     for keys, values in dict.fromkeys(storage.layers):
         if not keys.numel():
@@ -180,7 +191,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         like: list[Any] = [
             layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
         ]
-        layer = max(like, key=lambda one: float(one.values.float().std()))
+        layer = max(like, key=lambda one: float(one.values.float().norm()))
         # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
         # that occurs several times do in a first layer, where choices among them depend on the order of keys.
         count = keys.shape[2]
@@ -188,6 +199,9 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         keys.copy_(drawn * layer.keys.float().std().cpu())
         chosen = torch.randint(layer.values.shape[2], (count,), generator=random)
         values.copy_(layer.values[:1, :, chosen.to(layer.values.device)])
+    for keys, number in {keys: number for number, keys in storage.indexers.items()}.items():
+        seen: Any = filled.layers[number]
+        keys.copy_(torch.randn(keys.shape, generator=random) * seen.indexer_keys.float().std().cpu())
     return _SharedContext(storage)
 
 

@@ -34,7 +34,10 @@ def prove_trees(target: Target) -> None:
     # a row of a large model takes up to 20 ms on a CPU.
     is_rounded = is_quantized or is_low_precision(target.dtype)
     context, tree, paths = small_tree(target.config.vocab_size, *((5, 3) if is_rounded else (3, 2)))
-    used = DynamicCache(config=target.config)
+    try:
+        used = DynamicCache(config=target.config)
+    except Exception as error:  # a configuration of parts, none of which decodes
+        raise refusal(kind, f"has a configuration of which the library makes no cache ({reason_of(error)})") from error
     if has_states(used):
         return prove_recurrent_trees(target)
     whole = torch.tensor([[*context, *path] for path in paths], device=target.device)

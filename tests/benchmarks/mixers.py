@@ -1,0 +1,178 @@
+"""What the rows of a recurrent mixer cost at real sizes on a CPU: ``python -m tests.benchmarks.mixers``.
+
+One mixer of each kind with random weights, timed inside passes of a model that has little else: milliseconds for trees
+of 1, 8 and 32 rows, in closed form and by levels, beside a token by the library's own code; in turn, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3.5-4B": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 2560,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "Kimi-Linear": (
+        "kimi_linear",
+        {
+            "hidden_size": 2304,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 2,
+            "num_experts_per_token": 1,
+            "moe_intermediate_size": 32,
+            "linear_attn_config": {
+                "head_dim": 128,
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+            },
+        },
+    ),
+    "Granite-4-H": (
+        "granitemoehybrid",
+        {
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "Nemotron-H-9B": (
+        "nemotron_h",
+        {
+            "hidden_size": 4480,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 80,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+        },
+    ),
+    "LFM2-1.2B": (
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+}
+ROWS, CONTEXT = (1, 8, 32), 64
+
+
+class Clock:
+    """The seconds that calls of a module took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def of(self, module: torch.nn.Module) -> Iterator[None]:
+        begun = [0.0]
+
+        def begin(*_: object) -> None:
+            begun[0] = time.perf_counter()
+
+        def end(*_: object) -> None:
+            self.seconds += time.perf_counter() - begun[0]
+
+        handles = module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shapes", type=lambda names: names.split(","), default=list(SHAPES))
+    options = parser.parse_args()
+    print(machine(torch.device("cpu")))
+    for name in options.shapes:
+        print(f"{name:14}", "  ".join(measured(*SHAPES[name], options.rounds)), flush=True)
+
+
+def measured(kind: str, shape: dict[str, Any], rounds: int) -> Iterator[str]:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **shape})).eval()
+    compile_linear_layers(model)
+    target = Target(model)
+    recurrent = target.stock.recurrent
+    assert recurrent
+    module, closed = recurrent._mixers[0].module, recurrent._closed
+    ids = [3 + place % 400 for place in range(CONTEXT)]
+    cache, used, clock = target.allocate(), DynamicCache(config=target.config), Clock()
+    target.prefill(cache, 0, ids, room=200)
+    found: dict[str, list[float]] = {}
+    with clock.of(module), torch.inference_mode():
+        model(input_ids=torch.tensor([ids]), **{target.stock.cache_name: used})
+        for _ in range(rounds):
+            clock.seconds = 0
+            target.stock.forward([[5]], [[used.get_seq_length()]], None, used)
+            found.setdefault("library, 1 row", []).append(clock.seconds)
+            for form, forms in (("closed", closed), ("levels", {})):
+                recurrent._closed = forms
+                for rows in ROWS:
+                    clock.seconds = 0
+                    target.verify(cache, [tree_of(rows - 1)])
+                    found.setdefault(f"{form}, {rows}", []).append(clock.seconds)
+    return (f"{name} {1e3 * median(times):.1f} ms" for name, times in found.items())
+
+
+def tree_of(nodes: int) -> DraftTree:
+    """A binary tree."""
+    return DraftTree.of(
+        1, [(3 * node + 2) % 100 for node in range(nodes)], [(node + 1) // 2 - 1 for node in range(nodes)]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""All ways to decode with a tiny model of one type, held to what ``generate`` of the library answers."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from hdtool.data import demo
+from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import VOCABULARY
+from tests.support.oracle import generated, plain_logits, prompt_of
+from tests.support.trees import LyingDrafter
+from tests.sweep.models import NotBuiltError, small_config, tiny_model
+from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
+from tests.sweep.special import OTHERS
+from tests.sweep.types import auto_class
+
+GREEDY = SamplingConfig()
+SHORT, LONG = prompt_of(45), prompt_of(150)
+"""The second prompt is longer than every window of a tiny model."""
+BATCH = prompt_of(12), SHORT, prompt_of(80)
+MOST, FEWER = 40, 24
+"""Tokens of an answer."""
+NEAR_TIE = 1e-3
+"""The distance of two logits, in standard deviations, between which rounding in float32 may decide."""
+
+
+def drafts_trees(target: Target) -> bool:
+    """Whether a target verifies trees; one that does not verifies chains alone."""
+    return target.takes_trees
+
+
+def check(kind: str, *, captures: bool = False) -> Result:
+    """Everything about one type; never raises."""
+    result, begun = Result(kind), time.monotonic()
+    try:
+        _Checks(result, captures=captures).run()
+    except NotBuiltError as error:
+        result.verdict, result.reason = NOT_BUILT, str(error)
+    except Exception as error:
+        result.verdict, result.reason = WRONG, f"crashes: {short(error)}"
+    result.seconds = round(time.monotonic() - begun, 1)
+    return result
+
+
+def short(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(reason_of(error).split())[:160]}"
+
+
+class _Checks:
+    def __init__(self, result: Result, *, captures: bool) -> None:
+        self._result, self._captures = result, captures
+
+    def run(self) -> None:
+        model = self._built()
+        if model is None or not self._asked(model):
+            return
+        result = self._result
+        try:
+            target = Target(model)
+        except FamilyError as error:
+            result.reason = reason_of_refusal(error)
+            self._refused_elsewhere(model)
+            result.verdict = REFUSED if set(result.checks.values()) <= {SAME} else WRONG
+            return
+        self._decoded(target)
+        self._loaded(model)
+        if self._captures:
+            self._captured(model)
+        wrong = [name for name, found in result.checks.items() if found != SAME]
+        result.verdict = WRONG if wrong else TREES if drafts_trees(target) else CHAINS
+
+    def _built(self) -> Any:
+        """The tiny model; None for a type that is no decoder, or not installed whole."""
+        result = self._result
+        if result.kind in OTHERS:
+            result.verdict, result.reason = OTHER, OTHERS[result.kind]
+            return None
+        try:
+            config = small_config(result.kind)
+            if config.is_encoder_decoder:
+                result.verdict, result.reason = OTHER, "an encoder-decoder"
+                return None
+            model = tiny_model(result.kind)
+        except NotBuiltError:
+            raise
+        except Exception as error:
+            raise NotBuiltError(short(error)) from error
+        return model
+
+    def _asked(self, model: Any) -> bool:
+        """Whether the library answers; notes how well it agrees with itself."""
+        result = self._result
+        try:
+            self._short, self._long = generated(model, SHORT, MOST), generated(model, LONG, MOST)
+        except Exception as error:
+            result.verdict, result.reason = FAILS, short(error)
+            self._refused(model)
+            return False
+        if generated(model, SHORT, FEWER) != self._short[:FEWER]:
+            result.notes.append("generate is not deterministic")
+        if len(set(self._short)) < 4:
+            result.notes.append(f"dull: {len(set(self._short))} different tokens")
+        for name, prompt, answer in (("", SHORT, self._short), (" on a long prompt", LONG, self._long)):
+            try:
+                if generated(model, prompt, 12, use_cache=False) != answer[:12]:
+                    result.notes.append(f"generate answers otherwise without its cache{name}")
+            except Exception as error:
+                result.notes.append(f"generate fails without its cache: {short(error)}")
+                break
+        self._looked_up(model)
+        return True
+
+    def _refused(self, model: Any) -> None:
+        """What hdtool says to a model with which the library does not answer."""
+        try:
+            Target(model)
+        except HdtoolError as error:
+            self._result.notes.append(f"hdtool: {reason_of_refusal(error)}")
+        except Exception as error:
+            self._result.checks["object"] = f"fails: {short(error)}"
+
+    def _refused_elsewhere(self, model: Any) -> None:
+        """By the hook and from a folder, too, and with an error of hdtool."""
+        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        with saved(model) as folder:
+            ways: dict[str, Callable[[], object]] = {
+                "hook": lambda: generated(model, SHORT, 4, custom_generate=Generator(liar)),
+                "load": lambda: load(ModelConfig(str(folder), dtype="float32")),
+            }
+            for name, answered in ways.items():
+                try:
+                    answered()
+                except HdtoolError:
+                    self._result.checks[name] = SAME
+                except Exception as error:
+                    self._result.checks[name] = f"fails: {short(error)}"
+                else:
+                    self._result.checks[name] = "not refused"
+
+    def _looked_up(self, model: Any) -> None:
+        """By prompt lookup of the library."""
+        try:
+            found = generated(model, SHORT, FEWER, prompt_lookup_num_tokens=4)
+            self._result.lookup = SAME if found == self._short[:FEWER] else "other tokens"
+        except Exception as error:
+            self._result.lookup = f"fails: {short(error)}"
+
+    def _decoded(self, target: Target) -> None:
+        model, same = target.model, self._same
+        for name, prompt, truth in (("", SHORT, self._short), (", long prompt", LONG, self._long)):
+            same(f"plain{name}", prompt, truth, partial(_answer, target, prompt))
+            for seed, known in ((1, truth), (2, truth), (3, [])):
+                liar = LyingDrafter(len(prompt), known, VOCABULARY, seed)
+                same(f"drafted{name} ({seed})", prompt, truth, partial(_answer, target, prompt, drafter=liar))
+        self._second_turn(target)
+        self._batch(target)
+        self._sampled(target)
+        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        same("hook", SHORT, self._short, lambda: generated(model, SHORT, MOST, custom_generate=Generator(liar)))
+
+    def _second_turn(self, target: Target) -> None:
+        prompt = [*SHORT, *self._short[:FEWER], *prompt_of(9)]
+        truth = generated(target.model, prompt, FEWER)
+
+        def answered() -> list[int]:
+            run(target, SHORT, GREEDY, FEWER, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
+            steps = run(target, prompt, GREEDY, FEWER, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
+            if not steps[0].cached_tokens:
+                self._result.notes.append("a second turn reads all again")
+            return said(steps)
+
+        self._same("second turn", prompt, truth, answered)
+
+    def _batch(self, target: Target) -> None:
+        truths = [self._short[:FEWER] if one is SHORT else generated(target.model, one, FEWER) for one in BATCH]
+
+        def requests() -> Iterator[Request[int]]:
+            for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
+                liar = LyingDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
+                yield Request(slot, prompt, Sampler(GREEDY, prompt), liar)
+
+        def answered() -> list[list[int]]:
+            answers: list[list[int]] = [[] for _ in BATCH]
+            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER):
+                answers[request.key] += step.tokens
+            return answers
+
+        requests_ = requests()
+        answers = self._tried("batch", answered)
+        if answers is not None:
+            for prompt, truth, answer in zip(BATCH, truths, answers, strict=True):
+                if self._result.checks.get("batch", SAME) == SAME:
+                    self._compare("batch", prompt, truth, answer)
+
+    def _sampled(self, target: Target) -> None:
+        for name in ("T 0.7", "T 1, top-p 0.9"):
+            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER)
+            plain = self._tried("sampled", sampled)
+            if plain is not None:
+                liar = LyingDrafter(len(SHORT), plain, VOCABULARY, 8)
+                found = self._tried("sampled", partial(sampled, drafter=liar))
+                if found is not None:
+                    self._result.checks["sampled"] = SAME if found == plain else f"other tokens at {name}"
+
+    def _loaded(self, model: Any) -> None:
+        """By a folder, as the command line loads it."""
+        with saved(model) as folder:
+
+            def answered() -> list[int]:
+                target = load(ModelConfig(str(folder), dtype="float32")).target
+                self._result.compiled = target.compiled is not None
+                liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 9)
+                return said(run(target, SHORT, GREEDY, MOST, drafter=liar))
+
+            self._same("load", SHORT, self._short, answered)
+            if self._result.checks["load"] != SAME and not self._reloads(folder):
+                del self._result.checks["load"]
+                self._result.notes.append("the library does not load what it saved")
+        has_windows = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+        if has_windows and not self._result.compiled:
+            self._result.compiled = self._compiled_without_windows()
+
+    def _compiled_without_windows(self) -> bool:
+        """Whether code of hdtool computes a model of the type that attends to everything, as many checkpoints do."""
+        try:
+            with saved(tiny_model(self._result.kind, windows=False)) as folder:
+                return load(ModelConfig(str(folder), dtype="float32")).target.compiled is not None
+        except Exception:  # no model of the type does
+            return False
+
+    def _reloads(self, folder: Path) -> bool:
+        """Whether the library gives the same answer with what it saved."""
+        try:
+            return bool(generated(auto_class(self._result.kind).from_pretrained(folder), SHORT, MOST) == self._short)
+        except Exception:
+            return False
+
+    def _captured(self, model: Any) -> None:
+        """On a simulated CUDA device, without Triton; nothing else runs in this process afterwards."""
+        from tests.support.simulated_cuda.install import install, on_device
+
+        sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
+        install()
+        try:
+            target = Target(on_device(model))
+            if target.captures:
+                self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
+            liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
+            found = said(run(target, SHORT, GREEDY, FEWER, drafter=liar))
+        except Exception as error:  # the device lacks some operations
+            self._result.captured = ""
+            self._result.notes.append(f"not simulated: {short(error)}")
+        else:
+            self._compare("captured", SHORT, self._short[:FEWER], found)
+
+    def _same(self, name: str, prompt: list[int], truth: list[int], answered: Callable[[], list[int]]) -> None:
+        found = self._tried(name, answered)
+        if found is not None:
+            self._compare(name, prompt, truth, found)
+
+    def _tried(self, name: str, answered: Callable[[], Any]) -> Any:
+        try:
+            return answered()
+        except HdtoolError as error:
+            self._result.checks[name] = f"refused: {reason_of_refusal(error)}"
+        except Exception as error:
+            self._result.checks[name] = f"fails: {short(error)}"
+        return None
+
+    def _compare(self, name: str, prompt: list[int], truth: list[int], found: list[int]) -> None:
+        self._result.checks[name] = SAME if found == truth else difference(self._model_of, prompt, truth, found)
+
+    def _model_of(self) -> Any:
+        return tiny_model(self._result.kind)
+
+
+def _answer(
+    target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, most: int = MOST, **options: Any
+) -> list[int]:
+    return said(run(target, prompt, sampling, most, **options))
+
+
+def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], found: list[int]) -> str:
+    """Where two answers part, and how close the two tokens are in the logits of a pass without a cache."""
+    if len(found) < len(truth) and found == truth[: len(found)]:
+        return f"ends after {len(found)} tokens"
+    place = next(place for place, pair in enumerate(zip(truth, found, strict=False)) if pair[0] != pair[1])
+    try:
+        logits = plain_logits(made(), prompt + truth[:place]).float()
+        gap = float((logits[truth[place]] - logits[found[place]]) / logits.std())
+    except Exception:
+        return f"token {place} is another one"
+    return f"token {place} is another one, {gap:.2g} sigma less likely" + (" (a near tie)" * (abs(gap) < NEAR_TIE))
+
+
+def reason_of_refusal(error: Exception) -> str:
+    """What a message says beside the type."""
+    text = " ".join(str(error).split())
+    return text.partition("cannot be used: ")[2] or text
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """A folder of a model, with a tokenizer."""
+    with TemporaryDirectory(prefix="hdtool-sweep-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(demo.MODEL) / file, folder)
+        yield folder
+
+
+def warm_up() -> None:
+    """Import and compile here what every type needs, before processes are made from this one."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama")
+    target = Target(model)
+    run(target, SHORT[:5], GREEDY, 4, drafter=LyingDrafter(5, [], VOCABULARY, 0))

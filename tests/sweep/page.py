@@ -1,0 +1,104 @@
+"""The table of all types in the page of model families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import transformers
+
+from tests.support.project import ROOT
+from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
+
+PAGE = ROOT / "docs" / "reference" / "model-families.md"
+BEGIN, END = "<!-- table of tests.sweep: begin -->", "<!-- table of tests.sweep: end -->"
+TITLES = {
+    TREES: "Exact, with draft trees",
+    CHAINS: "Exact, with one draft sequence",
+    WRONG: "Known faults",
+    REFUSED: "Refused types",
+    FAILS: "Types that answer no prompt of text alone",
+    NOT_BUILT: "Not checked",
+    OTHER: "Types that are no decoders",
+}
+"""The headings, by verdict, in the order of the page."""
+WITH_COLUMNS = TREES, CHAINS
+COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": "sampled"}
+"""Checks that have a column, and its title."""
+ROW = re.compile(r"^\| `([^`]+)` \|")
+LONGEST = 160
+"""Characters of a reason."""
+
+
+def write(results: Iterable[Result], page: Path = PAGE) -> None:
+    """Put the table between its marks; the page keeps its prose."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(before + BEGIN + "\n\n" + table(list(results)) + "\n" + END + after, encoding="utf-8")
+
+
+def table(results: list[Result]) -> str:
+    """All groups, each with its types in the order of the alphabet."""
+    groups = {verdict: [one for one in results if one.verdict == verdict] for verdict in TITLES}
+    counts = "; ".join(f"{len(found)} {_words(verdict)}" for verdict, found in groups.items() if found)
+    lines = [f"{len(results)} types of `transformers` {transformers.__version__}: {counts}.", ""]
+    for verdict, found in groups.items():
+        if found:
+            lines += [f"### {TITLES[verdict]}", "", *_group(verdict, sorted(found, key=lambda one: one.kind)), ""]
+    return "\n".join(lines)
+
+
+def _words(verdict: str) -> str:
+    title = TITLES[verdict]
+    return title[0].lower() + title[1:]
+
+
+def _group(verdict: str, results: list[Result]) -> Iterator[str]:
+    if verdict in WITH_COLUMNS:
+        titles = ["type", *COLUMNS.values(), "compiled on CPUs", "captured on GPUs", "prompt lookup of `transformers`"]
+        yield from _head(titles)
+        for one in results:
+            checks = ["yes" if one.checks.get(name) == SAME else "no" for name in COLUMNS]
+            passes = ["yes" if one.compiled else "no", one.captured or "no", _lookup(one.lookup)]
+            yield _row([f"`{one.kind}`", *checks, *passes])
+    else:
+        yield from _head(["type", "reason"])
+        for one in results:
+            yield _row([f"`{one.kind}`", reason_for_page(one)])
+
+
+def _head(titles: list[str]) -> Iterator[str]:
+    yield _row(titles)
+    yield "|" + "---|" * len(titles)
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _lookup(found: str) -> str:
+    return {SAME: "same", "other tokens": "other tokens"}.get(found, "fails")
+
+
+def reason_for_page(result: Result) -> str:
+    """Why a type is refused, or which checks it fails, in one line without measured numbers."""
+    failed = "; ".join(f"{name}: {found}" for name, found in result.checks.items() if found != SAME)
+    reason = result.reason.removeprefix("this one ") or failed
+    reason = re.sub(r" \(its logits are off by [^)]*\)|/\S*hdtool-sweep-\S*", "", reason).partition(". Use generate")[0]
+    return reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + "…"
+
+
+def verdicts_of(page: Path = PAGE) -> Mapping[str, str]:
+    """What the page says about each type."""
+    text = page.read_text(encoding="utf-8")
+    titles = {title: verdict for verdict, title in TITLES.items()}
+    found: dict[str, str] = {}
+    verdict = ""
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
+        if line.startswith("### "):
+            verdict = titles[line.removeprefix("### ")]
+        elif match := ROW.match(line):
+            found[match[1]] = verdict
+    return found

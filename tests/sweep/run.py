@@ -1,0 +1,77 @@
+"""Each type in a process of its own, so that one that crashes or hangs ends nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from tests.sweep.checks import check, warm_up
+from tests.sweep.result import WRONG, Result
+
+LIMIT = 90.0
+"""Seconds for one type."""
+
+
+def sweep(kinds: Iterable[str], *, captures: bool = False) -> Iterator[Result]:
+    """The results of types, one after another."""
+    _quiet()
+    warm_up()
+    for kind in kinds:
+        yield _alone(kind, captures)
+
+
+def _quiet() -> None:
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+def _alone(kind: str, captures: bool) -> Result:
+    """The result of a process that begins as a copy of this one, with all libraries loaded."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(sender, kind, captures))
+    process.start()
+    sender.close()
+    try:
+        if not wait([receiver], LIMIT):
+            return Result(kind, WRONG, f"takes more than {LIMIT:.0f} seconds")
+        found: dict[str, Any] = receiver.recv()
+        return Result(**found)
+    except EOFError:
+        process.join()
+        return Result(kind, WRONG, f"ends the process ({_end_of(process.exitcode)})")
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _work(sender: Connection, kind: str, captures: bool) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)  # what libraries print of each model
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    sender.send(check(kind, captures=captures).as_dict())
+
+
+def _end_of(code: int | None) -> str:
+    return signal.Signals(-code).name if code and code < 0 else f"code {code}"
+
+
+def use_own_home(home: Path) -> None:
+    """Keep nothing of what is measured for the user."""
+    os.environ["HDTOOL_HOME"] = str(home)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if not sys.platform.startswith("linux"):
+        raise SystemExit("the sweep makes processes by fork: run it on Linux")
