@@ -19,12 +19,13 @@ from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _between
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances
-from hdtool.runtime.model.recurrent.in_closed_form import UnknownRecurrenceError
+from hdtool.runtime.model.recurrent.in_closed_form import ClosedStates, UnknownRecurrenceError
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
-from tests.support.oracle import generated, prompt_of
+from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
 
 BY_LEVELS = {"jamba"}
@@ -110,21 +111,19 @@ def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, 
     """Trees in three slots at once, and others after paths of them were accepted."""
     target = target_of(hybrid, dtype)
     prefer(target, form)
-    drawn = st.lists(
-        st.tuples(st.integers(1, 30), trees(VOCABULARY, most=9), trees(VOCABULARY, most=5)), min_size=1, max_size=3
-    )
+    both = st.tuples(trees(VOCABULARY, most=9), trees(VOCABULARY, most=5))
 
     @settings(max_examples=4)
-    @given(drawn, st.data())
-    def check(drawn: list[tuple[int, DraftTree, DraftTree]], data: st.DataObject) -> None:
-        cache, prompts = target.allocate(len(drawn)), [prompt_of(length) for length, _, _ in drawn]
+    @given(st.lists(st.tuples(st.integers(1, 30), both), min_size=1, max_size=3), st.data())
+    def check(drawn: list[tuple[int, tuple[DraftTree, DraftTree]]], data: st.DataObject) -> None:
+        cache, prompts = target.allocate(len(drawn)), [prompt_of(length) for length, _ in drawn]
         for slot, prompt in enumerate(prompts):
             target.prefill(cache, slot, prompt, room=20)
         answers: list[list[int]] = [[] for _ in drawn]
-        for pass_ in (1, 2):
-            verified = target.verify(cache, [of_slot[pass_] for of_slot in drawn])
-            for slot, (of_slot, found) in enumerate(zip(drawn, verified, strict=True)):
-                tree = of_slot[pass_]
+        for which in (0, 1):
+            drafted = [of_slot[which] for _, of_slot in drawn]
+            verified = target.verify(cache, drafted)
+            for slot, (tree, found) in enumerate(zip(drafted, verified, strict=True)):
                 assert_decoded(target, prompts[slot], answers[slot], tree, found.logits)
                 node = data.draw(st.integers(ROOT, len(tree) - 1))
                 target.commit(cache, slot, path_to(tree, node))
@@ -165,6 +164,28 @@ def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: A
         drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
         assert said(run(target, prompt, sampling, MOST, drafter=drafter)) == plain
         assert drafter.accepted
+
+
+def test_an_interrupt_while_states_are_written_leaves_none_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers have the states after the accepted path then, and others those before it."""
+    one = OneSequence(Target(model_of("falcon_h1"), never))
+    prompt, written, commit = prompt_of(30), list[int](), ClosedStates.commit
+
+    def interrupt(states: ClosedStates, slot: int, rows: Sequence[int], into: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(slot)
+        commit(states, slot, rows, into)
+
+    one.read_on(prompt)
+    one.verify(DraftTree.of(5, [8, 9], [ROOT, 0]))
+    monkeypatch.setattr(ClosedStates, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one.commit([0, 1])
+    monkeypatch.undo()
+    longer = [*prompt, 5, 8, 9, *prompt_of(7)]
+    assert_same_logits(one.read_on(longer)[0], plain_logits(one.target.model, longer))
+    assert one.cached_tokens in (0, len(prompt))
 
 
 def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> None:

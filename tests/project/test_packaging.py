@@ -73,8 +73,8 @@ def test_the_wheel_holds_the_demo_and_stays_small(wheel: Path) -> None:
         folder = f"hdtool/{store.relative_to(ROOT).as_posix()}/"
         shipped = {name.removeprefix(folder) for name in names if name.startswith(folder)}
         assert shipped == {MANIFEST, *(file.name for file in read_manifest(store).files.values())}
-    for folder, most in ((demo.MODEL, 32), (demo.HYBRID, 12)):
-        assert sum(path.stat().st_size for path in folder.iterdir()) < most * 2**20
+    for model, most in ((demo.MODEL, 32), (demo.HYBRID, 12)):
+        assert sum(path.stat().st_size for path in model.iterdir()) < most * 2**20
 
 
 @pytest.mark.long
