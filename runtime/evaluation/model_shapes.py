@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import SHAPES, ModelConfig
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.placement import use_planless_attention
@@ -39,7 +41,11 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
             model: Any = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
             )
+        if device.type == "cpu":
+            compile_linear_layers(model)
         target = Target(model)
+        if device.type == "cpu":
+            target.compiled = compile_cpu(target)
     except torch.OutOfMemoryError:
         raise ModelError(f"{shape} does not fit into the memory of its device: take a smaller shape or dtype") from None
     return Loaded(f"{shape}, random weights", target, tokenizer)

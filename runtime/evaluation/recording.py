@@ -48,6 +48,9 @@ class RecordingEngine:
     def reads_in_pieces(self, length: int) -> bool:
         return False
 
+    def is_unchanged(self) -> bool:
+        return True
+
     def notice_changes(self) -> None:
         pass
 

@@ -142,7 +142,7 @@ class Target:
         """
         if self.processes > 1:
             return True
-        cache, token = self.allocate(1), some_context(1, self.config.vocab_size)
+        cache, token = self.allocate(1, 1), some_context(1, self.config.vocab_size)
         with self.log.unchanged():
             found = self._replay.prefill(cache, 0, token, 0) if self._replay else None
             logits = found.logits if found else self.stock.read(token, cache.slots[0])

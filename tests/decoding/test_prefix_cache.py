@@ -424,3 +424,21 @@ def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:
             )
             assert output[0, 60:].tolist() == generated(model, prompt, MOST)
         assert generator.stats.cached_tokens == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "mamba2"])
+def test_weights_that_are_written_unseen_are_noticed_before_a_prompt_goes_on(family: str) -> None:
+    """States are not computed again as keys and values are: another token tells that the model is another one."""
+    torch.manual_seed(1)
+    model: Any = FAMILIES[family]().eval()
+    model.generation_config.eos_token_id = None
+    target, prompt = Target(model), prompt_of(30)
+    first = said(run(target, prompt, GREEDY, 20))
+    same = run(target, [*prompt, *first, *prompt_of(5)], GREEDY, 20)
+    assert same[0].cached_tokens > 40
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(1.05)
+    longer = [*prompt, *first, *prompt_of(7)]
+    steps = run(target, longer, GREEDY, 20)
+    assert steps[0].cached_tokens == 0 and said(steps) == said(run(Target(model), longer, GREEDY, 20))
