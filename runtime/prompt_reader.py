@@ -82,18 +82,22 @@ class PromptReader:
         return verified
 
     def _next_piece(self) -> int:
-        """Tokens of the next pass, where the caller sets no limit.
+        """Tokens of the next pass, where the caller sets no limit."""
+        return PIECE if self._read else len(self._prompt)
+
+    def _end(self, most: int) -> int:
+        """Where the next pass ends.
 
         Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
         end of a prompt.
         """
-        left = len(self._prompt) - self._read
-        if self._read and left > PIECE:
-            return PIECE
-        return left - TAIL if self._keeps_states and left > LONG else left
+        whole = len(self._prompt)
+        end = min(whole, self._read + most)
+        has_tail = self._keeps_states and whole - self.cached_tokens > LONG and self._read < whole - TAIL
+        return min(end, whole - TAIL) if has_tail else end
 
     def _read_piece(self, most: int) -> Verified | None:
-        first, end = self._read, min(len(self._prompt), self._read + most)
+        first, end = self._read, self._end(most)
         room = len(self._prompt) - end + self._room
         verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
         is_same, self._kept = self._is_same_model(first), None

@@ -274,11 +274,11 @@ def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loade
         answer(hybrid, first, 8)
         longer = [*first, *said(answer(hybrid, first, 20)), *first]
         wanted = by_the_library(hybrid, longer, GREEDY, 30)
-        for passes in range(4):
+        for passes in range(5):  # the first one tells whether the model is the same, and the second reads the prompt
             left.append(passes)
             lies = LyingDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
             with pytest.raises(KeyboardInterrupt):
                 answer(hybrid, longer, 30, lies)
             again = answer(hybrid, [*longer, *wanted[:3]], 27, drafter(hybrid, "pld"))
             assert said(again) == wanted[3:]
-            assert again[0].cached_tokens >= (len(longer) if passes else 0)
+            assert again[0].cached_tokens >= (len(longer) if passes > 1 else 0)
