@@ -19,6 +19,9 @@ PLAIN = "Use generate of transformers without hdtool"
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Families with ALiBi, which compute distances from the order of tokens."""
 
+OF_PROMPTS = "reference_sliding_attention"
+"""The kind of layers that keep all tokens of a prompt, and of an answer those in a window."""
+
 HIGH_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.1
 """Allowed distance of tree logits from plain ones, in standard deviations of the logits. If a model ignores the mask
@@ -103,6 +106,11 @@ def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def refusal(kind: str, reason: str) -> FamilyError:
     return FamilyError(f"models of type {kind!r} cannot be used: this one {reason}")
+
+
+def tells_prompts_from_answers(config: Any) -> bool:
+    """Whether layers attend to a token of an answer in another way than to one of a prompt."""
+    return OF_PROMPTS in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def context_limit(config: Any, prompt_length: int) -> int | None:

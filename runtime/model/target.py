@@ -31,6 +31,7 @@ from hdtool.runtime.model.families import (
     refuse_by_class,
     refuse_by_configuration,
     refuse_trees,
+    tells_prompts_from_answers,
 )
 from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
 from hdtool.runtime.model.recurrent.other_forwards import lock_of
@@ -75,7 +76,7 @@ class Target:
         """Those of the keys and values of each layer."""
         self.state_shapes: tuple[StateShape, ...] = ()
         """Those of the states of recurrent layers."""
-        self.continues = not windows_only_the_cache(model, self.config)
+        self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
         """Whether a prompt may be read in several passes; not where a pass ignores what came before it."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 CONTEXT, FIRST_PART = 13, 5
 """Tokens of the context of the check, and of its first part, which are more than a convolution reads."""
 PATHS, DEPTH = 3, 2
-STRICT_TOLERANCE = 1e-4
-"""Allowed distance in standard deviations in float32, where the passes of an exact model differ by 1e-5 at most. Errors
-of a recurrence are passed on from step to step, and some layers round them to other answers at 1e-3 already."""
+STRICT_TOLERANCE = 3e-4
+"""Allowed distance in standard deviations in float32, where the passes of exact models differ by 1e-5, and of a few by
+2e-4. Errors of a recurrence are passed on from step to step, and some layers round them to other answers at 1e-3."""
 
 
 @torch.inference_mode()
