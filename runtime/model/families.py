@@ -8,7 +8,7 @@ import torch
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.model.attention_masks import ALIASES, CHUNKED, FULL, SLIDING, WITHOUT_MASK
-from hdtool.runtime.model.library import cache_name, is_stateful, takes
+from hdtool.runtime.model.library import cache_name, is_stateful
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,14 +50,17 @@ def without_trees(config: Any) -> str:
     return f"has {foreign[0]} layers, whose cache cannot be rolled back after a rejected draft" if foreign else ""
 
 
-def refuse_trees(model: PreTrainedModel) -> None:
-    """Raise for models that cannot verify trees, by what they say of themselves; they may verify chains."""
+def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None:
+    """Raise for models that cannot verify trees, by what they say of themselves; they may verify chains.
+
+    ``positions`` and ``mask`` tell whether the model takes these.
+    """
     kind = model.config.model_type
     if reason := without_trees(model.config):
         raise refusal(kind, reason)
-    if not takes(model, "position_ids") and not is_stateful(model):
+    if not positions and not is_stateful(model):
         raise refusal(kind, "takes no position ids, so it cannot place the nodes of a tree")
-    if not takes(model, "attention_mask"):
+    if not mask:
         raise refusal(kind, "takes no attention mask")
 
 

@@ -50,7 +50,7 @@ class StockPasses:
         """Noted at first: a `forward` that wraps the model's need not name its arguments."""
         self.recurrent: RecurrentLayers | None = None
         """What computes recurrent layers over trees, if the model has any."""
-        self.takes_positions = takes(model, "position_ids")
+        self.takes_positions, self.takes_mask = takes(model, "position_ids"), takes(model, "attention_mask")
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Target:
             self._replay = prove_chains(self, self.no_trees)
             return
         try:
-            refuse_trees(self.model)
+            refuse_trees(self.model, positions=self.stock.takes_positions, mask=self.stock.takes_mask)
             prove_trees(self)
         except FamilyError as no_trees:
             if self._own_cache or self._changes.count:  # what it verified before were trees

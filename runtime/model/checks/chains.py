@@ -75,7 +75,10 @@ def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[fl
     ids = torch.tensor([list(context)], device=stock.device)
     positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2
     whole = stock.call(ids, positions, None, None).logits[:, -1]
-    by_library = first_logits(stock.model, ids)
+    try:
+        by_library = first_logits(stock.model, ids)
+    except Exception:  # a forward of another kind, which generate cannot call
+        by_library = whole
     first = cache_in(stock.call(ids[:, :middle], positions[:, :middle], None, None))
     in_parts = stock.call(ids[:, middle:], positions[:, middle:], None, first).logits[:, -1]
     return float(distances(whole, by_library)), float(distances(in_parts, whole))
