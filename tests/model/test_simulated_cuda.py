@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, HYBRIDS
 from tests.support.project import ROOT
 from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
 
@@ -75,6 +75,8 @@ NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a c
 """Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
 BY_LEVELS = {"jamba"}
 """Families whose passes depend on the shape of the tree, so that none is captured."""
+OFTEN = {"qwen3_5", "granitemoehybrid", "jamba", "lfm2"}
+"""Hybrids of the long suite; the exhaustive one has all."""
 AT_ONCE = 5
 """Families that a process of the long suite decodes with."""
 NEAR_TIE = 0.1
@@ -83,9 +85,11 @@ NEAR_TIE = 0.1
 
 def groups_of_families() -> list[Any]:
     """A few processes for all families, as each takes seconds to start."""
-    names = list(FAMILIES)
+    rarer = [name for name in HYBRIDS if name not in OFTEN]
+    names = [name for name in FAMILIES if name not in rarer]
     groups = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
-    return [pytest.param(group, id=group[0]) for group in groups]
+    of_long = [pytest.param(group, id=group[0]) for group in groups]
+    return [*of_long, pytest.param(rarer, id="rarer hybrids", marks=pytest.mark.exhaustive)]
 
 
 @cache
