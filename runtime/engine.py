@@ -52,8 +52,11 @@ class Engine(Protocol):
         """Whether a prompt of this length may be read in several passes, with the same result."""
         ...
 
-    def is_unchanged(self) -> bool:
-        """Whether the model computes what it did when this was asked before, where keys and values do not tell it."""
+    def is_unchanged(self, *, goes_on: bool) -> bool:
+        """Whether a prompt may go on from states that were kept: the model computes what it did before.
+
+        Asked before each prompt where keys and values do not tell it.
+        """
         ...
 
     def notice_changes(self) -> None:

@@ -8,14 +8,14 @@ import torch
 
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache
-from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, LOW_PRECISION_TOLERANCE, is_low_precision
+from hdtool.runtime.model.families import tolerance_of
 from hdtool.runtime.prefix_cache import Kept, PrefixCache
 from hdtool.runtime.verified import Verified
 
 PIECE = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
 LONG, TAIL = 256, 32
-"""Of a recurrent model, more tokens than these are read up to so many before their end, and then those."""
+"""A prompt with more unread tokens than ``LONG`` has states kept ``TAIL`` tokens before its end."""
 
 
 class PromptReader:
@@ -43,16 +43,15 @@ class PromptReader:
         self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
         if prefixes and self._may_stop:
             kept, is_in_place = self._longest(prefixes)
-            if self._keeps_states and not self._engine.is_unchanged():
-                kept, is_in_place = None, False
+            if self._keeps_states and not self._engine.is_unchanged(goes_on=kept is not None):
+                kept = None
         version = self._engine.changes
-        in_place = kept if is_in_place else None
-        if in_place:
-            self.slot = slots.index(in_place.slot)
+        if kept and is_in_place:
+            self.slot = slots.index(kept.slot)
         shared = kept.shared if kept else 0
         if prefixes and slots[self.slot].valid > shared:
             prefixes.keep(self._cache, self.slot)
-        if kept and not in_place:
+        if kept and not is_in_place:
             self._cache.load(self.slot, kept.slot, shared)
         slot = self._cache.slots[self.slot]
         self._read = self.cached_tokens = kept.start if kept else 0
@@ -120,9 +119,8 @@ class PromptReader:
 def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
     """Whether keys and values of one position, computed twice, differ by more than rounding in any layer."""
     for old, new in zip(before, after, strict=True):
-        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(old.dtype) else HIGH_PRECISION_TOLERANCE
         rows = old.float().flatten(1)
         distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)
-        if not bool((distance <= tolerance).all()):  # NaN differs
+        if not bool((distance <= tolerance_of(old.dtype)).all()):  # NaN differs
             return True
     return False

@@ -27,7 +27,7 @@ MTP_SETTINGS: dict[str, Any] = {
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
 }
-"""Of the configuration: two settings that transformers reads, and two of Qwen3.5's own configurations."""
+"""Settings of the MTP layer: two that transformers reads, and two that Qwen3.5's own configurations have."""
 
 SAVED_NAMES = {
     "mtp.mtp_block.": "mtp.layers.0.",

@@ -48,7 +48,7 @@ class RecordingEngine:
     def reads_in_pieces(self, length: int) -> bool:
         return False
 
-    def is_unchanged(self) -> bool:
+    def is_unchanged(self, *, goes_on: bool) -> bool:
         return True
 
     def notice_changes(self) -> None:

@@ -23,15 +23,13 @@ from hdtool.runtime.model.checks.trees import prove_trees
 from hdtool.runtime.model.compiled_passes import CompiledPasses
 from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.families import (
-    HIGH_PRECISION_TOLERANCE,
-    LOW_PRECISION_TOLERANCE,
     context_limit,
     distances,
-    is_low_precision,
     refuse_by_class,
     refuse_by_configuration,
     refuse_trees,
     tells_prompts_from_answers,
+    tolerance_of,
 )
 from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
 from hdtool.runtime.model.recurrent.other_forwards import lock_of
@@ -135,21 +133,22 @@ class Target:
         return self._changes.count
 
     @torch.inference_mode()
-    def is_unchanged(self) -> bool:
-        """Whether the model computes what it did when this was asked before; what slots hold is void otherwise.
+    def is_unchanged(self, *, goes_on: bool) -> bool:
+        """Whether the model computes what it did before a prompt was read; what slots hold is void otherwise.
+
+        Without a prompt that ``goes_on`` from what was kept, the first answer is noted and nothing is compared.
 
         Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it. Keys
         and values are compared where a prompt is read on; states are not computed again, so a token is read for them.
         """
-        if self.processes > 1:
+        if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return True
         cache, token = self.allocate(1, 1), some_context(1, self.config.vocab_size)
         with self.log.unchanged():
             found = self._replay.prefill(cache, 0, token, 0) if self._replay else None
             logits = found.logits if found else self.stock.read(token, cache.slots[0])
         before, self._first_logits = self._first_logits, logits.clone()
-        tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(self.dtype) else HIGH_PRECISION_TOLERANCE
-        if before is None or bool((distances(logits, before) <= tolerance).all()):
+        if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
             return True
         self._changes.count += 1
         return False
@@ -172,6 +171,7 @@ class Target:
 
     def _discard(self, is_other_code: bool) -> None:
         self.wait()
+        self._first_logits = None
         self._captured.renew(self)
         if self.compiled:
             self.compiled.check()  # first: its passes are not those of the model that is proven

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
@@ -23,7 +23,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, answered, run, said
-from tests.support.families import SHAPE, VOCABULARY
+from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter
 
@@ -41,9 +41,7 @@ SMALL: dict[str, Any] = {**SHAPE, "pad_token_id": None, "num_hidden_layers": 4}
 
 
 def _of(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
-    settings = {key: value for key, value in {**SMALL, **changes}.items() if key not in without}
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**settings))
-    return model
+    return random_model(name, without, **{**SMALL, **changes})
 
 
 def _glm5_next() -> PreTrainedModel:

@@ -299,7 +299,7 @@ def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
 )
 def test_models_of_other_numbers_are_the_librarys(name: str, changes: dict[str, Any], expected: bool) -> None:
     torch.manual_seed(1)
-    model = families._of(name, **changes)
+    model = families.random_model(name, **changes)
     compile_linear_layers(model)
     target = Target(model)
     before = logits_of(target, prompt_of(30))

@@ -13,7 +13,7 @@ from hdtool.runtime.engines.model_parts import Kind, model_parts
 from hdtool.runtime.model.library import attention_by
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.support.families import WINDOW, _of
+from tests.support.families import WINDOW, random_model
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
@@ -49,7 +49,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 def model_of(name: str, changes: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = _of(name, **changes).eval()
+    model: PreTrainedModel = random_model(name, **changes).eval()
     return model
 
 

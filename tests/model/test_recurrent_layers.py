@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
-from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE, _between
+from hdtool.runtime.model.checks.recurrent import _between
 from hdtool.runtime.model.cuda_graphs import never
-from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances
+from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.model.recurrent.in_closed_form import ClosedStates, UnknownRecurrenceError
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree

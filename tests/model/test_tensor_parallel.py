@@ -25,7 +25,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_sharding
 from tests.support.decoding import run, said
-from tests.support.families import _of, model_of
+from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
 
@@ -79,7 +79,7 @@ def test_offloaded_weights() -> None:
     """Offloaded weights, as a device map makes them; weights on several devices take the same path."""
     model, prompt = model_of("llama"), prompt_of(20)
     plain = said(run(Target(model), prompt, SamplingConfig()))
-    elsewhere = _of("Llama")
+    elsewhere = random_model("Llama")
     elsewhere.load_state_dict(model.state_dict())
     elsewhere.generation_config.eos_token_id = None
     accelerate.cpu_offload(elsewhere, torch.device("cpu"))

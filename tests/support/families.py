@@ -32,7 +32,8 @@ SHAPE: dict[str, Any] = {
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 
-def _of(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
+def random_model(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
+    """A random model of the class of a configuration, in the common shape but for some settings."""
     settings = {key: value for key, value in {**SHAPE, **changes}.items() if key not in without}
     config = getattr(transformers, f"{name}Config")(**settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -40,28 +41,28 @@ def _of(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedM
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _of("Llama"),
-    "mistral": lambda: _of("Mistral", sliding_window=WINDOW),
-    "qwen2": lambda: _of("Qwen2"),
-    "qwen3": lambda: _of("Qwen3"),
-    "gemma2": lambda: _of("Gemma2", sliding_window=WINDOW, layer_types=ALTERNATING),
-    "gemma3": lambda: _of("Gemma3Text", sliding_window=WINDOW, layer_types=ALTERNATING),
-    "phi3": lambda: _of("Phi3"),
-    "gpt2": lambda: _of("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=512),
-    "gpt_neox": lambda: _of("GPTNeoX"),
-    "opt": lambda: _of("OPT", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
-    "falcon": lambda: _of("Falcon", without=("head_dim",), alibi=False),
-    "mixtral": lambda: _of("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: _of("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    "starcoder2": lambda: _of("Starcoder2", sliding_window=WINDOW),
-    "stablelm": lambda: _of("StableLm"),
-    "granite": lambda: _of("Granite"),
-    "olmo2": lambda: _of("Olmo2"),
-    "cohere2": lambda: _of("Cohere2", sliding_window=WINDOW, layer_types=ALTERNATING),
-    "gpt_oss": lambda: _of(
+    "llama": lambda: random_model("Llama"),
+    "mistral": lambda: random_model("Mistral", sliding_window=WINDOW),
+    "qwen2": lambda: random_model("Qwen2"),
+    "qwen3": lambda: random_model("Qwen3"),
+    "gemma2": lambda: random_model("Gemma2", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "gemma3": lambda: random_model("Gemma3Text", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "phi3": lambda: random_model("Phi3"),
+    "gpt2": lambda: random_model("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=512),
+    "gpt_neox": lambda: random_model("GPTNeoX"),
+    "opt": lambda: random_model("OPT", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True),
+    "falcon": lambda: random_model("Falcon", without=("head_dim",), alibi=False),
+    "mixtral": lambda: random_model("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: random_model("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "starcoder2": lambda: random_model("Starcoder2", sliding_window=WINDOW),
+    "stablelm": lambda: random_model("StableLm"),
+    "granite": lambda: random_model("Granite"),
+    "olmo2": lambda: random_model("Olmo2"),
+    "cohere2": lambda: random_model("Cohere2", sliding_window=WINDOW, layer_types=ALTERNATING),
+    "gpt_oss": lambda: random_model(
         "GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=ALTERNATING
     ),
-    "llama4": lambda: _of(
+    "llama4": lambda: random_model(
         "Llama4Text",
         attention_chunk_size=WINDOW,
         layer_types=["chunked_attention", "full_attention"],
@@ -69,7 +70,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         num_local_experts=2,
         intermediate_size_mlp=48,
     ),
-    "deepseek_v3": lambda: _of(
+    "deepseek_v3": lambda: random_model(
         "DeepseekV3",
         q_lora_rank=16,
         kv_lora_rank=16,
@@ -85,11 +86,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         n_shared_experts=1,
         num_key_value_heads=4,
     ),
-    "smollm3": lambda: _of("SmolLM3"),
-    "glm4": lambda: _of("Glm4"),
-    "codegen": lambda: _of("CodeGen", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
-    "gptj": lambda: _of("GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
-    "gpt_bigcode": lambda: _of("GPTBigCode", n_embd=32, n_layer=2, n_head=4, n_positions=512),
+    "smollm3": lambda: random_model("SmolLM3"),
+    "glm4": lambda: random_model("Glm4"),
+    "codegen": lambda: random_model("CodeGen", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
+    "gptj": lambda: random_model("GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=512, rotary_dim=8),
+    "gpt_bigcode": lambda: random_model("GPTBigCode", n_embd=32, n_layer=2, n_head=4, n_positions=512),
 }
 
 
@@ -116,9 +117,9 @@ EXPERTS: dict[str, Any] = {
 }
 
 HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_5": lambda: _of("Qwen3_5Text", **DELTA),
-    "qwen3_next": lambda: _of("Qwen3Next", **DELTA, **EXPERTS),
-    "kimi_linear": lambda: _of(
+    "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA),
+    "qwen3_next": lambda: random_model("Qwen3Next", **DELTA, **EXPERTS),
+    "kimi_linear": lambda: random_model(
         "KimiLinear",
         layer_types=["linear_attention", "full_attention"],
         linear_attn_config={
@@ -137,7 +138,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         moe_intermediate_size=16,
         num_key_value_heads=4,
     ),
-    "granitemoehybrid": lambda: _of(
+    "granitemoehybrid": lambda: random_model(
         "GraniteMoeHybrid",
         without=("head_dim",),
         **{**MAMBA, "mamba_d_head": "auto"},
@@ -146,7 +147,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=2,
         shared_intermediate_size=16,
     ),
-    "nemotron_h": lambda: _of(
+    "nemotron_h": lambda: random_model(
         "NemotronH",
         num_hidden_layers=3,
         layers_block_type=["mamba", "attention", "mlp"],
@@ -157,9 +158,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         chunk_size=8,
         time_step_min=1e-9,  # the library limits the step to this in passes of several tokens alone
     ),
-    "falcon_h1": lambda: _of("FalconH1", **MAMBA, mamba_d_ssm=64),
-    "mamba2": lambda: _of("Mamba2", num_heads=8, state_size=8, n_groups=1, chunk_size=8),
-    "jamba": lambda: _of(
+    "falcon_h1": lambda: random_model("FalconH1", **MAMBA, mamba_d_ssm=64),
+    "mamba2": lambda: random_model("Mamba2", num_heads=8, state_size=8, n_groups=1, chunk_size=8),
+    "jamba": lambda: random_model(
         "Jamba",
         without=("head_dim",),
         attn_layer_period=2,
@@ -168,7 +169,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         mamba_d_state=8,
         use_mamba_kernels=False,
     ),
-    "lfm2": lambda: _of("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
+    "lfm2": lambda: random_model("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
 }
 """Models with recurrent layers or short convolutions; Jamba's cannot go on from a state in a pass of several tokens."""
 FAMILIES |= HYBRIDS

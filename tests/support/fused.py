@@ -19,12 +19,14 @@ from tests.support import families
 from tests.support.one_sequence import OneSequence
 
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: families._of("Llama"),
-    "llama with biases": lambda: families._of("Llama", attention_bias=True, mlp_bias=True),
-    "llama with one head": lambda: families._of("Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=64),
-    "mistral": lambda: families._of("Mistral", sliding_window=None),
-    "qwen2": lambda: families._of("Qwen2"),
-    "qwen3": lambda: families._of("Qwen3"),
+    "llama": lambda: families.random_model("Llama"),
+    "llama with biases": lambda: families.random_model("Llama", attention_bias=True, mlp_bias=True),
+    "llama with one head": lambda: families.random_model(
+        "Llama", num_attention_heads=1, num_key_value_heads=1, head_dim=64
+    ),
+    "mistral": lambda: families.random_model("Mistral", sliding_window=None),
+    "qwen2": lambda: families.random_model("Qwen2"),
+    "qwen3": lambda: families.random_model("Qwen3"),
 }
 TREE = DraftTree.of(3, [5, 8, 13, 21, 34, 55], [-1, 0, 0, 2, -1, 4])
 

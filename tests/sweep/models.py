@@ -30,7 +30,7 @@ def small_config(kind: str, *, windows: bool = True) -> PreTrainedConfig:
 
 
 def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
-    """The same random model of a type in every run; nothing in it ends an answer."""
+    """A random model of a type, equal in every run; nothing in it ends an answer."""
     config, made = small_config(kind, windows=windows), auto_class(kind)
     try:
         _check_size(made, config)

@@ -128,7 +128,7 @@ def _mix_windows(config: PreTrainedConfig, found: dict[str, Any]) -> None:
 
 
 def without_windows(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings, of a model that attends to everything."""
+    """Settings without sliding windows, so that a model attends to everything."""
     found = dict(settings)
     for name, value in settings.items():
         if isinstance(value, dict) and name.endswith("_config"):

@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
     keys: HeadShape | None = None
     values: HeadShape | None = None
     indexer: HeadShape | None = None
-    """Of the keys by which an indexer selects the positions that are attended to."""
+    """The shape of the keys by which an indexer selects the positions that are attended to."""
 
     @property
     def kept(self) -> list[HeadShape]:

@@ -91,7 +91,7 @@ class Slot:
         del self.tokens[length:]
         if self.hidden:
             self.hidden = [torch.cat(self.hidden)[:length]] if length else []
-        self.tree = None
+        self.tree = self.states_of_tree = None
 
     def _cut_states(self, length: int) -> None:
         """Return to the states after ``length`` tokens, if there are any."""

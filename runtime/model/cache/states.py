@@ -86,8 +86,13 @@ class States:
         """A view of consecutive sequences."""
         return States({names: stack.narrow(1, first, sequences) for names, stack in self.stacks.items()})
 
-    def of_layer(self, layer: int) -> dict[StateName, torch.Tensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if name.layer == layer}
+    @cached_property
+    def by_layer(self) -> dict[int, dict[StateName, torch.Tensor]]:
+        """The states of each layer that has any."""
+        found: dict[int, dict[StateName, torch.Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(name.layer, {})[name] = tensor
+        return found
 
     @torch.inference_mode()
     def copy(self) -> States:
@@ -100,10 +105,7 @@ class States:
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
         """Layers of a ``transformers`` cache that read and write these states."""
-        return {
-            layer: StateLayer(self.of_layer(layer), has_begun=has_begun)
-            for layer in dict.fromkeys(name.layer for name in self.tensors)
-        }
+        return {layer: StateLayer(tensors, has_begun=has_begun) for layer, tensors in self.by_layer.items()}
 
 
 class StateLayer(LinearAttentionLayer):

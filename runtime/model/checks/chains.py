@@ -11,9 +11,8 @@ import torch
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.cache.library_copies import Place, Replaced
 from hdtool.runtime.model.checks.long_context import sizes_of
-from hdtool.runtime.model.checks.recurrent import STRICT_TOLERANCE
 from hdtool.runtime.model.checks.small_tree import some_context
-from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, PLAIN, distances, is_low_precision
+from hdtool.runtime.model.families import PLAIN, decisive, distances, is_low_precision, tolerance_of
 from hdtool.runtime.model.library import cache_in, first_logits
 from hdtool.runtime.model.quantized_layers import quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.replay_passes import ReplayPasses
@@ -53,9 +52,8 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
     except Exception as error:  # model code raises many kinds
         raise _refused(no_trees, f"it fails on a chain of drafts ({reason_of(error)})") from error
     each = distances(found, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
-    is_low = is_low_precision(target.dtype)
-    distance = float(each.median() if is_low else each.max())
-    tolerance = LOW_PRECISION_TOLERANCE if is_low else STRICT_TOLERANCE
+    distance = decisive(each, is_rounded=is_low_precision(target.dtype))
+    tolerance = tolerance_of(target.dtype, strict=True)
     if not distance <= tolerance:
         changed = next((name for name, one in _tensors_in_modules(model) if before.get(name) is not one), None)
         place = f"{changed} is a state outside of the cache" if changed else "its passes over several tokens are wrong"
@@ -122,7 +120,7 @@ def _token_by_token(
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """The same logits by chains of which some drafts are rejected, and again those after the first few tokens."""
+    """Logits after each token by chains of which some drafts are rejected, and again those after the first few."""
     cache, found, place = passes.allocate(1), [], 0
     passes.prefill(cache, 0, context, 0)
     cache.slots[0].keep_states()

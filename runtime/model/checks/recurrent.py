@@ -12,7 +12,7 @@ from hdtool.data.errors import HdtoolError, reason_of
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
 from hdtool.runtime.model.cache.states import state_shapes
 from hdtool.runtime.model.checks.small_tree import small_tree
-from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, distances, is_low_precision, refusal
+from hdtool.runtime.model.families import decisive, distances, is_low_precision, refusal, tolerance_of
 from hdtool.runtime.model.quantized_layers import quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.recurrent.mixers import AttentionInMixerError, find_mixers
 from hdtool.runtime.model.recurrent.passes import RecurrentLayers
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 CONTEXT, FIRST_PART = 13, 5
 """Tokens of the context of the check, and of its first part, which are more than a convolution reads."""
 PATHS, DEPTH = 3, 2
-STRICT_TOLERANCE = 3e-4
-"""Allowed distance in standard deviations in float32, where the passes of exact models differ by 1e-5, and of a few by
-2e-4. Errors of a recurrence are passed on from step to step, and some layers round them to other answers at 1e-3."""
 
 
 @torch.inference_mode()
@@ -83,7 +80,7 @@ def _find_recurrences(target: Target) -> Expected:
 
 
 def _distance(target: Target, expected: Expected) -> float:
-    """That of the small tree, in closed form if this is exact, and by levels otherwise."""
+    """The largest distance of logits of the small tree; computes in closed form if this is exact, else by levels."""
     recurrent = target.stock.recurrent
     assert recurrent
     if recurrent.has_closed_forms:
@@ -100,8 +97,7 @@ def _distance(target: Target, expected: Expected) -> float:
 
 
 def _tolerance(target: Target) -> float:
-    tolerance = LOW_PRECISION_TOLERANCE if is_low_precision(target.dtype) else STRICT_TOLERANCE
-    return max(tolerance, 2 * (target.rounding or 0))
+    return max(tolerance_of(target.dtype, strict=True), 2 * (target.rounding or 0))
 
 
 def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
@@ -130,9 +126,9 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 def _between(target: Target, found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance; in low precision the median, since a row may go to other experts."""
-    each = distances(found, expected)
     # Some models in low precision have logits in float32.
-    return float(each.median() if target.rounding is not None or is_low_precision(target.dtype) else each.max())
+    is_rounded = target.rounding is not None or is_low_precision(target.dtype)
+    return decisive(distances(found, expected), is_rounded=is_rounded)
 
 
 def _continues(target: Target, expected: Expected) -> bool:

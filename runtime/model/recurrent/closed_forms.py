@@ -8,7 +8,7 @@ No state is made for a row: the accepted path alone is written to the states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import softplus as softplus_of
@@ -20,16 +20,8 @@ NOTHING = torch.empty(0)
 """Returned in the place of the last state, which no row of a tree has."""
 
 
-class Rows(Protocol):
-    """What the rows of a recurrence write; leading dimensions may be those of several layers."""
-
-    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
-        """Turn a state ``[..., heads, ...]`` into the one after a path of rows in a slot."""
-        ...
-
-
 class DeltaRows(NamedTuple):
-    """What the rows of a gated delta rule write."""
+    """What the rows of a gated delta rule write; leading dimensions may be those of several layers."""
 
     keys: torch.Tensor
     """``[..., slots, heads, rows, width]``"""
@@ -39,13 +31,14 @@ class DeltaRows(NamedTuple):
     """The logarithm of the decay from the state to each row, ``[..., slots, heads, rows, width or 1]``."""
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
+        """Turn a state ``[..., heads, ...]`` into the one after a path of rows in a slot."""
         keys, values, decay = (one.select(-4, slot)[..., rows, :] for one in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
 
 
 class ScanRows(NamedTuple):
-    """What the rows of a Mamba-2 scan write."""
+    """What the rows of a Mamba-2 scan write, as those of a gated delta rule do."""
 
     inputs: torch.Tensor
     """``[..., slots, heads, rows, width]``"""

@@ -21,7 +21,7 @@ class Mixer:
     """A module that mixes the tokens of a sequence by a state."""
 
     layer: int
-    """Of the cache, where its states are."""
+    """The layer of the cache that holds its states."""
     module: Module
     inputs: list[Module] = field(default_factory=list)
     """Its projections of the hidden states that it gets, and nothing else."""

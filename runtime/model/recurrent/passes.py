@@ -73,7 +73,7 @@ class RecurrentLayers:
         layers: list[_LayerStates] = []
         forwards: list[Forward] = []
         for mixer in self._mixers:
-            before = states.of_layer(mixer.layer)
+            before = states.by_layer[mixer.layer]
             if form := self._closed.get(mixer):
                 written = ClosedStates(before, indices)
                 layers.append(written)
@@ -91,7 +91,7 @@ class RecurrentLayers:
         """In this block a pass is a captured step; the function gives the states after its rows."""
         states = states.part(0, step.tokens.shape[0])
         indices = DeviceIndices(step)
-        layers = [ClosedStates(states.of_layer(mixer.layer), indices) for mixer in self._mixers]
+        layers = [ClosedStates(states.by_layer[mixer.layer], indices) for mixer in self._mixers]
         pairs = zip(self._mixers, layers, strict=True)
         with self._replaced([partial(_call, partial(self._closed[mixer], cache, found)) for mixer, found in pairs]):
             yield lambda: StackedStates(layers, states)
