@@ -13,10 +13,10 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, draft_labels, head_labels, head_logits, places_of
 from hdtool.runtime.config import LARGEST_BUDGET
-from hdtool.runtime.drafters.heads.calibration import BUCKETS, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
+from hdtool.runtime.drafters.learned.calibration import BUCKETS, bucket_of, centre_of
+from hdtool.runtime.drafters.learned.proposal import BEST
 
 BATCH = 8
 """Examples in one pass."""

@@ -194,7 +194,7 @@ def share_of_heads(drafter: Drafter, sums: Sums) -> str:
 
 
 def session_of(drafter: Drafter) -> Any:
-    return getattr(drafter, "session", None) or getattr(drafter, "_heads", None)
+    return getattr(drafter, "trained", None) or getattr(drafter, "_trained", None)
 
 
 def garbage(bench: Bench, folders: Folders) -> None:
@@ -227,12 +227,12 @@ def passes(bench: Bench, folders: Folders) -> None:
             session.begin(prompt)
             logits = one.prefill(prompt)
             session.observe(Accepted([], [int(logits[-1].argmax())]), one.verified)
-            session.run_heads()
+            session.propose(64)
             one.verify(chain(prompt[-1], 5))
 
             def read(session: HeadsState = session, accepted: int = accepted) -> None:
                 session.observe(Accepted(list(range(accepted - 1)), prompt[:accepted]), one.verified)
-                session.run_heads()
+                session.propose(64)
 
             print(f"| of heads {name}, {accepted} tokens accepted | {median_ms(read):.2f} |")
 
