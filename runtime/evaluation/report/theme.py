@@ -40,6 +40,8 @@ METHOD_COLOURS = {
     "racer": ("#119933", "#88ff11"),
     "hd+logitspec": ("#225533", "#009966"),
     "hd+amphista": ("#000055", "#7722aa"),
+    "hydra": ("#775599", "#9955bb"),
+    "hd+hydra": ("#331177", "#5533cc"),
     "mtp": ("#cc0066", "#ff77aa"),
     "hd+mtp": ("#770044", "#cc1155"),
     "drafter": ("#aa8866", "#ccaa88"),
