@@ -160,7 +160,7 @@ def test_heads_that_do_not_pay_rarely_run() -> None:
     prompt = prompt_of(20)
     steps = run(target, prompt, SamplingConfig(), most=400, drafter=drafter)
     assert said(steps) == said(run(target, prompt, SamplingConfig(), most=400))
-    assert 0 < drafter.trained.passes < 20
+    assert isinstance(drafter.trained, HeadsState) and 0 < drafter.trained.passes < 20
 
 
 def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
@@ -195,8 +195,7 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
     both = tuple(map(str, folders.values()))
     for name in folders:
         drafter = drafter_for(DecodeConfig(name, draft_tokens=8, heads=both), target, StoreSet())
-        assert isinstance(drafter, StandaloneDrafter)
-        assert isinstance(drafter.trained, HeadsState)
+        assert isinstance(drafter, StandaloneDrafter) and isinstance(drafter.trained, HeadsState)
         config = drafter.trained.heads.config
         assert (config == config.plain) == (name == "medusa")
     with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):

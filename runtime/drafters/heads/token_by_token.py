@@ -125,17 +125,15 @@ class HydraModule:
 
     def _record(self, depth: int, size: int) -> tuple[Run, Best]:
         assert self._extending
-        results: list[torch.Tensor] = []
+        best = min(BEST, self._heads.vocabulary)
+        found = torch.zeros((size, best), dtype=torch.int64, device=self._device)
+        probs = torch.zeros((size, best), device=self._device)
 
         def run() -> None:
-            best = self._extended(depth, self._input[:, :size])
-            if not results:
-                results.extend(torch.zeros_like(part) for part in best)
-            for kept, part in zip(results, best, strict=True):
+            for kept, part in zip((found, probs), self._extended(depth, self._input[:, :size]), strict=True):
                 kept.copy_(part)
 
-        recorded = self._extending.record(run)
-        return recorded, (results[0], results[1])
+        return self._extending.record(run), (found, probs)
 
 
 class TrainedMtp(IteratedMtp):

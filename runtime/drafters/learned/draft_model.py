@@ -94,7 +94,7 @@ class DraftModel:
         else:
             slot.cut(kept)
             logits = self._verified(DraftTree.of(new[0], new[1:], range(-1, len(new) - 2)), new[1:])
-        slot.keep_states()
+        self._cache.slots[0].keep_states()  # of a recurrent model; slots are others once their cache has grown
         self._accepted = len(self._context)
         return self._ranked(logits)
 

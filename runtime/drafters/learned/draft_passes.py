@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdtool.runtime.drafters.learned.proposal import BEST
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cuda_graphs import Run
@@ -118,11 +119,11 @@ class DraftPasses:
         base, new = self._length, len(tokens)
         end = base + rows.stop - 1
         self._make_room(end)
-        given = torch.tensor([self._ancestors[first:], self._places[first:]])
+        seen, places = torch.tensor([self._ancestors[first:], self._places[first:]])
         indices = torch.arange(base + first - 1, end)
         cache = IndexedKVCache(self._storage, indices[None].to(self._device), end)
-        mask = draft_mask(torch.tensor(base), *given, end, self._window, self._states)
-        positions = (base + 1 + given[1])[None]
+        mask = draft_mask(torch.tensor(base), seen, places, end, self._window, self._states)
+        positions = (base + 1 + places)[None]
         states = self._module(torch.tensor([tokens]), self._states[parents][None], positions, cache, mask)[0]
         self._states[first : first + new] = states
         return on_host(self._best_of(states))
@@ -199,7 +200,9 @@ class DraftPasses:
         assert self._capture is not None
         given = self._input
         tokens, indices, places, seen, parents, written = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
-        results: list[torch.Tensor] = []
+        rows = 1 if is_read else size
+        found = torch.zeros((rows, BEST), dtype=torch.int64, device=self._device)
+        probs = torch.zeros((rows, BEST), device=self._device)
 
         def run() -> None:
             cache = IndexedKVCache(self._storage, indices[None], extent)
@@ -212,13 +215,10 @@ class DraftPasses:
                 self._states[:1].copy_(states)
             else:
                 self._states.index_copy_(0, written, states)
-            best = self._best_of(states)
-            if not results:
-                results.extend(torch.zeros_like(part) for part in best)
-            for kept, part in zip(results, best, strict=True):
-                kept.copy_(part)
+            for kept, part in zip((found, probs), self._best_of(states), strict=True):
+                kept[:, : part.shape[1]].copy_(part)
 
-        return self._capture.record(run), results[0], results[1]
+        return self._capture.record(run), found, probs
 
 
 def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

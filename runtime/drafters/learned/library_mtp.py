@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Settings that hold the number of MTP layers."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_LAYERS = 8
+FULL = "full_attention"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HELP = "use another method, such as hd"
 TRAIN = f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {HELP}"
@@ -31,12 +32,16 @@ TRAIN = f"train one with hdtool train-heads --kind mtp and name its folder with 
 class LibraryMtp:
     """MTP layers; layer ``k`` predicts the token after the next one, ``k`` positions further ahead."""
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self, layers: Any, width: int) -> None:
+        """``width`` is that of the model's hidden states."""
         self._layers = layers.eval().requires_grad_(False)
         self.number = int(layers.num_mtp_layers)
         self._mask: torch.Tensor | None = None
         # The library would make causal masks by its own cache; draft trees need others.
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
+        self.width = width
+        self.shapes = self._shapes()
+        """Those of what each layer keeps of a position."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -50,25 +55,23 @@ class LibraryMtp:
 
     def window(self, layer: int) -> int | None:
         """The positions that a layer with a sliding window attends to."""
-        kinds = getattr(self._layers.config, "layer_types", None)
-        is_sliding = bool(kinds) and "sliding" in kinds[layer]
+        kinds = getattr(self._layers.config, "layer_types", None) or [FULL] * self.number
+        is_sliding = "sliding" in kinds[layer]
         return int(self._layers.config.sliding_window) if is_sliding else None
 
-    def shapes(self, width: int) -> list[LayerShape]:
-        """The shapes of what each layer keeps of a position, from a pass over two tokens."""
+    @torch.inference_mode()
+    def _shapes(self) -> list[LayerShape]:
         from transformers.cache_utils import DynamicCache
 
-        weight = self._layers.get_input_embeddings().weight
+        weight = next(self.own.parameters())
         cache = DynamicCache(config=self._layers.config)
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=weight.device)
-        hidden = torch.ones((1, 2, width), dtype=self.dtype, device=weight.device)
+        hidden, mask = weight.new_ones((1, 2, self.width)), weight.new_zeros((1, 1, 2, 2))
         for layer in range(self.number):
-            self.run(layer, tokens, hidden, tokens, cache, torch.zeros((1, 1, 2, 2), dtype=self.dtype).to(weight))
+            self.run(layer, tokens, hidden, tokens, cache, mask)
+        if any(hasattr(layer, "conv_states") for layer in cache.layers):
+            raise NotImplementedError("layers that keep states")
         return layer_shapes(cache)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.own.parameters()).dtype
 
     def run(
         self,
@@ -87,7 +90,7 @@ class LibraryMtp:
         return cast(torch.Tensor, self._layers._project_to_logits(hidden))
 
 
-class _WithLayers:
+class WithMtpLayers:
     """A model with a configuration that tells of its MTP layers in the library's words."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
@@ -99,16 +102,21 @@ class _WithLayers:
         text.dtype = model.dtype
         text.num_mtp_layers = number
         if getattr(text, "layer_types", None) and not getattr(text, "mtp_layer_types", None):
-            text.mtp_layer_types = [FULL] * number
+            text.mtp_layer_types = [_kind_of_layer(text.layer_types)] * number
         if getattr(text, "mlp_layer_types", None) and not getattr(text, "mtp_mlp_layer_types", None):
             text.mtp_mlp_layer_types = [text.mlp_layer_types[-1]] * number
+
+        self._keys_to_ignore_on_load_unexpected = patterns_of(model)
+        """Where the library looks for the names of these layers' tensors."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def get_decoder(self) -> Any:
-        """The decoder, with the last layer that has attention as its last one: MTP layers are of that kind."""
-        return self._model.get_decoder()
+
+def _kind_of_layer(kinds: list[str]) -> str:
+    """The kind of layers after the last one of a model: full attention, unless it has none."""
+    others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    return FULL if FULL in kinds or not others else others[-1]
 
 
 def mtp_layers_of(model: PreTrainedModel) -> int:
@@ -116,9 +124,20 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in NUMBERS]
     said = next((number for number in numbers if isinstance(number, int)), 0)
-    patterns = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    found = [name for name in _tensors_of(model) if any(pattern.search(name) for pattern in patterns)]
-    return (said or 1) if found else 0
+    expected = re.compile("|".join(patterns_of(model)))
+    return (said or 1) if any(map(expected.search, _tensors_of(model))) else 0
+
+
+def patterns_of(model: PreTrainedModel) -> list[str]:
+    """What the names of the tensors of MTP layers match: those that the model leaves out, or layers after its last.
+
+    The library knows the latter by the number of layers of published sizes alone.
+    """
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    after_last = "|".join(map(str, range(first, first + MOST_LAYERS)))
+    named = [pattern for pattern in own if "mtp" in pattern]
+    return [*named, rf"^(model\.)?(language_model\.)?(model\.)?layers\.({after_last})\."]
 
 
 def load_mtp(model: PreTrainedModel) -> LibraryMtp:
@@ -132,11 +151,15 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
         raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAIN}")
     use_masked_attention(model)
     try:
-        layers = MtpModel.from_pretrained(_WithLayers(model, number), device_map={"": model.device})
+        told: Any = WithMtpLayers(model, number)
+        layers: Any = MtpModel.from_pretrained(told, device_map={"": model.device})
         layers.config._attn_implementation = attention_of(model.config)
+        return LibraryMtp(layers, int(model.get_output_embeddings().weight.shape[1]))
     except Exception as error:  # the library raises many kinds for checkpoints that it does not know
-        raise HeadsError(f"the MTP layers of {name} cannot be loaded ({reason_of(error)}): {HELP}") from error
-    return LibraryMtp(layers)
+        kind = model.config.model_type
+        raise HeadsError(
+            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {HELP}"
+        ) from error
 
 
 def _tensors_of(model: PreTrainedModel) -> list[str]:

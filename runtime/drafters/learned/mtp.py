@@ -48,12 +48,11 @@ class IteratedMtp:
     passes = DEEPEST
 
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
-        width = embedding_size(target)
         self._passes = DraftPasses(
             lambda tokens, hidden, positions, cache, mask: layers.run(0, tokens, hidden, positions, cache, mask),
             lambda hidden: best_of(layers.logits(hidden), BEST),
-            layers.shapes(width),
-            width=width,
+            layers.shapes,
+            width=layers.width,
             rows=1 + WIDTH * DEEPEST,
             window=layers.window(0),
             target=target,
@@ -80,7 +79,7 @@ class MtpLayersInTurn:
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         self.seconds = 0.0
         self._layers, self._device = layers, target.device
-        self._shapes = layers.shapes(embedding_size(target))
+        self._shapes = layers.shapes
         self._cache = StaticKVCache(KVTensors.for_layers(self._shapes, 0))
         self._accepted = AcceptedTokens()
         self._calibration = Calibration(None, layers.number)
@@ -149,9 +148,3 @@ class MtpLayersInTurn:
             self._cache = StaticKVCache(KVTensors.for_layers(self._shapes, extent_for(positions)))
             old.length = self._settled
             self._cache.copy_from(old)
-
-
-def embedding_size(target: Target) -> int:
-    """The width of the hidden states that the output layer of a target reads."""
-    layer = target.model.get_output_embeddings()
-    return int(layer.weight.shape[1])

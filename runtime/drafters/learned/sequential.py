@@ -115,8 +115,8 @@ class SequentialDrafter:
             before = self._path_probs[parents] * self._probs[parents, ranks]
             rows = self._noted(ranked, rows, depth, before)
             self._spent(began, len(chosen))
-        parts = (part[:rows] for part in (self._tokens, self._probs, self._after))
-        self._proposed = Proposal(*parts, np.full(rows, NONE), self._depths[:rows])
+        tokens_of, probs, after = (part[:rows] for part in (self._tokens, self._probs, self._after))
+        self._proposed = Proposal(tokens_of, probs, after, np.full(rows, NONE), self._depths[:rows])
         return self._proposed
 
     def _noted(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
