@@ -49,6 +49,11 @@ def kinds_for(method: str) -> tuple[str, ...]:
     return (HYDRA, HYDRA_PLUS) if kind == HYDRA else (kind,)
 
 
+def method_of(kind: str) -> str:
+    """The method that drafts by heads of a kind alone."""
+    return HYDRA if kind == HYDRA_PLUS else kind
+
+
 def kind_of(folder: Path) -> str:
     return HeadsConfig.of_checkpoint(settings_of(folder)["heads"]).kind
 
