@@ -30,7 +30,7 @@ def train_heads(
     config: TrainConfig,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train drafting heads: Amphista, Medusa, Hydra, Hydra++, or a multi-token-prediction layer.
+    """Train drafting heads (Amphista, Medusa, Hydra, MTP).
 
     The model itself does not change. Its own answers to prompts like yours, as hdtool collect writes them, are the best
     training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
