@@ -45,8 +45,7 @@ class HeadsState:
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
         self._buckets = np.empty((0, 0), np.int64)
-        self._accepted = AcceptedTokens()
-        target.watch_hidden()
+        self._accepted = AcceptedTokens(target.watch_hidden())
         if target.device.type == "cpu":
             compile_linear_layers(self.heads)
         self._cache = HeadsKVCache.of(self.heads)

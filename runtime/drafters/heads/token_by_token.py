@@ -28,7 +28,7 @@ SIZES = (1, 2, WIDTH)
 
 def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
     """A drafter by heads that draft token by token; measured, it makes the passes that pay."""
-    target.watch_hidden()
+    columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
     pace = MeasuredPace() if is_measured else FixedPace()
@@ -38,7 +38,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
     else:
         assert isinstance(saved.heads, MtpHeads)
         module = TrainedMtp(saved.heads, target)
-    return SequentialDrafter(module, pace, odds=saved.judged.odds or None)
+    return SequentialDrafter(module, pace, columns=columns, odds=saved.judged.odds or None)
 
 
 class HydraModule:

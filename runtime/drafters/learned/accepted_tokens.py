@@ -17,7 +17,9 @@ class AcceptedTokens:
     A token is paired with the hidden state that it was chosen from: that of the token before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, columns: slice | None = None) -> None:
+        """``columns`` of the target's hidden states are read; see ``Target.watch_hidden``."""
+        self._columns = columns
         self._queued: list[tuple[torch.Tensor, list[int]]] = []
         self.begin([0])
 
@@ -28,7 +30,7 @@ class AcceptedTokens:
 
     def add(self, accepted: Accepted, verified: Verified) -> None:
         """Queue the accepted tokens of a step."""
-        hidden = verified.hidden if verified.hidden is not None else NO_HIDDEN
+        hidden = NO_HIDDEN if verified.hidden is None or self._columns is None else verified.hidden[:, self._columns]
         if self._is_prompt:
             self._is_prompt = False
             self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))

@@ -16,7 +16,7 @@ from hdtool.runtime.drafters.learned.draft_passes import on_host
 from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
 from hdtool.runtime.drafters.learned.proposal import BEST
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, Ranked, SequentialDrafter
-from hdtool.runtime.model.load import load, load_settings
+from hdtool.runtime.model.load import load
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 LOADED: WeakKeyDictionary[Target, dict[str, Target]] = WeakKeyDictionary()
 """The draft models of each target by their names: the drafters of a batch share one."""
-OTHER_KINDS = {"eagle3": "an EAGLE-3 drafter", "eagle": "an EAGLE drafter", "dflash": "a DFlash drafter",
-               "assistant": "an assistant that reads its model's cache"}  # fmt: skip
-"""Words in the class of a published drafter that is no model by itself."""
 
 
 def draft_model_drafter(
@@ -45,8 +42,6 @@ def draft_model_drafter(
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
     config = ModelConfig(name, device=str(target.device))
-    if (kind := _other_kind(load_settings(config))) is not None:
-        raise FamilyError(f"drafter {name} is {kind}, which is not supported: name a small model with this tokenizer")
     loaded = load(config)
     found = TokenizerFingerprint.of(loaded.tokenizer)
     if tokenizer is not None and found != tokenizer:
@@ -60,11 +55,6 @@ def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -
             "name another small model"
         )
     return loaded.target
-
-
-def _other_kind(settings: object) -> str | None:
-    classes = " ".join(getattr(settings, "architectures", None) or ()).lower()
-    return next((kind for word, kind in OTHER_KINDS.items() if word in classes), None)
 
 
 class DraftModel:

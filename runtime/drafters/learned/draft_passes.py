@@ -51,10 +51,12 @@ class DraftPasses:
         shapes: Sequence[LayerShape],
         *,
         width: int,
+        read_width: int | None = None,
         rows: int,
         window: int | None,
         target: Target,
     ) -> None:
+        """``width`` is that of the module's hidden states, ``read_width`` that of the target's if it is another one."""
         self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
         self._device = target.device
         self._storage = KVTensors.for_layers(shapes, 0)
@@ -62,7 +64,7 @@ class DraftPasses:
         """The hidden state of each row; the last one takes those of padding."""
         self._host = torch.zeros(HEADER + WORDS * SIZES[-1], dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._input = self._host.to(self._device, copy=True)
-        self._new_hidden = self._states.new_zeros((SIZES[-1], width))
+        self._new_hidden = self._states.new_zeros((SIZES[-1], read_width or width))
         self._capture = target.new_recorder()
         self._captured: dict[tuple[bool, int, int], tuple[Run, torch.Tensor, torch.Tensor]] = {}
         self.restart()

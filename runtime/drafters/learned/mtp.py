@@ -34,12 +34,13 @@ def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
     """A drafter of the MTP layers of a target's checkpoint; measured, it makes the passes that pay."""
     with target.changing():
         layers = load_mtp(target.model)
-        target.watch_hidden()
+        columns = target.watch_hidden()
         if target.device.type == "cpu":
             compile_linear_layers(layers.own)
     if layers.number > 1:
-        return MtpLayersInTurn(layers, target)
-    return SequentialDrafter(IteratedMtp(layers, target), MeasuredPace() if is_measured else FixedPace())
+        return MtpLayersInTurn(layers, target, columns)
+    pace = MeasuredPace() if is_measured else FixedPace()
+    return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
 
 
 class IteratedMtp:
@@ -76,12 +77,12 @@ class MtpLayersInTurn:
 
     source = SourceName.HEADS
 
-    def __init__(self, layers: LibraryMtp, target: Target) -> None:
+    def __init__(self, layers: LibraryMtp, target: Target, columns: slice) -> None:
         self.seconds = 0.0
         self._layers, self._device = layers, target.device
         self._shapes = layers.shapes
         self._cache = StaticKVCache(KVTensors.for_layers(self._shapes, 0))
-        self._accepted = AcceptedTokens()
+        self._accepted = AcceptedTokens(columns)
         self._calibration = Calibration(None, layers.number)
         self._proposed: Proposal | None = None
         self.begin([0])

@@ -91,7 +91,7 @@ def best_paths(
     while size < most:
         highest, chosen, of_chosen = 0.0, -1, -1
         for node in range(size + 1):
-            ranking = after[rankings[node - 1], ranks[node - 1]] if node > 0 else 0
+            ranking = after[rankings[node - 1], ranks[node - 1]] if node > 0 else min(0, len(probs) - 1)
             if ranking >= 0 and below[node] < best:
                 path_prob = probs[ranking, below[node]] * (path_probs[node - 1] if node > 0 else 1.0)
                 if path_prob > highest:

@@ -10,10 +10,17 @@ from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.select_heads import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
+from hdtool.runtime.drafters.learned.assistant import AssistantDrafter, load_assistant
+from hdtool.runtime.drafters.learned.dflash import load_dflash
 from hdtool.runtime.drafters.learned.draft_model import draft_model_drafter
+from hdtool.runtime.drafters.learned.eagle3 import load_eagle3
 from hdtool.runtime.drafters.learned.library_mtp import mtp_layers_of
 from hdtool.runtime.drafters.learned.mtp import mtp_drafter
+from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
+from hdtool.runtime.drafters.learned.published_drafter import ASSISTANT, DFLASH, MODEL, PublishedDrafter
+from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter, StaticTree
+from hdtool.runtime.source_names import SourceName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +44,26 @@ def trained_drafter(
     if kind == MTP:
         return mtp_drafter(target, is_measured=is_measured)
     assert config.drafter is not None
-    return draft_model_drafter(config.drafter, target, tokenizer, is_measured=is_measured)
+    return published_drafter(config.drafter, target, tokenizer, is_measured=is_measured)
+
+
+def published_drafter(
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, *, is_measured: bool
+) -> TrainedDrafter:
+    """A drafter that was published for a target, or any small model; measured, it makes the passes that pay."""
+    published = PublishedDrafter.named(name)
+    kind = published.kind
+    if kind == MODEL:
+        return draft_model_drafter(name, target, tokenizer, is_measured=is_measured)
+    pace = MeasuredPace() if is_measured else FixedPace()
+    with target.changing():
+        if kind == DFLASH:
+            return load_dflash(published, target)
+        if kind == ASSISTANT:
+            module = load_assistant(published, target)
+            return AssistantDrafter(module, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
+        eagle, layers = load_eagle3(published, target)
+        return SequentialDrafter(eagle, pace, columns=target.watch_hidden(layers), source=SourceName.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:

@@ -63,20 +63,20 @@ class SequentialDrafter:
         module: SequentialModule,
         pace: Pace,
         *,
+        columns: slice | None = None,
         source: SourceName = SourceName.HEADS,
         odds: list[list[float]] | None = None,
         width: int = WIDTH,
     ) -> None:
-        """``odds`` are acceptance rates by depth and bucket of probability; see ``Calibration``.
-
-        Rankings further ahead than these are calibrated like the last of them.
+        """``columns`` of the target's hidden states are read. ``odds`` are acceptance rates by depth and bucket of
+        probability, see ``Calibration``; rankings further ahead than these are calibrated like the last of them.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
         self._passes = min(module.passes, DEEPEST)
         self._calibration = Calibration(odds, LAST_CALIBRATED + 1)
         self._last_calibrated = len(odds) - 1 if odds else LAST_CALIBRATED
-        self._accepted = AcceptedTokens()
+        self._accepted = AcceptedTokens(columns)
         rankings = 1 + width * self._passes
         self._tokens, self._after = np.zeros((2, rankings, BEST), np.int64)
         self._probs, self._buckets = np.zeros((rankings, BEST)), np.zeros((rankings, BEST), np.int64)
@@ -127,7 +127,7 @@ class SequentialDrafter:
         buckets = bucket_of(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
         level = min(depth, self._last_calibrated)
-        self._probs[first:rows, :best] = self._calibration.at(level, buckets)
+        self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(level, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
