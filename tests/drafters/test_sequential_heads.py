@@ -133,7 +133,7 @@ def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, captu
     assert target.captures is (capture is not never)
     heads = random_for(target, config, size=0.1).heads
     checked = Checked(module_of(heads, target), heads, target)
-    drafter = StandaloneDrafter(SequentialDrafter(checked, FixedPace()), FixedBudget(24))
+    drafter = StandaloneDrafter(SequentialDrafter(checked, FixedPace(), columns=target.watch_hidden()), FixedBudget(24))
     for length in (10, 3):
         prompt = prompt_of(length)
         steps = run(target, prompt, SamplingConfig(), most=12, drafter=drafter)
@@ -201,7 +201,10 @@ def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsCo
     heads = random_for(target, config, size=0.1).heads
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     checks = [Checked(module_of(heads, target), heads, target) for _ in prompts]
-    drafters = [StandaloneDrafter(SequentialDrafter(check, FixedPace()), FixedBudget(12)) for check in checks]
+    drafters = [
+        StandaloneDrafter(SequentialDrafter(check, FixedPace(), columns=target.watch_hidden()), FixedBudget(12))
+        for check in checks
+    ]
     asked = (
         Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
         for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
