@@ -21,7 +21,7 @@ from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, best_of
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.learned.calibration import BUCKETS, Calibration, bucket_of, centre_of
 from hdtool.runtime.drafters.learned.proposal import Proposal, best_paths
@@ -40,8 +40,7 @@ def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, to
 
 
 def rows_for(heads: Heads, capacity: int) -> HeadsKVCache:
-    shape = heads.shape
-    rows = HeadsKVCache(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
+    rows = HeadsKVCache.of(heads)
     rows.make_room(capacity)
     return rows
 
@@ -146,6 +145,7 @@ def test_new_heads_give_the_targets_logits(family: str, rank: int) -> None:
     assert one.verified.hidden is not None
     states = one.verified.hidden.clone()
     heads = new_heads(model, states.shape[-1], VOCABULARY, HeadsConfig(rank=rank, sampled_token=False))
+    assert isinstance(heads, ParallelHeads)
     with torch.inference_mode():
         rows = rows_for(heads, 30)
         found = heads.ahead(states, states, rows)

@@ -200,7 +200,7 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
         assert (config == config.plain) == (name == "medusa")
     with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):
         drafter_for(DecodeConfig("medusa", draft_tokens=8, heads=both[:1]), target, StoreSet())
-    with pytest.raises(HeadsError, match="none are given: train some with hdtool train-heads --medusa"):
+    with pytest.raises(HeadsError, match="none are given: train some with hdtool train-heads --kind medusa"):
         drafter_for(DecodeConfig("medusa", draft_tokens=8), target, StoreSet())
 
 

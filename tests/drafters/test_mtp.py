@@ -181,7 +181,9 @@ def test_the_trained_hybrid_drafts_far_ahead() -> None:
 def test_checkpoints_without_usable_layers_are_refused(tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     assert mtp_layers_of(target.model) == 0
-    with pytest.raises(HeadsError, match=r"has no MTP layers: use another method, such as hd$"):
+    with pytest.raises(
+        HeadsError, match=r"has no MTP layers: train one with hdtool train-heads --kind mtp .*, or use another method"
+    ):
         drafter_of("mtp", target)
     with_states = with_mtp(WITH_STATES, tmp_path)
     assert mtp_layers_of(with_states) == 1

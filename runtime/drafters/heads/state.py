@@ -10,7 +10,7 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import best_of
+from hdtool.runtime.drafters.heads.modules import ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
 from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
@@ -31,6 +31,7 @@ class HeadsState:
     source = SourceName.HEADS
 
     def __init__(self, saved: SavedHeads, target: Target) -> None:
+        assert isinstance(saved.heads, ParallelHeads)
         self.heads = saved.heads
         self.calibration = Calibration(saved.judged.odds or None, self.heads.config.heads)
         self.seconds = 0.0
@@ -47,9 +48,7 @@ class HeadsState:
         self._accepted = AcceptedTokens(target.watch_hidden())
         if target.device.type == "cpu":
             compile_linear_layers(self.heads)
-        shape = self.heads.shape
-        width = shape.width // shape.attention_heads
-        self._cache = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
+        self._cache = HeadsKVCache.of(self.heads)
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:

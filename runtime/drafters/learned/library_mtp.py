@@ -26,6 +26,7 @@ MOST_LAYERS = 8
 FULL = "full_attention"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HELP = "use another method, such as hd"
+TRAIN = f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {HELP}"
 
 
 class LibraryMtp:
@@ -147,7 +148,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
         raise FamilyError("MTP layers need transformers 5.23 or newer: update it, or " + HELP) from None
     name = model.config.name_or_path
     if not (number := mtp_layers_of(model)):
-        raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {HELP}")
+        raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAIN}")
     use_masked_attention(model)
     try:
         told: Any = WithMtpLayers(model, number)

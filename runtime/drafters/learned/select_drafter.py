@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.config import METHODS, OPTION_METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.methods import DRAFTER, HEADS, MTP
+from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.select_heads import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
 from hdtool.runtime.drafters.learned.assistant import AssistantDrafter, load_assistant
 from hdtool.runtime.drafters.learned.dflash import load_dflash
 from hdtool.runtime.drafters.learned.draft_model import draft_model_drafter
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.runtime.budget.node_budget import Budget
+    from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
     from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
     from hdtool.runtime.model.target import Target
 
@@ -35,10 +38,9 @@ def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
     """The trained drafter of a method; a draft model must have this ``tokenizer``."""
-    kind = METHODS[config.method].trained
-    if kind == HEADS:
-        return HeadsState(heads_for(config.method, config.heads, target.model), target)
-    is_measured = config.draft_tokens is None
+    kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
+    if kind == HEADS or (kind == MTP and config.method in methods_with_heads(config.heads, target.model)):
+        return drafter_of(heads_for(config.method, config.heads, target.model), target, is_measured=is_measured)
     if kind == MTP:
         return mtp_drafter(target, is_measured=is_measured)
     assert config.drafter is not None
@@ -64,11 +66,18 @@ def published_drafter(
         return SequentialDrafter(eagle, pace, columns=target.watch_hidden(layers), source=SourceName.DRAFTER)
 
 
+def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:
+    """The drafter of some heads, all at once or token by token."""
+    if isinstance(saved.heads, ParallelHeads):
+        return HeadsState(saved, target)
+    return sequential_drafter(saved, target, is_measured=is_measured)
+
+
 def trained_alone(
     config: DecodeConfig, target: Target, budget: Budget, tokenizer: TokenizerFingerprint | None = None
 ) -> StandaloneDrafter:
     """The drafter of a method that has no other source."""
-    if METHODS[config.method].trained != HEADS:
+    if config.method not in OPTION_METHODS["tree"]:
         return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget)
     saved = heads_for(config.method, config.heads, target.model)
     static = StaticTree(saved) if config.tree == STATIC else None
@@ -77,10 +86,6 @@ def trained_alone(
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
     """The methods whose trained drafter is there: found, shipped with the model, or named."""
-    found = {HEADS: True, MTP: bool(mtp_layers_of(model)), DRAFTER: config.drafter is not None}
+    found = {HEADS: False, MTP: bool(mtp_layers_of(model)), DRAFTER: config.drafter is not None}
     with_heads = methods_with_heads(config.heads, model)
-    return {
-        method
-        for method in TRAINED
-        if found[METHODS[method].trained] and (METHODS[method].trained != HEADS or method in with_heads)
-    }
+    return {method for method in TRAINED if found[METHODS[method].trained] or method in with_heads}

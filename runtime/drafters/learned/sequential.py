@@ -22,7 +22,7 @@ WIDTH = 4
 DEEPEST = 12
 """Most passes after the one that reads what was accepted."""
 LAST_CALIBRATED = 7
-"""Rankings further ahead are calibrated like this one."""
+"""Rankings further ahead are calibrated like this one, where there are no odds."""
 
 Ranked = tuple[Array, Array]
 """The best tokens of each row, and their probabilities."""
@@ -69,12 +69,13 @@ class SequentialDrafter:
         width: int = WIDTH,
     ) -> None:
         """``columns`` of the target's hidden states are read. ``odds`` are acceptance rates by depth and bucket of
-        probability; see ``Calibration``.
+        probability, see ``Calibration``; rankings further ahead than these are calibrated like the last of them.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
         self._passes = min(module.passes, DEEPEST)
         self._calibration = Calibration(odds, LAST_CALIBRATED + 1)
+        self._last_calibrated = len(odds) - 1 if odds else LAST_CALIBRATED
         self._accepted = AcceptedTokens(columns)
         rankings = 1 + width * self._passes
         self._tokens, self._after = np.zeros((2, rankings, BEST), np.int64)
@@ -125,7 +126,7 @@ class SequentialDrafter:
         self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = NONE, 0, NONE
         buckets = bucket_of(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
-        level = min(depth, LAST_CALIBRATED)
+        level = min(depth, self._last_calibrated)
         self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(level, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
@@ -149,5 +150,5 @@ class SequentialDrafter:
         if proposed is None:
             return
         for token, ranking in zip(accepted.tokens, proposed.along(accepted.tokens), strict=False):
-            level = min(int(self._depths[ranking]), LAST_CALIBRATED)
+            level = min(int(self._depths[ranking]), self._last_calibrated)
             self._calibration.update(level, self._buckets[ranking], self._tokens[ranking] == token)
