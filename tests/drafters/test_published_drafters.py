@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import (
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.learned.eagle3 import load_eagle3
+from hdtool.runtime.drafters.learned.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.loop import Request
@@ -177,7 +177,8 @@ def test_an_eagle_ranks_as_a_slow_one_does(speculators: bool, capture: CaptureMa
     model = six_layers("Llama")
     target = Target(model, capture)
     published = PublishedDrafter.named(str(eagle3(tmp_path, model, speculators=speculators)))
-    module, layers = load_eagle3(published, target)
+    eagle, layers = load_eagle3(published, target)
+    module = EagleModule(eagle, target)
     assert layers == ([0, 1, 2] if speculators else [1, 2, 2])
     torch.manual_seed(0)
     hidden, tokens = torch.randn(24, 3 * 32), torch.randint(97, (24,)).tolist()
