@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime.engines.cuda.operations import HeadLayout, Operations, TorchOperations
+from hdtool.runtime.engines.cuda.operations import HeadLayout, Norm, Operations, Residual, TorchOperations
+from hdtool.runtime.engines.model_families import NormKind
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.model.target import Target
@@ -106,43 +107,128 @@ def test_attention_is_that_of_each_row_to_its_path(case: dict[str, Any], dtype: 
     rows, width, lengths = case["rows"], case["width"], case["lengths"]
     window = AttentionWindow("sliding_attention", case["window"]) if "window" in case else AttentionWindow(FULL)
     sinks = torch.randn(case["heads"]).to(dtype) if "sinks" in case else None
-    layout = HeadLayout(case["heads"], case["keys"], width, 0.4, 1e-6, window, case.get("softcap"), sinks)
+    layout = HeadLayout(case["heads"], case["keys"], width, 0.4, window, case.get("softcap"), sinks)
     step = step_of(rows, lengths)
     shape = len(lengths) + 1, case["keys"], CAPACITY  # a slot more than there are trees
     cache = [torch.randn(*shape, one).to(dtype) for one in (width, case.get("values", width))]
     queries = torch.randn(len(lengths) * rows, (case["heads"] + 2 * case["keys"]) * width).to(dtype)
-    triton = operations_of(dtype, window, step)[1]
-    found = triton.attention(queries, (cache[0], cache[1]), layout)
     expected = exact_attention(queries, [part[: len(lengths)] for part in cache], layout, step)
-    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    plain, triton = operations_of(dtype, window, step)
+    for operations in (triton, *([plain] if "values" not in case else [])):
+        found = operations.attention(queries, (cache[0], cache[1]), layout)
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 8e-3}
+NORM_KINDS = {"llama": NormKind(), "gemma": NormKind(1.0, rounds=False), "olmo": NormKind(rounds=False)}
+KINDS = pytest.mark.parametrize("kind", NORM_KINDS.values(), ids=NORM_KINDS)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("has_norms", [False, True], ids=["no norms", "norms"])
-def test_kernels_give_the_numbers_of_torch(dtype: torch.dtype, has_norms: bool) -> None:
-    torch.manual_seed(0)
-    layout = HeadLayout(6, 2, 80, 0.1, 1e-6, AttentionWindow(FULL))
-    step = step_of(16, [5, 517])
-    tokens = 32
-    qkv, turned = torch.randn(tokens, 10 * 80).to(dtype), torch.randn(2, tokens, 80).to(dtype)
-    norms = torch.randn(2, 80).to(dtype)
-    stored, hidden = torch.randn(4, 2, 2, CAPACITY, 80).to(dtype), torch.randn(2, tokens, 96).to(dtype)
-    weight, gates = torch.randn(96).to(dtype), torch.randn(tokens, 2 * 1500).to(dtype)
-    outcomes = []
+def exact_norm(rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    if norm is None:
+        return rows
+    scale = (rows.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
+    return rows * scale * (norm.kind.offset + norm.weight.double())
+
+
+@DTYPES
+@KINDS
+@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+@pytest.mark.parametrize("where", ["before", "after", "both", "neither"])
+def test_a_residual_is_that_of_float64(kind: NormKind, dtype: torch.dtype, multiplier: float, where: str) -> None:
+    torch.manual_seed(1)
+    rows, added, *weights = (torch.randn(shape).to(dtype) for shape in ((5, 96), (5, 96), (96,), (96,)))
+    after, before = (
+        Norm(weight, 1e-5, kind) if where in (name, "both") else None
+        for weight, name in zip(weights, ("after", "before"), strict=True)
+    )
+    for operations in operations_of(dtype, AttentionWindow(FULL), step_of(1, [4])):
+        for more in (None, added):
+            sums = rows.clone()
+            found = operations.add_norm(sums, more, Residual(after, before, multiplier))
+            expected = rows.double()
+            if more is not None:
+                expected = expected + multiplier * exact_norm(more.double(), after)
+            assert_near(sums, expected, dtype)
+            assert_near(found, exact_norm(expected, before), dtype)
+            assert (found is sums) == (before is None)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_gates_are_those_of_float64(activation: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    gates = (3 * torch.randn(7, 2 * 1500)).to(dtype)
+    gates[0, :4] = torch.tensor([-40.0, 40.0, 0.0, -9.0])
+    gate, up = gates.double().chunk(2, dim=-1)
+    active = {
+        "silu": gate * gate.sigmoid(),
+        "gelu_tanh": 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))),
+        "gelu": 0.5 * gate * (1 + torch.erf(gate / 2**0.5)),
+    }[activation]
+    for operations in operations_of(dtype, AttentionWindow(FULL), step_of(1, [4])):
+        assert_near(operations.gate(gates, activation), active * up, dtype)
+
+
+ROTATED = {"the whole head": 80, "a part": 48, "nothing": 0}
+
+
+@DTYPES
+@KINDS
+@pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED)
+@pytest.mark.parametrize("normed", ["no norms", "each head", "all heads together"])
+def test_rotated_heads_are_those_of_float64(kind: NormKind, dtype: torch.dtype, rotated: int, normed: str) -> None:
+    """Queries and keys of a batch with normed heads, and what is stored of keys and values."""
+    torch.manual_seed(3)
+    layout, lengths, rows = HeadLayout(6, 2, 80, 0.1, AttentionWindow(FULL)), [5, 517], 4
+    step, tokens = step_of(rows, lengths), len(lengths) * rows
+    qkv, tables = torch.randn(tokens, 10 * 80).to(dtype), torch.randn(2, tokens, max(2, rotated)).to(dtype)
+    widths = {"no norms": (), "each head": (80, 80), "all heads together": (6 * 80, 2 * 80)}[normed]
+    norms = [Norm(torch.randn(width).to(dtype), 1e-5, kind) for width in widths]
+    stored = torch.randn(2, 3, 2, CAPACITY, 80).to(dtype)
+    parts = list(qkv.double().view(tokens, 10, 80).split([6, 2, 2], dim=1))
+    for part, norm in enumerate(norms):
+        whole = parts[part].flatten(1) if len(norm.weight) > 80 else parts[part]
+        parts[part] = exact_norm(whole, norm).view(parts[part].shape)
+    cos, sin = (table.double()[:, None] for table in tables)
+    for part in (0, 1):
+        if rotated:
+            first = parts[part][..., :rotated]
+            turned = first * cos + first.roll(rotated // 2, dims=-1) * sin
+            parts[part] = torch.cat([turned, parts[part][..., rotated:]], dim=-1)
     for operations in operations_of(dtype, layout.window, step):
-        mine, cache, sums = qkv.clone(), stored.clone(), hidden[0].clone()
-        operations.move([cache])
-        moved = cache.clone()
-        given = (norms[0], norms[1]) if has_norms else None
-        queries = operations.rotate_and_store(mine, (turned[0], turned[1]), given, (cache[0], cache[1]), layout)
-        normed = operations.add_norm(sums, hidden[1], weight, 1e-6)
-        alone = operations.add_norm(sums, None, weight, 1e-6)
-        outcomes.append([moved, queries[:, :480], cache, sums, normed, alone, operations.gate(gates)])
-    exact, tolerance = outcomes[0], {torch.float32: 1e-5, torch.float16: 8e-3}[dtype]
-    assert torch.equal(outcomes[1][0], exact[0]) and not torch.equal(exact[0], stored)
-    for found, expected in zip(outcomes[1], exact, strict=True):
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        mine, cache = qkv.clone(), stored.clone()
+        found = operations.rotate_and_store(
+            mine,
+            (tables[0], tables[1]) if rotated else None,
+            (norms[0], norms[1]) if norms else None,
+            (cache[0], cache[1]),
+            layout,
+        )
+        assert_near(found[:, :480], parts[0].flatten(1), dtype)
+        expected = stored.double()
+        for slot, length in enumerate(lengths):
+            for tensor, part in zip(expected, parts[1:], strict=True):
+                tensor[slot, :, length : length + rows] = part.view(len(lengths), rows, 2, 80)[slot].transpose(0, 1)
+        assert_near(cache, expected, dtype)
+
+
+@DTYPES
+def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
+    stored = torch.randn(4, 2, 2, CAPACITY, 80).to(dtype)
+    moved = []
+    for operations in operations_of(dtype, AttentionWindow(FULL), step_of(16, [5, 517])):
+        moved.append(stored.clone())
+        operations.move([moved[-1]])
+    assert torch.equal(*moved) and not torch.equal(moved[0], stored)
 
 
 LONG = ("qwen3", "qwen3_moe", "gpt_oss", "gpt2", "phi3")

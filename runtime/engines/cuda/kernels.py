@@ -261,7 +261,8 @@ def activated(number, ACTIVATION: tl.constexpr):
         return number / (1.0 + tl.exp(-number))
     if ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
-        return number / (1.0 + tl.exp(-2.0 * inner))  # half of one more than the tanh is a sigmoid
+        # Half of one more than the tanh is a sigmoid. Below -40, the exponential overflows and the result is zero.
+        return number / (1.0 + tl.exp(-2.0 * tl.maximum(inner, -40.0)))
     tl.static_assert(ACTIVATION == "gelu")
     return 0.5 * number * (1.0 + tl.erf(0.7071067811865476 * number))
 
