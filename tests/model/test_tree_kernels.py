@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -263,16 +263,34 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
             target.commit(cache, slot, path_to(tree, size - 1))
 
 
-ATTENTION = """
+COMPILE = """
 import sys, warnings
 warnings.filterwarnings("ignore")
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from hdtool.runtime.engines.cuda.kernels import attention_kernel
+from hdtool.runtime.engines.cuda import kernels
 from hdtool.runtime.engines.cuda.triton_operations import Blocks, padded
-folder, capability, widths = sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3:])
-names = attention_kernel.arg_names
+folder, capability, widths = sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:]))
+
+def compiled(case, kernel, kinds, constants, warps, stages=2):
+    names = kernel.arg_names
+    kinds = kinds | dict.fromkeys(constants, "constexpr")
+    signature = {one: kinds.get(one, "i32") for one in names}
+    aligned = [one for one in names if kinds.get(one, "").startswith("*") or one in ("width", "stride", "queries", "keys")
+               or one.endswith("_stride")]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(one),): value for one, value in constants.items()},
+        {(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
+    )
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
+    open(f"{folder}/{case}.cubin", "wb").write(made.asm["cubin"])
+    print(case, made.metadata.shared)
+"""
+ATTENTION = """
+names = kernels.attention_kernel.arg_names
 pointers = {"qkv": "", "keys": "", "values": "", "lengths": "i64", "positions": "i64", "ancestors": "i64"}
 for width in widths:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -286,44 +304,85 @@ for width in widths:
             )
             kinds = {one: "*" + (kind or name) for one, kind in pointers.items()}
             kinds |= {"parts": "*fp32", "levels": "*fp32", "scale": "fp32", "softcap": "fp32"}
-            kinds |= dict.fromkeys(constants, "constexpr")
-            signature = {one: kinds.get(one, "i32") for one in names}
-            aligned = [one for one in names if kinds.get(one, "").startswith("*") or one.endswith("_stride")]
-            source = ASTSource(
-                attention_kernel,
-                signature,
-                {(names.index(one),): value for one, value in constants.items()},
-                {(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
-            )
-            made = compile(source, target=GPUTarget("cuda", capability, 32),
-                           options={"num_warps": blocks.warps, "num_stages": 2})
-            case = f"{name}-{width}-{queries}"
-            open(f"{folder}/{case}.cubin", "wb").write(made.asm["cubin"])
-            print(case, made.metadata.shared)
+            compiled(f"{name}-{width}-{queries}", kernels.attention_kernel, kinds, constants, blocks.warps)
+"""
+BETWEEN = """
+GEMMA, LLAMA = dict(OFFSET=1.0, ROUNDS=False), dict(OFFSET=0.0, ROUNDS=True)
+for name in ("bf16", "fp32"):
+    for block in widths:
+        kinds = dict.fromkeys(("hidden", "added", "after_weight", "weight", "normed"), "*" + name)
+        kinds |= dict.fromkeys(("after_epsilon", "epsilon", "multiplier"), "fp32")
+        for case, after, scales, kind in (("sandwich", True, False, GEMMA), ("scaled", False, True, LLAMA)):
+            constants = dict(ADDS=True, AFTER=after, BEFORE=True, SCALES=scales, BLOCK=block, **kind)
+            compiled(f"{case}-{name}-{block}", kernels.add_norm_kernel, kinds, constants, 8)
+        kinds = dict.fromkeys(("qkv", "query_norm", "key_norm"), "*" + name) | {"epsilon": "fp32"}
+        compiled(f"heads-{name}-{block}", kernels.norm_parts_kernel, kinds, dict(BLOCK=block, **LLAMA), 8)
+    kinds = dict.fromkeys(("qkv", "cos", "sin", "query_norm", "key_norm", "keys", "values"), "*" + name)
+    kinds |= {"lengths": "*i64", "epsilon": "fp32"}
+    for half, rest in ((32, 0), (64, 0), (128, 0), (48, 32)):
+        for rotates in (True, False):
+            constants = dict(HALF=half, BLOCK=padded(half), REST=rest, REST_BLOCK=max(1, rest), ROTATES=rotates)
+            constants |= dict(NORMS=True, **GEMMA)
+            compiled(f"rotary-{name}-{half}-{rest}-{rotates}", kernels.rotary_kernel, kinds, constants, 1)
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)
+        compiled(f"{activation}-{name}", kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
 """
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that one block may have."""
+MOST_REGISTERS = 128
+"""Registers of a thread of an operation between matmuls, so that several blocks of it run at once."""
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes of a multiprocessor."""
+
+    registers: int
+    spilled: int
+    """Bytes of a thread."""
+    shared: int
+    """Bytes of a block."""
+
+
+def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) -> dict[str, Compiled]:
+    """By cases: kernels that a process compiled for a GPU that need not be here."""
+    import triton
+
+    command = [sys.executable, "-c", COMPILE + code, str(folder), str(capability), *map(str, widths)]
+    compiling = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+    made = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = {}
+    for case, shared in (line.split() for line in made.stdout.splitlines()):
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", folder / f"{case}.cubin"], capture_output=True, text=True, check=True
+        ).stdout
+        numbers = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
+        assert numbers, told
+        registers, stack, local = map(int, numbers.groups())
+        found[case] = Compiled(registers, max(0, stack - 8) + local, int(shared))
+    return found
+
+
+CAPABILITIES = pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
+)
 
 
 @pytest.mark.parametrize("width", [128, *(pytest.param(each, marks=pytest.mark.long) for each in (64, 256))])
-@pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
-)
+@CAPABILITIES
 def test_attention_compiles_without_spills(capability: int, width: int, tmp_path: Path) -> None:
-    import triton
-
-    command = [sys.executable, "-c", ATTENTION, str(tmp_path), str(capability), str(width)]
-    compiling = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    made = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    cases = dict(line.split() for line in made.stdout.splitlines())
+    cases = compiled(ATTENTION, capability, (width,), tmp_path)
     assert len(cases) > 2
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    for case, shared in cases.items():
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", tmp_path / f"{case}.cubin"], capture_output=True, text=True, check=True
-        ).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
-        assert found, told
-        assert int(found[2]) <= 8 and not int(found[3]), f"{case} spills: {found[0]}"
-        assert int(shared) <= SHARED_MEMORY[capability] * 1024, case
+    for case, found in cases.items():
+        assert not found.spilled and found.shared <= SHARED_MEMORY[capability] * 1024, (case, found)
+
+
+@CAPABILITIES
+def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
+    """For hidden states of up to 8192 numbers."""
+    cases = compiled(BETWEEN, capability, (2048, 8192), tmp_path)
+    assert len(cases) == 34
+    for case, found in cases.items():
+        assert not found.spilled and found.registers <= MOST_REGISTERS and found.shared <= 1024, (case, found)

@@ -258,13 +258,15 @@ def merge_kernel(
 @triton.jit
 def activated(number, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        return number / (1.0 + tl.exp(-number))
-    if ACTIVATION == "gelu_tanh":
+        active = number / (1.0 + tl.exp(-number))
+    elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
         # Half of one more than the tanh is a sigmoid. Below -40, the exponential overflows and the result is zero.
-        return number / (1.0 + tl.exp(-2.0 * tl.maximum(inner, -40.0)))
-    tl.static_assert(ACTIVATION == "gelu")
-    return 0.5 * number * (1.0 + tl.erf(0.7071067811865476 * number))
+        active = number / (1.0 + tl.exp(-2.0 * tl.maximum(inner, -40.0)))
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        active = 0.5 * number * (1.0 + tl.erf(0.7071067811865476 * number))
+    return active
 
 
 @triton.jit
