@@ -75,6 +75,7 @@ class FusedPass:
         uses = Counter(_memory_of(weight) for weight in own if type(weight) is Parameter)
         norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
         first = [_norm_of(layer, layer.around[0], parts.family) for layer in parts.layers]
+        self._kinds = dict.fromkeys(_rotary_kinds(parts))
         self._begin = Residual(None, first[0])
         self._layers = [
             self._fused(layer, window, kind, after, uses)
@@ -138,7 +139,7 @@ class FusedPass:
         operations.begin(step, extent)
         operations.move(storage.tensors)
         hidden = self._ends.embedded(parts.embedding(step.tokens).flatten(0, 1))
-        rotary = {layer.rotary: self._rotary(hidden, step.positions, layer.rotary) for layer in self._layers}
+        rotary = {kind: self._rotary(hidden, step.positions, kind) for kind in self._kinds}
         normed = operations.add_norm(hidden, None, self._begin)
         for layer, cache in zip(self._layers, storage.layers, strict=True):
             qkv = layer.qkv(normed)
