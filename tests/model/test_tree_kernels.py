@@ -277,8 +277,10 @@ def compiled(case, kernel, kinds, constants, warps, stages=2):
     names = kernel.arg_names
     kinds = kinds | dict.fromkeys(constants, "constexpr")
     signature = {one: kinds.get(one, "i32") for one in names}
-    aligned = [one for one in names if kinds.get(one, "").startswith("*") or one in ("width", "stride", "queries", "keys")
-               or one.endswith("_stride")]
+    whole = {"width", "stride", "queries", "keys"}
+    aligned = [
+        one for one in names if kinds.get(one, "").startswith("*") or one in whole or one.endswith("_stride")
+    ]
     source = ASTSource(
         kernel,
         signature,

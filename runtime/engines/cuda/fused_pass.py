@@ -84,6 +84,9 @@ class FusedPass:
             )
         ]
 
+        residuals = [self._begin, *(one for layer in self._layers for one in (layer.middle, layer.end))]
+        operations.prepare(residuals, [layer.head_norms for layer in self._layers])
+
     def _fused(
         self,
         layer: LayerParts[Module],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -66,6 +66,10 @@ class Operations(Protocol):
     reads_extent: bool
     """Whether attention reads a fixed number of positions, which the caller chooses."""
 
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        """Before the first pass: all that passes will give to the other operations."""
+        ...
+
     def begin(self, step: StepTensors, extent: int) -> None:
         """Begin a pass."""
         ...
@@ -117,9 +121,24 @@ class TorchOperations:
 
     def __init__(self, masks: AttentionMasks) -> None:
         self._masks = masks
+        self._shifted: list[Norm] = []
+        """Those whose weights have an offset."""
+        self._sums: dict[int, torch.Tensor] = {}
+        """Weights with their offsets in float32, by the identity of the norms."""
+
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        norms = [norm for one in residuals for norm in (one.after, one.before)]
+        norms += [norm for both in head_norms for norm in both or ()]
+        self._shifted = [norm for norm in norms if norm is not None and norm.kind.offset]
 
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._extent = step, extent
+        if self._shifted:
+            # In each pass, since weights may have been written in place, but in few operations.
+            weights = [norm.weight for norm in self._shifted]
+            sums = torch.cat(weights).float() + self._shifted[0].kind.offset
+            parts = sums.split(list(map(len, weights)))
+            self._sums = {id(norm): part for norm, part in zip(self._shifted, parts, strict=True)}
         found = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self._found = found if isinstance(found, dict) else {"": found}
         self._repeated: dict[tuple[str, int], torch.Tensor] = {}
@@ -130,8 +149,8 @@ class TorchOperations:
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
         if added is not None:
-            hidden.add_(_normed(added, residual.after), alpha=residual.multiplier)
-        return _normed(hidden, residual.before)
+            hidden.add_(self._normed(added, residual.after), alpha=residual.multiplier)
+        return self._normed(hidden, residual.before)
 
     def rotate_and_store(
         self,
@@ -146,13 +165,28 @@ class TorchOperations:
         turned, values = heads.split([layout.query_heads + layout.key_heads, layout.key_heads], dim=1)
         if norms:
             parts = turned.split([layout.query_heads, layout.key_heads], dim=1)
-            normed = [_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)]
+            normed = [self._normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)]
             turned = torch.cat(normed, dim=1)
         if rotary:
             turned = _rotated(turned, rotary)
         for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
-        return turned[:, : layout.query_heads].flatten(1)
+        return turned.flatten(1)
+
+    def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is None:
+            return rows
+        weight = norm.weight
+        if not norm.kind.offset:
+            return cast(torch.Tensor, rms_norm(rows, weight.shape, weight, norm.epsilon))
+        exact: torch.Tensor = rms_norm(rows.float(), weight.shape, self._sums[id(norm)], norm.epsilon)
+        return exact.to(rows.dtype)
+
+    def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Heads ``[tokens, heads, width]``, each normed, or all together."""
+        if len(norm.weight) == heads.shape[2]:
+            return self._normed(heads, norm)
+        return self._normed(heads.flatten(1), norm).view(heads.shape)
 
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
@@ -187,28 +221,11 @@ class TorchOperations:
         move_positions(tensors, self._step)
 
 
-def _normed(rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-    if norm is None:
-        return rows
-    weight, offset = norm.weight, norm.kind.offset
-    if not offset:
-        return cast(torch.Tensor, rms_norm(rows, weight.shape, weight, norm.epsilon))
-    exact: torch.Tensor = rms_norm(rows.float(), weight.shape, weight.float() + offset, norm.epsilon)
-    return exact.to(rows.dtype)
-
-
-def _normed_heads(heads: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Heads ``[tokens, heads, width]``, each normed, or all together."""
-    if len(norm.weight) == heads.shape[2]:
-        return _normed(heads, norm)
-    return _normed(heads.flatten(1), norm).view(heads.shape)
-
-
 def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = (part[:, None] for part in rotary)
     width = cos.shape[-1]
     first = heads[..., :width]
-    turned = first * cos + first.roll(width // 2, dims=-1) * sin
+    turned = torch.addcmul(first * cos, first.roll(width // 2, dims=-1), sin)
     return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
 
 

@@ -12,6 +12,8 @@ from hdtool.runtime.engines.cuda.operations import Norm
 from hdtool.runtime.model.step_input import MOVES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual, Rotary
     from hdtool.runtime.model.step_input import StepTensors
 
@@ -51,6 +53,9 @@ class TritonOperations:
 
     def __init__(self, device: torch.device) -> None:
         self._processors, self._capability = processor_of(device)
+
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        pass
 
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._stride = step, step.length.stride(0)
