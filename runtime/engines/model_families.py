@@ -212,5 +212,8 @@ def settings_of(config: type) -> frozenset[str]:
     """The settings that a class of configurations declares beside those of all."""
     from transformers import PretrainedConfig
 
-    own, common = (inspect.signature(each.__init__).parameters for each in (config, PretrainedConfig))
-    return frozenset(own) - frozenset(common) - {"args", "kwargs"}
+    own, common = (inspect.signature(each).parameters for each in (config, PretrainedConfig))
+    named = {
+        name for name, one in own.items() if one.kind is not one.VAR_KEYWORD and one.kind is not one.VAR_POSITIONAL
+    }
+    return frozenset(named - common.keys())

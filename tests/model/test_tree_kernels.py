@@ -15,6 +15,7 @@ import torch
 
 from hdtool.runtime.engines.cuda.operations import HeadLayout, Norm, Operations, Residual, TorchOperations
 from hdtool.runtime.engines.model_families import NormKind
+from hdtool.runtime.model import captured_passes
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.model.target import Target
@@ -231,19 +232,24 @@ def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
     assert torch.equal(*moved) and not torch.equal(moved[0], stored)
 
 
-LONG = ("qwen3", "qwen3_moe", "gpt_oss", "gpt2", "phi3")
+LONG = ("qwen3", "qwen3_moe", "gemma2", "gpt_oss")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mistral",
-        "gemma2",
-        "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "qwen3_moe", "gpt2", "phi3")),
-    ],
-)
+BY_LIBRARY = ("gemma2", "gpt_oss", pytest.param("gpt2", marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize("family", BY_LIBRARY)
+def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_passes, "fuse", lambda target: None)
+    assert_trees_of_a_batch_are_right(family)
+
+
+@pytest.mark.parametrize("family", ["mistral", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
+    assert_trees_of_a_batch_are_right(family)
+
+
+def assert_trees_of_a_batch_are_right(family: str) -> None:
     model = model_of(family)
     target = Target(model, direct)
     first = target._captured._passes[0]
