@@ -27,16 +27,16 @@ from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
 from tests.support.trees import path_to, tokens_to
 
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-MULTIPLIERS = {
+WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MULTIPLIERS: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 4.0,
     "residual_multiplier": 0.6,
     "logits_scaling": 3.0,
 }
-BOUNDS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-LOCAL_AND_GLOBAL = {
+BOUNDS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+LOCAL_AND_GLOBAL: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
 }
