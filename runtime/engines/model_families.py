@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from torch.nn import Module
@@ -207,7 +206,6 @@ def is_of_package(thing: object, package: str) -> bool:
     return bool(package) and package_of(thing) == package
 
 
-@cache
 def settings_of(config: type) -> frozenset[str]:
     """The settings that a class of configurations declares beside those of all."""
     from transformers import PretrainedConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
@@ -171,16 +171,17 @@ class TorchOperations:
             turned = _rotated(turned, rotary)
         for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
-        return turned.flatten(1)
+        queries: torch.Tensor = turned.flatten(1)
+        return queries
 
     def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is None:
             return rows
-        weight = norm.weight
-        if not norm.kind.offset:
-            return cast(torch.Tensor, rms_norm(rows, weight.shape, weight, norm.epsilon))
-        exact: torch.Tensor = rms_norm(rows.float(), weight.shape, self._sums[id(norm)], norm.epsilon)
-        return exact.to(rows.dtype)
+        if norm.kind.offset:
+            exact: torch.Tensor = rms_norm(rows.float(), norm.weight.shape, self._sums[id(norm)], norm.epsilon)
+            return exact.to(rows.dtype)
+        normed: torch.Tensor = rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+        return normed
 
     def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Heads ``[tokens, heads, width]``, each normed, or all together."""
