@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GraniteConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
@@ -18,6 +20,7 @@ from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, NormKind, settings_of
 from hdtool.runtime.engines.model_parts import Kind, model_parts
+from hdtool.runtime.model.step_input import StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import ALTERNATING, SHAPE, VOCABULARY, WINDOW, random_model
@@ -312,6 +315,57 @@ def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypat
     assert not calls
     assert_same_logits(one.verify(DraftTree.bare(5))[0], expected)
     assert len(calls) == model.config.num_hidden_layers
+
+
+class Kernels:
+    """Counts kernels instead of launching them."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Kernels:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **constants: self._found.update(["kernel"])
+
+
+class Matmuls(TorchDispatchMode):
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._found.update(["matmul"] * (func._opname in ("addmm", "linear", "mm")))
+        return func(*args, **(kwargs or {}))
+
+
+KERNELS = {"gemma3": 6, "gemma2": 6, "granite": 6, "olmo2": 7, "phi3": 6}
+"""Kernels of a layer, beside four matmuls."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from hdtool.runtime.engines.cuda import triton_operations
+    from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
+
+    target = Target(model_of(name), direct)
+    monkeypatch.setattr(fused_pass, "triton_operations", TritonOperations)
+    found = fuse(target)
+    assert found
+    cache, told = target.allocate(1), StepInput(target.device, 1)
+    told.send(1, 4)
+    counted = []
+    for layers in (2, 1):
+        launched: Counter[str] = Counter()
+        found._layers = found._layers[:layers]
+        storage = replace(cache.storage, layers=cache.storage.layers[:layers])
+        monkeypatch.setattr(triton_operations, "kernels", Kernels(launched))
+        with torch.inference_mode(), Matmuls(launched):
+            found.run(told.tensors(1, 4), storage, 0)
+        counted.append(launched)
+    assert counted[0] - counted[1] == {"kernel": KERNELS[name], "matmul": 4}
 
 
 def test_all_descriptions_are_tested_and_differ_from_llamas() -> None:
