@@ -77,6 +77,8 @@ class LayerParts(Generic[Matmul]):
     epsilon: float
     scale: float
     activation: str
+    activates: Module | None
+    """The module of the activation; none with experts."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -187,7 +189,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
-    dense = _mlp_parts(mlp, family) if experts is None else ((), (), "")
+    dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
     head_norms = tuple(attention.get_submodule(name) for name in HEAD_NORMS if name in attention._modules)
     projections = ("qkv_proj",) if family.joined else PROJECTIONS
     names = {*projections, "o_proj", *HEAD_NORMS[: len(head_norms)]}
@@ -196,7 +198,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     if not _has_known_code(layer, attention, mlp if experts is None else None, family):
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
-    gate_up, down, activation = dense
+    gate_up, down, activation, activates = dense
     out: Any = attention.o_proj
     around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
     epsilons = {epsilon_of(norm) for norm in (*filter(None, around), *head_norms)}
@@ -220,7 +222,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     groups = out.in_features // (int(heads) * width)
     parts: LayerParts[Matmul] = LayerParts(
         layer, attention, qkv, out, gate_up, down, experts, around, head_norms,
-        int(heads), groups, width, epsilon, scale, activation,
+        int(heads), groups, width, epsilon, scale, activation, activates,
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
 
@@ -229,14 +231,15 @@ def _drops_nothing(module: Module | None) -> bool:
     return isinstance(module, Dropout) and (module.p == 0 or not module.training)
 
 
-def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str] | None:
-    """Gate and up projection, down projection, and the name of the activation; None for another MLP."""
+def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
+    """Gate and up projection, down projection, and the activation with its name; None for another MLP."""
     names, act = (("gate_up_proj",), "activation_fn") if family.joined else (("gate_proj", "up_proj"), "act_fn")
     if set(mlp._modules) != {*names, "down_proj", act}:
         return None
-    activation = _activation_of(mlp.get_submodule(act))
-    gate_up = tuple(mlp.get_submodule(name) for name in names)
-    return (gate_up, (mlp.get_submodule("down_proj"),), activation) if activation in family.activations else None
+    activates = mlp.get_submodule(act)
+    if (activation := _activation_of(activates)) not in family.activations:
+        return None
+    return tuple(map(mlp.get_submodule, names)), (mlp.get_submodule("down_proj"),), activation, activates
 
 
 def _activation_of(module: Module) -> str:

@@ -18,8 +18,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
+from hdtool.runtime.engines.cuda.operations import Norm, Residual
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, NormKind, settings_of
-from hdtool.runtime.engines.model_parts import Kind, model_parts
+from hdtool.runtime.engines.model_parts import Kind, epsilon_of, model_parts
 from hdtool.runtime.model.step_input import StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -207,6 +208,27 @@ def positions_by_length(model: Any) -> None:
     model.model.rotary_emb.rope_type = {**model.model.rotary_emb.rope_type, "full_attention": "dynamic"}
 
 
+def of_the_same_name(module: Module, **methods: Any) -> type:
+    """A class as a release may change it."""
+    own = type(module)
+    return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
+
+
+def another_norm(model: Any) -> None:
+    """Too little for a comparison of logits in 16 bits."""
+    norm = model.model.layers[1].self_attn.k_norm
+    plain = type(norm).forward
+    norm.__class__ = of_the_same_name(norm, forward=lambda self, rows: 1.001 * plain(self, rows))
+
+
+def another_epsilon(model: Any) -> None:
+    def normed(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
+
+    norm = model.model.layers[0].input_layernorm
+    norm.__class__ = of_the_same_name(norm, _norm=normed)
+
+
 def a_float32_norm(model: Any) -> None:
     model.double()
     model.model.layers[0].input_layernorm.float()
@@ -225,6 +247,8 @@ CHANGES: Mapping[str, Callable[[Any], None]] = {
         scores_that_it_does_not_bound,
         a_python_activation,
         positions_by_length,
+        another_norm,
+        another_epsilon,
         a_float32_norm,
     )
 }
@@ -315,6 +339,25 @@ def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypat
     assert not calls
     assert_same_logits(one.verify(DraftTree.bare(5))[0], expected)
     assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+def test_norms_round_where_those_of_the_library_do(name: str) -> None:
+    """In float16: Triton's interpreter cuts numbers to bfloat16, where GPUs round them."""
+    torch.manual_seed(0)
+    norm: Any = model_of(name).half().model.norm
+    norm.weight.data = torch.randn_like(norm.weight)
+    rows = torch.randn(60, len(norm.weight)).half()
+    kind = FAMILIES[name].norm
+    with interpreted_kernels():
+        operations = fused_pass.triton_operations(rows.device)
+        assert operations
+        found, other = (
+            operations.add_norm(rows.clone(), None, Residual(None, Norm(norm.weight, epsilon_of(norm) or 0.0, each)))
+            for each in (kind, replace(kind, rounds=not kind.rounds))
+        )
+    expected = norm(rows)
+    assert (found != expected).float().mean() < 0.01 < 0.1 < (other != expected).float().mean()
 
 
 class Kernels:

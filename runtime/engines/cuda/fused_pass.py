@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.engines.cuda.operations import (
+    ACTIVATIONS,
     HeadLayout,
     HeadNorms,
     Norm,
@@ -24,7 +25,7 @@ from hdtool.runtime.engines.cuda.operations import (
     Rotary,
     TorchOperations,
 )
-from hdtool.runtime.engines.model_families import FAMILIES, Family
+from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
 from hdtool.runtime.model.checks.recorded_model import hooks_of
 from hdtool.runtime.model.hidden_states import HiddenStates, only_watches
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.step_input import StepTensors
     from hdtool.runtime.model.target import Target
 
+SIZES = torch.tensor([[1e-3], [1.0]])
+"""Of rows by which norms are compared: of the smaller one, the epsilon is a part."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
@@ -216,11 +219,34 @@ def fuse(target: Target) -> FusedPass | None:
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
+    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
+        return None
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
     return FusedPass(parts, windows, operations_of(target), target.hidden)
+
+
+@torch.inference_mode()
+def small_parts_hold(parts: ModelParts[Module], device: torch.device) -> bool:
+    """Whether the norms and activations of a model compute what its description says, exactly.
+
+    They take rows in float32 whatever the dtype of the weights, so that no rounding hides a difference.
+    """
+    kind, expected, found = parts.family.norm, [], []
+    norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
+    for norm, epsilon in [*norms, (parts.norm, parts.epsilon)]:
+        weight: torch.Tensor = cast(Any, norm).weight
+        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * SIZES.to(device)
+        scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        expected.append(rows * scale * (kind.offset + weight.float()))
+        found.append(norm(rows))
+    for activation, name in {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}:
+        rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
+        expected.append(ACTIVATIONS[name](rows))
+        found.append(activation(rows))
+    return all(map(torch.allclose, found, expected, repeat(1e-4), repeat(1e-5)))
 
 
 def operations_of(target: Target) -> Operations:
