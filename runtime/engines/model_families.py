@@ -37,9 +37,10 @@ SETTINGS = frozenset({
 })  # fmt: skip
 """Settings of configurations that modules of all families read."""
 OF_EXPERTS = frozenset({
-    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
-    "num_experts_per_tok", "num_local_experts", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    "shared_expert_intermediate_size",
+    "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "moe_intermediate_size", "n_group",
+    "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+    "num_local_experts", "output_router_logits", "routed_scaling_factor", "router_aux_loss_coef",
+    "router_jitter_noise", "shared_expert_intermediate_size", "topk_group",
 })  # fmt: skip
 """Settings that mixtures of experts, which the library computes, read themselves, or that training alone reads."""
 
@@ -65,12 +66,16 @@ class Family:
     """Names of the norms before and after attention, and before and after the MLP; empty for none."""
     norm: NormKind = ROUNDED_FIRST
     activations: frozenset[str] = frozenset({"silu"})
-    joined: bool = False
-    """Whether one matrix gives queries, keys and values, and another one gate and up."""
+    joins_qkv: bool = False
+    """Whether one matrix gives queries, keys and values."""
+    joins_gate: bool = False
+    """Whether one matrix gives gate and up."""
     norms_all_heads: bool = False
     """Whether the norms of queries and keys are over all heads together."""
     is_partial: bool = False
     """Whether rotary positions may turn the first part of a head only."""
+    is_interleaved: bool = False
+    """Whether rotary positions turn each number with the next one, and not with that half of the part away."""
     has_half_tables: bool = False
     """Whether the rotary module gives cosines and sines for the first half of a head alone, and the other has them."""
     rotates: Callable[[Any], bool] = field(default=lambda attention: True)
@@ -149,6 +154,19 @@ FAMILIES: Mapping[str, Family] = {
         settings=frozenset({"attn_logit_softcapping", "query_pre_attn_scalar", "use_bidirectional_attention"}),
         required={**ONE_WAY, "attn_logit_softcapping": (None,)},
     ),
+    "glm": Family(joins_gate=True, is_partial=True, is_interleaved=True),
+    "glm4": Family(
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        joins_gate=True,
+        is_partial=True,
+        is_interleaved=True,
+    ),
+    "glm4_moe": Family(
+        is_partial=True,
+        experts="Glm4MoeMoE",
+        attributes=frozenset({"rope_parameters", "use_qk_norm"}),
+        settings=OF_EXPERTS | {"num_mtp_layers", "use_qk_norm"},
+    ),
     "gpt_oss": Family(
         norm=ROUNDED_AFTER,
         has_sinks=True,
@@ -172,7 +190,8 @@ FAMILIES: Mapping[str, Family] = {
         required={"clip_qkv": (None,)},
     ),
     "phi3": Family(
-        joined=True,
+        joins_qkv=True,
+        joins_gate=True,
         is_partial=True,
         settings=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
         required={"resid_pdrop": (0.0,)},

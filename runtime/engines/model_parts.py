@@ -191,7 +191,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
     dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
     head_norms = tuple(attention.get_submodule(name) for name in HEAD_NORMS if name in attention._modules)
-    projections = ("qkv_proj",) if family.joined else PROJECTIONS
+    projections = ("qkv_proj",) if family.joins_qkv else PROJECTIONS
     names = {*projections, "o_proj", *HEAD_NORMS[: len(head_norms)]}
     if dense is None or len(head_norms) not in (0, 2) or set(attention._modules) != names:
         return None
@@ -214,7 +214,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     ):
         return None
     # One matrix gives the queries' numbers, which go into the output, and as many keys as values.
-    keys = (qkv[0].out_features - out.in_features) / 2 if family.joined else qkv[1].out_features
+    keys = (qkv[0].out_features - out.in_features) / 2 if family.joins_qkv else qkv[1].out_features
     heads, rest = divmod(keys, width)
     epsilon = epsilons.pop()
     if epsilon is None or rest or not heads or out.in_features % (heads * width):
@@ -233,7 +233,7 @@ def _drops_nothing(module: Module | None) -> bool:
 
 def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
     """Gate and up projection, down projection, and the activation with its name; None for another MLP."""
-    names, act = (("gate_up_proj",), "activation_fn") if family.joined else (("gate_proj", "up_proj"), "act_fn")
+    names, act = (("gate_up_proj",), "activation_fn") if family.joins_gate else (("gate_proj", "up_proj"), "act_fn")
     if set(mlp._modules) != {*names, "down_proj", act}:
         return None
     activates = mlp.get_submodule(act)
@@ -268,11 +268,10 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     """Whether all shapes fit and the layer has no other parameters."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
-    projections = (
-        [(queries + 2 * keys, hidden)] if family.joined else [(size, hidden) for size in (queries, keys, keys)]
-    )
-    dense = [(2 * inner, hidden)] if family.joined else [(inner, hidden)] * 2
-    shapes = [*projections, (hidden, queries), *([] if parts.experts else [*dense, (hidden, inner)])]
+    projections = [queries + 2 * keys] if family.joins_qkv else [queries, keys, keys]
+    dense = [2 * inner] if family.joins_gate else [inner, inner]
+    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
+    shapes += [] if parts.experts else [*((rows, hidden) for rows in dense), (hidden, inner)]
     of_heads = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
     widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *of_heads[: len(parts.head_norms)]]
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]

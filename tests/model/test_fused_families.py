@@ -49,6 +49,18 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma": lambda: random_model("Gemma"),
     "gemma2": lambda: random_model("Gemma2", **WINDOWS, **BOUNDS),
     "gemma3": lambda: random_model("Gemma3Text", **WINDOWS, rope_parameters=LOCAL_AND_GLOBAL),
+    "glm": lambda: random_model("Glm"),
+    "glm4": lambda: random_model("Glm4"),
+    "glm4_moe": lambda: random_model(
+        "Glm4Moe",
+        use_qk_norm=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS),
     "granite": lambda: random_model("Granite", **MULTIPLIERS),
     "mixtral": lambda: random_model("Mixtral", **EXPERTS),
@@ -64,7 +76,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16, mlp_only_layers=[0]),
     "smollm3": lambda: random_model("SmolLM3", no_rope_layers=[1, 0]),
 }
-RARER = ("granite", "olmo2", "phi3, a part rotated", "smollm3")
+RARER = ("glm4", "granite", "olmo2", "phi3, a part rotated", "smollm3")
 BY_KERNELS = ("gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in RARER))
 
 
@@ -146,6 +158,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no divisor of logits": ("granite", {"logit_divisor": ""}),
     "positions in all layers": ("smollm3", {"rotates": lambda attention: True}),
     "no positions": ("gemma3", {"rotates": lambda attention: False}),
+    "pairs of halves": ("glm4", {"is_interleaved": False}),
+    "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
 }

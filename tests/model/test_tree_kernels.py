@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hdtool.runtime.engines.cuda.operations import HeadLayout, Norm, Operations, Residual, TorchOperations
+from hdtool.runtime.engines.cuda.operations import (
+    HeadLayout,
+    HeadNorms,
+    Norm,
+    Operations,
+    Residual,
+    Rotary,
+    TorchOperations,
+)
 from hdtool.runtime.engines.model_families import NormKind
 from hdtool.runtime.model import captured_passes
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
@@ -48,13 +56,20 @@ def step_of(rows: int, lengths: list[int]) -> StepTensors:
     return told.tensors(len(lengths), rows)
 
 
-def operations_of(dtype: torch.dtype, window: AttentionWindow, step: StepTensors) -> list[Operations]:
+def operations_of(
+    dtype: torch.dtype,
+    window: AttentionWindow,
+    step: StepTensors,
+    residuals: tuple[Residual, ...] = (),
+    heads: tuple[HeadNorms, ...] = (),
+) -> list[Operations]:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
 
     triton = TritonOperations(CPU)
     triton._processors = 8
     both: list[Operations] = [TorchOperations(AttentionMasks([window], dtype, CPU)), triton]
     for operations in both:
+        operations.prepare(residuals, heads)
         operations.begin(step, CAPACITY)
     return both
 
@@ -151,10 +166,11 @@ def test_a_residual_is_that_of_float64(kind: NormKind, dtype: torch.dtype, multi
         Norm(weight, 1e-5, kind) if where in (name, "both") else None
         for weight, name in zip(weights, ("after", "before"), strict=True)
     )
-    for operations in operations_of(dtype, AttentionWindow(FULL), step_of(1, [4])):
+    residual = Residual(after, before, multiplier)
+    for operations in operations_of(dtype, AttentionWindow(FULL), step_of(1, [4]), (residual,)):
         for more in (None, added):
             sums = rows.clone()
-            found = operations.add_norm(sums, more, Residual(after, before, multiplier))
+            found = operations.add_norm(sums, more, residual)
             expected = rows.double()
             if more is not None:
                 expected = expected + multiplier * exact_norm(more.double(), after)
@@ -179,19 +195,21 @@ def test_gates_are_those_of_float64(activation: str, dtype: torch.dtype) -> None
         assert_near(operations.gate(gates, activation), active * up, dtype)
 
 
-ROTATED = {"the whole head": 80, "a part": 48, "nothing": 0}
+ROTATED = {"the whole head": (80, False), "a part": (48, False), "pairs of a part": (48, True), "nothing": (0, False)}
 
 
 @DTYPES
 @KINDS
 @pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED)
 @pytest.mark.parametrize("normed", ["no norms", "each head", "all heads together"])
-def test_rotated_heads_are_those_of_float64(kind: NormKind, dtype: torch.dtype, rotated: int, normed: str) -> None:
+def test_rotated_heads_are_those_of_float64(
+    kind: NormKind, dtype: torch.dtype, rotated: tuple[int, bool], normed: str
+) -> None:
     """Queries and keys of a batch with normed heads, and what is stored of keys and values."""
     torch.manual_seed(3)
     layout, lengths, rows = HeadLayout(6, 2, 80, 0.1, AttentionWindow(FULL)), [5, 517], 4
-    step, tokens = step_of(rows, lengths), len(lengths) * rows
-    qkv, tables = torch.randn(tokens, 10 * 80).to(dtype), torch.randn(2, tokens, max(2, rotated)).to(dtype)
+    step, tokens, (width, is_interleaved) = step_of(rows, lengths), len(lengths) * rows, rotated
+    qkv, tables = torch.randn(tokens, 10 * 80).to(dtype), torch.randn(2, tokens, max(2, width)).to(dtype)
     widths = {"no norms": (), "each head": (80, 80), "all heads together": (6 * 80, 2 * 80)}[normed]
     norms = [Norm(torch.randn(width).to(dtype), 1e-5, kind) for width in widths]
     stored = torch.randn(2, 3, 2, CAPACITY, 80).to(dtype)
@@ -200,17 +218,18 @@ def test_rotated_heads_are_those_of_float64(kind: NormKind, dtype: torch.dtype, 
         whole = parts[part].flatten(1) if len(norm.weight) > 80 else parts[part]
         parts[part] = exact_norm(whole, norm).view(parts[part].shape)
     cos, sin = (table.double()[:, None] for table in tables)
+    order = torch.arange(width)
+    order = order.view(-1, 2).flip(1).flatten() if is_interleaved else order.roll(width // 2)
     for part in (0, 1):
-        if rotated:
-            first = parts[part][..., :rotated]
-            turned = first * cos + first.roll(rotated // 2, dims=-1) * sin
-            parts[part] = torch.cat([turned, parts[part][..., rotated:]], dim=-1)
-    for operations in operations_of(dtype, layout.window, step):
+        turned = parts[part][..., :width] * cos[..., :width] + parts[part][..., order] * sin[..., :width]
+        parts[part] = torch.cat([turned, parts[part][..., width:]], dim=-1)
+    given = (norms[0], norms[1]) if norms else None
+    for operations in operations_of(dtype, layout.window, step, heads=(given,)):
         mine, cache = qkv.clone(), stored.clone()
         found = operations.rotate_and_store(
             mine,
-            (tables[0], tables[1]) if rotated else None,
-            (norms[0], norms[1]) if norms else None,
+            Rotary(tables[0], tables[1], is_interleaved) if width else None,
+            given,
             (cache[0], cache[1]),
             layout,
         )
@@ -330,7 +349,7 @@ for name in ("bf16", "fp32"):
     for half, rest in ((32, 0), (64, 0), (128, 0), (48, 32)):
         for rotates in (True, False):
             constants = dict(HALF=half, BLOCK=padded(half), REST=rest, REST_BLOCK=max(1, rest), ROTATES=rotates)
-            constants |= dict(NORMS=True, **GEMMA)
+            constants |= dict(PAIRS=rest > 0, NORMS=True, **GEMMA)
             compiled(f"rotary-{name}-{half}-{rest}-{rotates}", kernels.rotary_kernel, kinds, constants, 1)
     for activation in ("silu", "gelu_tanh", "gelu"):
         kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)

@@ -168,8 +168,7 @@ class FusedPass:
             cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
         if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
             raise NotImplementedError("rotary positions for a part of a head")
-        half = width // 2
-        return cos.contiguous(), torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
+        return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,11 @@ def rotary_kernel(
     qkv, cos, sin, query_norm, key_norm, keys, values, lengths,
     rows, step, query_heads, key_heads, slot_stride, head_stride, epsilon,
     HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
-    ROTATES: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
+    ROTATES: tl.constexpr, PAIRS: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries in place and keys into the cache, normed before if ``NORMS``; copy values into the cache.
 
-    The last ``REST`` numbers of a head are not rotated.
+    Two numbers turn together: two side by side if ``PAIRS``, else one of each half. The last ``REST`` of a head stay.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF + REST
@@ -91,11 +91,15 @@ def rotary_kernel(
     at = (token.to(tl.int64) * (query_heads + 2 * key_heads) + head) * width
     column = tl.arange(0, BLOCK)
     inside = column < HALF
-    low = tl.load(qkv + at + column, mask=inside, other=0.0)
-    high = tl.load(qkv + at + HALF + column, mask=inside, other=0.0)
-    behind = tl.arange(0, REST_BLOCK)
-    is_rest = behind < REST
-    rest = tl.load(qkv + at + 2 * HALF + behind, mask=is_rest, other=0.0)
+    if PAIRS:
+        at_low, at_high = 2 * column, 2 * column + 1
+    else:
+        at_low, at_high = column, HALF + column
+    low = tl.load(qkv + at + at_low, mask=inside, other=0.0)
+    high = tl.load(qkv + at + at_high, mask=inside, other=0.0)
+    behind = 2 * HALF + tl.arange(0, REST_BLOCK)
+    is_rest = behind < width
+    rest = tl.load(qkv + at + behind, mask=is_rest, other=0.0)
     kind = low.dtype
     is_query, is_value = head < query_heads, head >= query_heads + key_heads
     if not is_value:
@@ -105,16 +109,16 @@ def rotary_kernel(
             third = rest.to(tl.float32)
             squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(third * third, 0)
             scale = tl.rsqrt(squares / width + epsilon)
-            first = times_weight(first, weight, column, inside, scale, kind, OFFSET, ROUNDS)
-            second = times_weight(second, weight + HALF, column, inside, scale, kind, OFFSET, ROUNDS)
-            rest = times_weight(third, weight + 2 * HALF, behind, is_rest, scale, kind, OFFSET, ROUNDS).to(kind)
+            first = times_weight(first, weight, at_low, inside, scale, kind, OFFSET, ROUNDS)
+            second = times_weight(second, weight, at_high, inside, scale, kind, OFFSET, ROUNDS)
+            rest = times_weight(third, weight, behind, is_rest, scale, kind, OFFSET, ROUNDS).to(kind)
         if ROTATES:
-            turned = token * 2 * HALF + column
-            a = tl.load(cos + turned, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(sin + turned, mask=inside, other=0.0).to(tl.float32)
+            turned = token * 2 * HALF
+            a = tl.load(cos + turned + at_low, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(sin + turned + at_low, mask=inside, other=0.0).to(tl.float32)
             low = ((first * a).to(kind).to(tl.float32) + (second * b).to(kind).to(tl.float32)).to(kind)
-            a = tl.load(cos + turned + HALF, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(sin + turned + HALF, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(cos + turned + at_high, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(sin + turned + at_high, mask=inside, other=0.0).to(tl.float32)
             high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)
         else:
             low, high = first.to(kind), second.to(kind)
@@ -125,9 +129,9 @@ def rotary_kernel(
         cache = values if is_value else keys
         key_head = (head - query_heads) % key_heads
         to = cache + slot.to(tl.int64) * slot_stride + key_head.to(tl.int64) * head_stride + position * width
-    tl.store(to + column, low, mask=inside)
-    tl.store(to + HALF + column, high, mask=inside)
-    tl.store(to + 2 * HALF + behind, rest, mask=is_rest)
+    tl.store(to + at_low, low, mask=inside)
+    tl.store(to + at_high, high, mask=inside)
+    tl.store(to + behind, rest, mask=is_rest)
 
 
 @triton.jit

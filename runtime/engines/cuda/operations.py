@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
@@ -53,9 +53,27 @@ class Residual:
     """Of what is added."""
 
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, ``[tokens, width]``; the first half of the sines is negative. If they are narrower than a head,
-they turn its first part only."""
+class Rotary(NamedTuple):
+    """Rotary positions of a head, or of its first part if they are narrower."""
+
+    cos: torch.Tensor
+    """``[tokens, width]``."""
+    sin: torch.Tensor
+    """Negative for the first number of each pair."""
+    is_interleaved: bool = False
+    """Whether a pair are two numbers side by side, and not one of each half."""
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
+        """Of cosines and sines by halves, as the library's modules give them."""
+        half = cos.shape[1] // 2
+        first, second = -sin[:, :half], sin[:, half:]
+        if not is_interleaved:
+            return cls(cos.contiguous(), torch.cat((first, second), dim=1))
+        pairs = torch.stack((first, second), dim=2)
+        return cls(cos[:, :half].repeat_interleave(2, dim=1), pairs.flatten(1), is_interleaved=True)
+
+
 HeadNorms = tuple[Norm, Norm] | None
 """The norms of queries and keys: of each head, or of all heads together if their weights are as wide."""
 
@@ -223,10 +241,14 @@ class TorchOperations:
 
 
 def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    cos, sin = (part[:, None] for part in rotary)
+    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
     width = cos.shape[-1]
     first = heads[..., :width]
-    turned = torch.addcmul(first * cos, first.roll(width // 2, dims=-1), sin)
+    if rotary.is_interleaved:
+        other = first.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        other = first.roll(width // 2, dims=-1)
+    turned = torch.addcmul(first * cos, other, sin)
     return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
 
 

@@ -98,11 +98,11 @@ class TritonOperations:
             self._norm_all_heads(qkv, norms)
             norms = None
         query_norm, key_norm = norms or (NO_NORM, NO_NORM)
-        half = (layout.width if rotary is None else rotary[0].shape[1]) // 2
+        half = (layout.width if rotary is None else rotary.cos.shape[1]) // 2
         rest = layout.width - 2 * half
         kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
             qkv,
-            *(rotary or (qkv, qkv)),
+            *(rotary[:2] if rotary else (qkv, qkv)),
             query_norm.weight if norms else qkv,
             key_norm.weight if norms else qkv,
             *cache,
@@ -118,6 +118,7 @@ class TritonOperations:
             REST=rest,
             REST_BLOCK=triton.next_power_of_2(max(1, rest)),
             ROTATES=rotary is not None,
+            PAIRS=rotary is not None and rotary.is_interleaved,
             NORMS=norms is not None,
             OFFSET=query_norm.kind.offset,
             ROUNDS=query_norm.kind.rounds,
