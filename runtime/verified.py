@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.cache.slots import Slot
 
 
 class Want(NamedTuple):
@@ -58,6 +61,8 @@ class Verified:
     """The token with the highest logit of each row, and in ``finite`` whether that logit is finite, if computed."""
     finite: Array | None = None
     maxima: Array | None = None
+    slot: Slot | None = None
+    """Where the sequence is kept, if the engine says so."""
 
     def __len__(self) -> int:
         return len(self.logits)

@@ -212,7 +212,7 @@ def _rotary_kinds(parts: ModelParts[Module]) -> list[str | None]:
 
 def fuse(target: Target) -> FusedPass | None:
     """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
-    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
+    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes or target.hidden.layers:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
