@@ -34,12 +34,16 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "llama": (Kernels(17, 46), Kernels(19, 46)),
-    "gemma2": (Kernels(62, 59), Kernels(63, 59)),
+    "llama": (Kernels(16, 46), Kernels(18, 46)),
+    "gemma2": (Kernels(23, 59), Kernels(25, 59)),
+    "gemma3": (Kernels(21, 65), Kernels(23, 65)),
     "gpt2": (Kernels(21, 39), Kernels(22, 39)),
-    "qwen3_moe": (Kernels(62, 48), Kernels(65, 48)),
+    "qwen3_moe": (Kernels(34, 46), Kernels(36, 46)),
 }
-"""Those of a step of one row, and of one of many rows: as many as today, without Triton."""
+"""Those of a step of one row, and of one of many rows: as many as today, without Triton.
+
+Of those of a layer of experts, 19 are the library's code of them.
+"""
 
 
 class Commit(NamedTuple):
@@ -133,7 +137,7 @@ def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
         found = answers[family]
         assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"], family
         assert found["captures"], family
-        assert found["fused"] == (family == "llama")
+        assert found["fused"] == (family != "gpt2")
 
 
 def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any]) -> None:
