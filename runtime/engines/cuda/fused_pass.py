@@ -147,14 +147,20 @@ class FusedPass:
         hidden = self._ends.embedded(parts.embedding(step.tokens).flatten(0, 1))
         rotary = {kind: self._rotary(hidden, step.positions, kind) for kind in self._kinds}
         normed = operations.add_norm(hidden, None, self._begin)
-        for layer, cache in zip(self._layers, storage.layers, strict=True):
+        watched: dict[int, torch.Tensor] = {}
+        for number, (layer, cache) in enumerate(zip(self._layers, storage.layers, strict=True)):
             qkv = layer.qkv(normed)
             queries = operations.rotate_and_store(qkv, rotary[layer.rotary], layer.head_norms, cache, layer.layout)
             mixed = operations.attention(queries, cache, layer.layout)
             normed = operations.add_norm(hidden, layer.out(mixed), layer.middle)
             normed = operations.add_norm(hidden, layer.mlp(normed), layer.end)
+            if number in self._hidden.layers:
+                watched[number] = hidden.clone()
         logits = self._ends.bounded(parts.head(normed))
-        return StepOutput(logits, normed.view(*step.tokens.shape, -1) if self._hidden.is_watched else None)
+        if not self._hidden.is_watched:
+            return StepOutput(logits, None)
+        columns = [normed, *(watched[number] for number in self._hidden.layers)]
+        return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
         """The cosines and sines of one kind of layers, which the model's own module computes."""
@@ -212,7 +218,7 @@ def _rotary_kinds(parts: ModelParts[Module]) -> list[str | None]:
 
 def fuse(target: Target) -> FusedPass | None:
     """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
-    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes or target.hidden.layers:
+    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
