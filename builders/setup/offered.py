@@ -6,12 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import FamilyError, HdtoolError
 from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.config.methods import DRAFTER, HEADS, HIERARCHIES, MTP
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
-from hdtool.runtime.drafters.learned.library_mtp import mtp_layers_of
-from hdtool.runtime.drafters.learned.published_drafter import MODEL, PublishedDrafter
+from hdtool.runtime.drafters.learned.published_drafter import DFLASH, EAGLE3, MODEL, PublishedDrafter
 from hdtool.runtime.drafters.learned.select_drafter import methods_with_drafters, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.load import Loaded
@@ -45,11 +44,19 @@ def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
         if method not in there:
             continue
         try:
+            if METHODS[method].trained == DRAFTER and loaded.target.compiled:
+                _refuse_layers(str(decoding.drafter))
             trained_drafter(replace(decoding, method=method), loaded.target)
             found.append(method)
         except HdtoolError as error:
             print(f"note: {method} is left out: {error}", file=sys.stderr)
     return found
+
+
+def _refuse_layers(name: str) -> None:
+    """Refuse a drafter for which compiled passes would be given up, for all methods that are compared."""
+    if (kind := PublishedDrafter.named(name).kind) in (EAGLE3, DFLASH):
+        raise FamilyError(f"{kind} reads the outputs of layers, which compiled passes on a CPU do not give")
 
 
 def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
@@ -58,8 +65,3 @@ def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
     heads = [part for folder in decoding.heads for part in ("--heads", folder)] if kind in (HEADS, MTP) else []
     drafter = ["--drafter", decoding.drafter] if kind == DRAFTER and decoding.drafter else []
     return ("--method", method, *heads, *drafter)
-
-
-def describe_offer(loaded: Loaded) -> str:
-    """What the checkpoint itself has."""
-    return f"{mtp_layers_of(loaded.target.model)} MTP layers"
