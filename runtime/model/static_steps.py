@@ -18,13 +18,15 @@ from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.step_input import StepInput, StepTensors
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.verified import Verified
 
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
-STEP_SIZES = (1, 8, 16, 32, 48, LARGEST_TREE + 1)
-"""Rows of a captured step for one slot. On an H100, a pass of a 7B model over 64 rows takes 6 % longer than over 8."""
+STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
+"""Rows of a captured step for one slot. Matmuls fill tiles of 64 rows: one row more begins another tile."""
+RECORDED = STEP_SIZES[:-1]
+"""Sizes that are captured before an answer needs them. Budgets choose no larger ones."""
 
 
 class StepOutput(NamedTuple):
@@ -52,8 +54,9 @@ class StepPass(Protocol):
 class StaticSteps:
     """The captured steps of one model."""
 
-    def __init__(self, used: StepPass, capture: Capture, device: torch.device) -> None:
-        self._pass, self._capture, self._device = used, capture, device
+    def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
+        """``reserved`` is the number of positions that a cache takes at once, where no pass reads an extent of it."""
+        self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
         """By the memory of the cache; then by slots, rows and extent."""
@@ -71,13 +74,22 @@ class StaticSteps:
         self._buffers.clear()
         self._capture.reset()
 
-    @staticmethod
-    def capacity_for(needed: int, limit: int | None) -> int:
-        """The capacity for a sequence: one of few values, so that captured steps remain valid."""
+    def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
+        """The capacity for each of some sequences: one of few values, so that captured steps remain valid."""
         capacity = SHORTEST_EXTENT
         while capacity < needed:
             capacity *= 2
+        if not self._pass.reads_extent:
+            capacity = max(capacity, self._reserved // slots)
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
+
+    def record(self, cache: Cache) -> None:
+        """Capture the steps of one slot now, so that no answer waits for it.
+
+        Steps that read an extent are captured when first used, as there is one for each extent.
+        """
+        for rows in () if self._pass.reads_extent else RECORDED:
+            self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""

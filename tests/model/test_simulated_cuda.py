@@ -56,8 +56,9 @@ EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
 """Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
-CAPTURES_BEFORE, CAPTURES_WITHIN = 7, 0
-"""Until the first answer begins, one for each size and one of no step; and within answers of up to 512 tokens."""
+CAPTURES_BEFORE, CAPTURES_WITHIN = 6, 0
+"""Until the first answer begins, one for each size and one of no step; and within answers, which have up to 512 tokens
+if passes read an extent."""
 NOTICED_BY_TOKENS = {
     "no wait for a step",
     "input reused before its copy",
@@ -124,7 +125,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,basics")
+    return scenarios(home, "changes,captures,reserved,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -200,6 +201,15 @@ def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, An
     assert found["captures"] and not found["faults"]
     assert found["before"] <= CAPTURES_BEFORE
     assert sum(found["answers"]) <= CAPTURES_WITHIN
+
+
+def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:
+    found = others["reserved"]
+    assert found["captures"] and not found["faults"]
+    assert found["tokens"] == found["expected"] and found["length"] > 512
+    assert found["before"] <= CAPTURES_BEFORE
+    assert found["answers"] == [0, 0, 0]
+    assert found["capacities"][0] >= 4096 and found["capacities"][1] >= 4096, "all that the model can read"
 
 
 def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(others: dict[str, Any]) -> None:

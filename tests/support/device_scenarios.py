@@ -26,6 +26,10 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
+from hdtool.runtime.model import captured_passes
+from hdtool.runtime.model.cache.kv_cache import KVTensors
+from hdtool.runtime.model.static_steps import StepOutput, StepPass
+from hdtool.runtime.model.step_input import StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
@@ -166,6 +170,46 @@ def captures() -> dict[str, Any]:
     before = DEVICE.counts.events[CAPTURE] - earlier
     found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
     return {"before": before, "answers": found, "captures": target.captures} | told()
+
+
+class WholeCache:
+    """A pass that reads the whole cache instead of an extent, so that its steps do not depend on lengths."""
+
+    reads_extent = False
+
+    def __init__(self, inner: StepPass) -> None:
+        self._inner = inner
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        return self._inner.run(step, storage, storage.capacity)
+
+
+def reserved() -> dict[str, Any]:
+    """Captures of a pass without extents: until it is loaded, and in answers that are longer than a short cache."""
+    model = model_of("llama")
+    model.config.max_position_embeddings = 4096
+    long = prompt_of(40) * 13
+    expected = [plain(model, GREEDY, prompt) for prompt in (PROMPT, long)]
+    install()
+    usual = captured_passes.passes_of
+    captured_passes.passes_of = lambda target: [WholeCache(usual(target)[0])]
+    earlier = DEVICE.counts.events[CAPTURE]
+    target = Target(on_device(model))
+    before = DEVICE.counts.events[CAPTURE] - earlier
+    answers = [watched(target, GREEDY, liar(expected[0])), watched(target, GREEDY, prompt=long)]
+    answers.append(watched(target, GREEDY, hierarchy()))
+    batch = target.allocate(2)
+    target.prefill(batch, 0, PROMPT)
+    captured_passes.passes_of = usual
+    return {
+        "before": before,
+        "answers": [answer["captures"] for answer in answers],
+        "tokens": [answer["tokens"] for answer in answers],
+        "expected": [expected[0], expected[1], expected[0]],
+        "length": len(long),
+        "capacities": [target.cache.capacity, batch.capacity],
+        "captures": target.captures,
+    } | told()
 
 
 class Adapter(Module):
@@ -328,4 +372,4 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main({group.__name__: group for group in (answers, basics, captures, changes, mutations)}, sys.argv[1:])
+    main({group.__name__: group for group in (answers, basics, captures, changes, mutations, reserved)}, sys.argv[1:])

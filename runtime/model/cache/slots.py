@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -195,10 +196,16 @@ class Cache:
         return self.storage.capacity
 
     @torch.inference_mode()
-    def reserve(self, capacity: int) -> None:
-        """Provide for this many positions in each slot; what the slots hold stays."""
+    def reserve(self, capacity: int, wished: int = 0) -> None:
+        """Provide for this many positions in each slot, or for as many as ``wished`` if memory allows.
+
+        What the slots hold stays.
+        """
         if capacity <= self.storage.capacity:
             return
+        if wished > capacity:
+            with suppress(torch.OutOfMemoryError):
+                return self.reserve(wished)
         if not any(slot.length for slot in self.slots):
             self._allocate(len(self.slots), 0)  # frees the memory of the old one before more is allocated
         self._allocate(len(self.slots), capacity)
