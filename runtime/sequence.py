@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, draft_many, reads_logits
+from hdtool.runtime.drafter import (
+    Drafter,
+    HistoryDrafter,
+    NoDraft,
+    SeededDrafter,
+    draft_many,
+    most_ranked,
+    reads_logits,
+)
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
@@ -71,7 +79,7 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Tokens that may still follow."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.want = Want(walk=sampler.walks, rank=reads_logits(self.drafter))
+        self.want = Want(sampler.walks, reads_logits(self.drafter), most_ranked(self.drafter))
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
         self.tree = DraftTree.bare(prompt[-1])
         """The one that is verified in this step."""

@@ -18,7 +18,7 @@ from hdtool.runtime.model.library_pass import library_passes
 from hdtool.runtime.model.placement import scattered
 from hdtool.runtime.model.static_steps import StaticSteps, StepPass
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.cuda_graphs import Capture
@@ -111,12 +111,13 @@ class CapturedPasses:
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
         """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
         start: Callable[[], list[Verified]] | None = None
+        most_ranked = max((want.most_ranked for want in wants), default=0)
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees)
+                start = self.steps.prepared(cache, trees, most_ranked)
             except Exception as error:  # model code that cannot be captured raises many kinds
                 self._give_up(reason_of(error))
         if start is None:

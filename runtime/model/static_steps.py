@@ -19,7 +19,7 @@ from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.verified import MOST_RANKED, Verified
 
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
@@ -95,10 +95,11 @@ class StaticSteps:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
         return self._clock.seconds()
 
-    def prepared(self, cache: Cache, trees: Sequence[DraftTree]) -> Callable[[], list[Verified]]:
+    def prepared(self, cache: Cache, trees: Sequence[DraftTree], most_ranked: int = 0) -> Callable[[], list[Verified]]:
         """Return the function that starts the verification of trees; capture the step first if its shape is new.
 
-        The step makes the moves that are due in the cache.
+        The step makes the moves that are due in the cache. Its outcome includes the ``most_ranked`` highest logits of
+        each row.
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -118,10 +119,10 @@ class StaticSteps:
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
             steps[shape] = self._captured(buffers, cache.storage, *shape)
-        return lambda: self._run(steps[shape], buffers, cache, trees, rows)
+        return lambda: self._run(steps[shape], buffers, cache, trees, rows, most_ranked)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, most_ranked: int
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -135,7 +136,7 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        found = buffers.received(len(trees) * rows)
+        found = buffers.received(len(trees) * rows, most_ranked)
         self._clock.stop()
         return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
@@ -165,9 +166,14 @@ class _Buffers:
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
-        self._argmax = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
-        """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
-        self._host_argmax = torch.zeros((2, self._rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        words = self._rows * (2 + MOST_RANKED + MOST_RANKED // 2)
+        self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
+        """What goes to the host in one copy, which must be of one block.
+
+        It begins with the arg-max of each row, whether each of these logits is finite, and rankings: tokens, then
+        logits.
+        """
+        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
 
@@ -180,25 +186,43 @@ class _Buffers:
             self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
         rows = len(logits)
         self._logits[:rows].copy_(logits)
-        tokens, finite = self._argmax[0, :rows], self._argmax[1, :rows]
+        tokens, finite = self._outcome[:rows], self._outcome[rows : 2 * rows]
         torch.argmax(logits, dim=-1, out=tokens)
         finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, rows: int) -> Callable[[int, int], Verified]:
-        """Send the arg-max of the rows to the host; the function gives the outcome of some of them."""
-        self._host_argmax[:, :rows].copy_(self._argmax[:, :rows], non_blocking=True)
-        tokens, finite = self._host_argmax.numpy()
+    def received(self, rows: int, most: int) -> Callable[[int, int], Verified]:
+        """Send the arg-max of the rows to the host, and the ``most`` highest logits; the function gives some of them.
+
+        Ranking is no part of the captured step, of which there would be one for each number of tokens. The host
+        launches its few kernels while the device computes the pass.
+        """
+        assert self._logits is not None
+        logits, end = self._logits, 2 * rows
+        if most := min(most, MOST_RANKED, logits.shape[1]):
+            end += rows * most + -(-rows * most // 2)
+            best = logits[:rows].topk(most)
+            for part, found in zip(rankings_in(self._outcome, rows, most), (best.indices, best.values), strict=True):
+                part.copy_(found)
+        self._host[:end].copy_(self._outcome[:end], non_blocking=True)
+        tokens, finite = self._host[: 2 * rows].view(2, rows).numpy()
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, rows, most))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
-            assert self._logits is not None
             # A copy: the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
-            return Verified(self._logits[used], hidden, argmax=tokens[used], finite=finite[used])
+            of_ranks = (ranked[used], scores[used]) if most else None
+            return Verified(logits[used], hidden, argmax=tokens[used], finite=finite[used], ranked=of_ranks)
 
         return of_rows
+
+
+def rankings_in(outcome: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens and the logits of rankings in an outcome, ``[rows, most]``."""
+    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * most, len(outcome) - (2 + most) * rows])
+    return tokens.view(rows, most), logits.view(torch.float32)[: rows * most].view(rows, most)
 
 
 def extent_for(rows: int) -> int:

@@ -251,7 +251,7 @@ class Target:
             cache.reserve(needed, needed + max(ROOM, longest // 2))
             used = cache.slots[: len(trees)]
         self.log.context = longest
-        verified = self._captured.verify(cache, trees) if self._captured.steps else None
+        verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
         if verified is None:
             for slot in used:
                 if slot.kv.due:

@@ -52,8 +52,8 @@ class Commit(NamedTuple):
 COMMIT = Commit(2, 13)
 RECURRENT_STEP = 215
 """Kernels of a step of one gated delta layer and one of attention."""
-EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
-"""Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
+EXTRA_WAITS = {"hd": 0, "sampled": 1, "hd, sampled": 8}
+"""Waits of a step beside the one for its pass, to read a row of logits for each token."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
 CAPTURES_BEFORE, CAPTURES_WITHIN = 6, 0
@@ -154,8 +154,7 @@ def test_a_captured_step_of_a_batch_copies_in_and_out_once(answers: dict[str, An
         assert len(batch["steps"]) > 3
         for step in batch["steps"]:
             assert (step[COPY_IN], step[COPY_OUT], step[REPLAY], step[WAIT + "an event"]) == (1, 1, 1, 1), family
-            # Rankings are read for each slot.
-            assert waits(Counter(step)) <= 1 + len(batch["tokens"]), (family, answers["lines"])
+            assert waits(Counter(step)) == 1, (family, answers["lines"])
 
 
 def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
@@ -227,7 +226,8 @@ def test_the_device_works_late_and_forgets(others: dict[str, Any]) -> None:
     assert found["memory that nothing has written"] == [True, True]
     refused = "a graph uses freed memory: aten::add_.Tensor"
     assert found["graphs"] == {"found": [2.0], "overwritten": [True], "again": [4.0], "refused": refused}
-    assert found["waits"] == 8, "one for the device, one for each list and each capture"
+    assert found["waits of a copy of parts"] == 1
+    assert found["waits"] == 9, "one for the device, one for each list and each capture, and one for parts"
     assert found["faults"][0].startswith(refused) and len(found["faults"]) == 1
 
 

@@ -32,7 +32,7 @@ from hdtool.runtime.model.step_input import MOVES, StepInput, StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.verified import Verified, Want
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
@@ -194,7 +194,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
         mine = steps._buffers[1]
-        kept = [mine._logits, mine._argmax, mine._host_argmax, mine.input._host, mine.input._device]
+        kept = [mine._logits, mine._outcome, mine._host, mine.input._host, mine.input._device]
         return [tensor.data_ptr() for tensor in (*target.cache.storage.tensors, *kept) if tensor is not None]
 
     first = talk(50)
@@ -479,3 +479,22 @@ def test_memory_stays_where_it_was_over_500_answers(capture: CaptureMaker) -> No
     before = resident()
     answers(500)
     assert resident() < 1.01 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
+    target = Target(model_of("llama", dtype), direct)
+    cache = target.allocate(3)
+    for slot, length in enumerate((9, 20, 3)):
+        target.prefill(cache, slot, prompt_of(length))
+    for wanted in (8, 61, 0):
+        found = target.verify(cache, [tree_of(size) for size in (6, 0, 20)], [Want(), Want(most_ranked=wanted), Want()])
+        target.wait()
+        for verified in found:
+            assert (verified.ranked is not None) == (wanted > 0)
+            for most, rows in ((8, slice(None)), (wanted, slice(0, 1))):
+                tokens, scores = verified.topk(most, rows)
+                assert tokens.shape == scores.shape and tokens.flags.c_contiguous and scores.flags.c_contiguous
+                logits = verified.logits[rows].float()
+                assert np.array_equal(scores, logits.topk(most).values.numpy())
+                assert np.array_equal(logits.gather(1, torch.from_numpy(tokens)).numpy(), scores)

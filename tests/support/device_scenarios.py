@@ -326,7 +326,10 @@ def basics() -> dict[str, Any]:
     there.copy_(host, non_blocking=True)
     host.fill_(5)
     sent_late = there.tolist()
+    before = waits(DEVICE.counts.events)
+    torch.zeros(2, 2, pin_memory=True)[:, :1].copy_(torch.ones(2, 2, device="cuda:0")[:, :1], non_blocking=True)
     return {
+        "waits of a copy of parts": waits(DEVICE.counts.events) - before,
         "read before and after a wait": [early, late],
         "written before the copy out of it": sent_late,
         "memory that nothing has written": torch.empty(2, device="cuda:0").isnan().tolist(),
