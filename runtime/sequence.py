@@ -20,6 +20,7 @@ from hdtool.runtime.drafter import (
     reads_logits,
 )
 from hdtool.runtime.engine import Engine
+from hdtool.runtime.sampling.ranked_draws import compile_ranked_walks
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
@@ -80,6 +81,11 @@ class SequenceState:
         """Tokens that may still follow."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         self.want = Want(sampler.walks, reads_logits(self.drafter), most_ranked(self.drafter))
+        if engine.captures:  # elsewhere, the host reads logits where they are
+            most = max(self.want.most_ranked, sampler.most_ranked)
+            self.want = self.want._replace(most_ranked=most, root=sampler.draws_by_row)
+            if sampler.draws and sampler.most_ranked:
+                compile_ranked_walks(sampler.draws, sampler.walked)
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
         self.tree = DraftTree.bare(prompt[-1])
         """The one that is verified in this step."""

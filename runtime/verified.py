@@ -11,9 +11,6 @@ import torch
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 
-MOST_RANKED = 64
-"""The most tokens of a ranking that comes with a pass."""
-
 
 class Want(NamedTuple):
     """What a caller uses of a pass beside its logits. An engine may leave it out: it saves time and changes nothing."""
@@ -24,6 +21,8 @@ class Want(NamedTuple):
     """What top-k needs of each row."""
     most_ranked: int = 0
     """Tokens that are read of the ranking of each row, if that is known and at most ``MOST_RANKED``."""
+    root: bool = False
+    """The logits of the root on the host."""
 
 
 LOGITS_ALONE = Want()
@@ -67,6 +66,8 @@ class Verified:
     maxima: Array | None = None
     ranked: tuple[Array, Array] | None = None
     """The highest logits of each row, if they came with the pass: their tokens, best first, and they themselves."""
+    root: Array | None = None
+    """The logits of the root in float32 on the host, if they came with the pass."""
 
     def __len__(self) -> int:
         return len(self.logits)

@@ -114,10 +114,9 @@ class CapturedPasses:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
         """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
         start: Callable[[], list[Verified]] | None = None
-        most_ranked = max((want.most_ranked for want in wants), default=0)
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees, most_ranked)
+                start = self.steps.prepared(cache, trees, together(wants))
             except Exception as error:  # model code that cannot be captured raises many kinds
                 self._give_up(reason_of(error))
         if start is None:
@@ -131,6 +130,11 @@ class CapturedPasses:
             return None
         running, self._running = self._running, None
         return self.steps.wait(), *running
+
+
+def together(wants: Sequence[Want]) -> Want:
+    """What is wanted of a pass over several trees."""
+    return Want(most_ranked=max((want.most_ranked for want in wants), default=0), root=any(want.root for want in wants))
 
 
 def reserved_positions(target: Target) -> int:

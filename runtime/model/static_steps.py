@@ -14,12 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.kernels.topk import MOST_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.step_input import StepInput, StepTensors
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.verified import MOST_RANKED, Verified
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
@@ -95,11 +97,12 @@ class StaticSteps:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
         return self._clock.seconds()
 
-    def prepared(self, cache: Cache, trees: Sequence[DraftTree], most_ranked: int = 0) -> Callable[[], list[Verified]]:
+    def prepared(
+        self, cache: Cache, trees: Sequence[DraftTree], want: Want = LOGITS_ALONE
+    ) -> Callable[[], list[Verified]]:
         """Return the function that starts the verification of trees; capture the step first if its shape is new.
 
-        The step makes the moves that are due in the cache. Its outcome includes the ``most_ranked`` highest logits of
-        each row.
+        The step makes the moves that are due in the cache. Rankings and the logits of roots come to the host if wanted.
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -119,10 +122,10 @@ class StaticSteps:
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
             steps[shape] = self._captured(buffers, cache.storage, *shape)
-        return lambda: self._run(steps[shape], buffers, cache, trees, rows, most_ranked)
+        return lambda: self._run(steps[shape], buffers, cache, trees, rows, want)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, most_ranked: int
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, want: Want
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -136,7 +139,7 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        found = buffers.received(len(trees) * rows, most_ranked)
+        found = buffers.received(len(trees), rows, want)
         self._clock.stop()
         return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
@@ -176,6 +179,8 @@ class _Buffers:
         self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
+        self._roots: torch.Tensor | None = None
+        """The logits of the root of each slot, on the host."""
 
     def write(self, found: StepOutput) -> None:
         """Keep the outcome of a pass; the first one tells its shapes."""
@@ -192,31 +197,43 @@ class _Buffers:
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, rows: int, most: int) -> Callable[[int, int], Verified]:
-        """Send the arg-max of the rows to the host, and the ``most`` highest logits; the function gives some of them.
+    def received(self, slots: int, rows: int, want: Want) -> Callable[[int, int], Verified]:
+        """Send the outcome of so many rows in each slot to the host; the function gives some of them.
 
         Ranking is no part of the captured step, of which there would be one for each number of tokens. The host
         launches its few kernels while the device computes the pass.
         """
         assert self._logits is not None
-        logits, end = self._logits, 2 * rows
-        if most := min(most, MOST_RANKED, logits.shape[1]):
-            end += rows * most + -(-rows * most // 2)
-            best = logits[:rows].topk(most)
-            for part, found in zip(rankings_in(self._outcome, rows, most), (best.indices, best.values), strict=True):
+        logits, number, end = self._logits, slots * rows, 2 * slots * rows
+        if most := min(want.most_ranked, MOST_RANKED, logits.shape[1]):
+            end += number * most + -(-number * most // 2)
+            best = logits[:number].topk(most)
+            for part, found in zip(rankings_in(self._outcome, number, most), (best.indices, best.values), strict=True):
                 part.copy_(found)
         self._host[:end].copy_(self._outcome[:end], non_blocking=True)
-        tokens, finite = self._host[: 2 * rows].view(2, rows).numpy()
-        ranked, scores = (part.numpy() for part in rankings_in(self._host, rows, most))
+        roots = self._roots_on_host(slots, rows) if want.root else None
+        tokens, finite = self._host[: 2 * number].view(2, number).numpy()
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, most))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
             # A copy: the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
             of_ranks = (ranked[used], scores[used]) if most else None
-            return Verified(logits[used], hidden, argmax=tokens[used], finite=finite[used], ranked=of_ranks)
+            root = None if roots is None else roots[first // rows]
+            found = tokens[used], finite[used]
+            return Verified(logits[used], hidden, argmax=found[0], finite=found[1], ranked=of_ranks, root=root)
 
         return of_rows
+
+    def _roots_on_host(self, slots: int, rows: int) -> Array:
+        assert self._logits is not None
+        logits = self._logits[: slots * rows : rows]
+        if self._roots is None or len(self._roots) < slots:
+            self._roots = torch.zeros(logits.shape, pin_memory=logits.is_cuda)
+        self._roots[:slots].copy_(logits.to(torch.float32, memory_format=torch.contiguous_format), non_blocking=True)
+        found: Array = self._roots.numpy()
+        return found
 
 
 def rankings_in(outcome: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:

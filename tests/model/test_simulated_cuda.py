@@ -52,8 +52,8 @@ class Commit(NamedTuple):
 COMMIT = Commit(2, 13)
 RECURRENT_STEP = 215
 """Kernels of a step of one gated delta layer and one of attention."""
-EXTRA_WAITS = {"hd": 0, "sampled": 1, "hd, sampled": 8}
-"""Waits of a step beside the one for its pass, to read a row of logits for each token."""
+EXTRA_WAITS = {"hd": 0, "sampled": 0, "hd, sampled": 8}
+"""Waits of a step beside the one for its pass, to read a row of logits for each token but the first."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
 CAPTURES_BEFORE, CAPTURES_WITHIN = 6, 0
@@ -125,7 +125,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -162,7 +162,9 @@ def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str
         for way, extra in EXTRA_WAITS.items():
             steps: list[Counter[str]] = list(map(Counter, answers[family]["ways"][way]["steps"]))
             for step in steps:
-                assert (step[COPY_IN], step[COPY_OUT], step[REPLAY]) == (1, 1, 1)
+                # Beside the outcome, the logits of each row that decides are copied.
+                assert step[COPY_OUT] <= 1 + ("sampled" in way) + extra
+                assert (step[COPY_IN], step[REPLAY]) == (1, 1)
                 assert waits(step) <= 1 + extra, (family, way, answers["lines"])
                 assert step[KERNEL] <= EXTRA_KERNELS, (family, way, answers["lines"])
 
@@ -200,6 +202,19 @@ def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, An
     assert found["captures"] and not found["faults"]
     assert found["before"] <= CAPTURES_BEFORE
     assert sum(found["answers"]) <= CAPTURES_WITHIN
+
+
+def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
+    """Top-k needs rankings alone, other draws wait for the rows after the root, and penalties for each token."""
+    found, expected = others["sampled"]["found"], others["sampled"]["expected"]
+    assert not others["sampled"]["faults"]
+    for name, answers in found.items():
+        assert {way: answer["tokens"] for way, answer in answers.items()} == dict.fromkeys(answers, expected[name])
+        for answer in answers.values():
+            drawn = "T" in name and "penalised" not in name
+            for waited, tokens in answer["waits and tokens"]:
+                extra = tokens if "penalised" in name else tokens - 1 if drawn and "top-k" not in name else 0
+                assert waited <= 1 + extra, (name, others["sampled"]["lines"])
 
 
 def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:

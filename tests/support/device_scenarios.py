@@ -75,14 +75,18 @@ def watched(
     A step is what happens between two tokens that the caller gets: it waits for a pass and starts the next one.
     """
     before = DEVICE.counts.events[CAPTURE]
-    sampler, tokens, events = Sampler(sampling, prompt), [], []
+    sampler, tokens, events, sizes = Sampler(sampling, prompt), [], [], []
     for step in decode(target, prompt, sampler, max_new_tokens=most, drafter=drafter or NoDraft()):
         tokens += step.tokens
+        sizes.append(len(step.tokens))
         events.append(Counter(DEVICE.counts.events))
     steps = [after - before for before, after in pairwise(events[:-1])]  # the last one starts no pass
     return {
         "tokens": tokens,
         "steps": [step for step in steps if not step[CAPTURE]],
+        "waits and tokens": [
+            (waits(step), size) for step, size in zip(steps, sizes[1:-1], strict=True) if not step[CAPTURE]
+        ],
         "captures": DEVICE.counts.events[CAPTURE] - before,
     }
 
@@ -170,6 +174,20 @@ def captures() -> dict[str, Any]:
     before = DEVICE.counts.events[CAPTURE] - earlier
     found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
     return {"before": before, "answers": found, "captures": target.captures} | told()
+
+
+def sampled() -> dict[str, Any]:
+    """Answers by tokens that are drawn in several ways, and with penalties; with drafts, and without."""
+    model = model_of("llama")
+    samplings = SAMPLINGS | {"T 1, top-k 50": SamplingConfig(temperature=1.0, top_k=50, seed=4)}
+    expected = {name: plain(model, sampling) for name, sampling in samplings.items()}
+    install()
+    target = Target(on_device(model))
+    found = {
+        name: {"plain": watched(target, sampling), "hd": watched(target, sampling, hierarchy())}
+        for name, sampling in samplings.items()
+    }
+    return {"expected": expected, "found": found} | told()
 
 
 class WholeCache:
@@ -375,4 +393,7 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main({group.__name__: group for group in (answers, basics, captures, changes, mutations, reserved)}, sys.argv[1:])
+    main(
+        {group.__name__: group for group in (answers, basics, captures, changes, mutations, reserved, sampled)},
+        sys.argv[1:],
+    )
