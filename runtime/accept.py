@@ -115,8 +115,8 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, most: 
         return Walk.of(walked, *walk_argmax(*bits_of(rows), certain, *nodes))
     draws, logits = sampler.draws, verified.logits
     if draws and verified.ranked and sampler.most_ranked and tree.certain is None:
-        position = len(sampler.context)
-        return Walk.of(walked, *walk_ranked(logits.shape[1], *verified.ranked, *nodes, position, draws))
+        (best, scores), position = verified.ranked, len(sampler.context)
+        return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
     rows, is_masked = readable(logits), sampler.first_mask is not None

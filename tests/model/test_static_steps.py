@@ -492,7 +492,7 @@ def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
         target.wait()
         for verified in found:
             assert (verified.ranked is not None) == (wanted > 0)
-            for most, rows in ((8, slice(None)), (wanted, slice(0, 1))):
+            for most, rows in ((8, slice(None)), (wanted or 1, slice(0, 1))):
                 tokens, scores = verified.topk(most, rows)
                 assert tokens.shape == scores.shape and tokens.flags.c_contiguous and scores.flags.c_contiguous
                 logits = verified.logits[rows].float()
