@@ -125,7 +125,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,sampled,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,heads,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -215,6 +215,16 @@ def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
             for waited, tokens in answer["waits and tokens"]:
                 extra = tokens if "penalised" in name else tokens - 1 if drawn and "top-k" not in name else 0
                 assert waited <= 1 + extra, (name, others["sampled"]["lines"])
+
+
+def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> None:
+    found = others["heads"]
+    assert not found["faults"]
+    assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
+    steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
+    assert len(steps) > 3
+    for step in steps:
+        assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) <= 2, found["lines"]
 
 
 def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:

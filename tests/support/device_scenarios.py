@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
@@ -36,6 +37,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
+from tests.support.heads import random_for
 from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
@@ -188,6 +190,16 @@ def sampled() -> dict[str, Any]:
         for name, sampling in samplings.items()
     }
     return {"expected": expected, "found": found} | told()
+
+
+def heads() -> dict[str, Any]:
+    """An answer with drafts of heads, whose passes are captured, too."""
+    model = model_of("llama")
+    expected = plain(model, GREEDY)
+    install()
+    target = Target(on_device(model))
+    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(NODES))
+    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
 
 
 class WholeCache:
@@ -394,6 +406,6 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(
-        {group.__name__: group for group in (answers, basics, captures, changes, mutations, reserved, sampled)},
+        {group.__name__: group for group in (answers, basics, captures, changes, heads, mutations, reserved, sampled)},
         sys.argv[1:],
     )

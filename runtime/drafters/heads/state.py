@@ -16,6 +16,7 @@ from hdtool.runtime.drafters.heads.static_pass import FixedPass
 from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.hidden_states import picked
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.verified import Verified
 
@@ -70,8 +71,7 @@ class HeadsState:
             self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
             return
         rows = [0, *(node + 1 for node in accepted.path)]
-        path_hidden = hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
-        self._queued.append((path_hidden, accepted.tokens))
+        self._queued.append((picked(hidden, rows), accepted.tokens))
 
     @torch.inference_mode()
     def run_heads(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
+from hdtool.runtime.model.hidden_states import picked
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
@@ -131,7 +132,7 @@ class Slot:
         self.tree = self.hidden_of_tree = None
         rows = [0, *(node + 1 for node in path)]
         if hidden is not None:
-            self.hidden.append(hidden[rows])
+            self.hidden.append(picked(hidden, rows))
         self.kv.commit(1, path, later=later)
         if self.states and self.states_of_tree:
             self.states_length = -1
