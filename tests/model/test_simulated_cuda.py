@@ -125,7 +125,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,sampled,heads,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,heads,without_recovery,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -225,6 +225,15 @@ def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> N
     assert len(steps) > 3
     for step in steps:
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) <= 2, found["lines"]
+
+
+def test_a_step_that_waits_is_refused_before_its_capture(others: dict[str, Any]) -> None:
+    """Falcon's code makes tensors of numbers of the host: no capture fails by that, where none may."""
+    told = others["without_recovery"]
+    assert not told["faults"]
+    assert {name: answer["tokens"] for name, answer in told["found"].items()} == told["expected"]
+    assert told["found"]["llama"]["captures"] and not told["found"]["falcon"]["captures"]
+    assert told["found"]["falcon"]["captured"] == 1, "that of nothing, which makes the seed of random numbers"
 
 
 def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:

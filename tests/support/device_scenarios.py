@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model import captured_passes
+from hdtool.runtime.model import captured_passes, cuda_graphs
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.static_steps import StepOutput, StepPass
 from hdtool.runtime.model.step_input import StepTensors
@@ -200,6 +200,23 @@ def heads() -> dict[str, Any]:
     target = Target(on_device(model))
     drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(NODES))
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
+
+
+def without_recovery() -> dict[str, Any]:
+    """What is captured by a torch that cannot capture after a failure, of models that can be captured or not."""
+    models = {name: model_of(name) for name in ("llama", "falcon")}
+    expected = {name: plain(model, GREEDY) for name, model in models.items()}
+    install()
+    cuda_graphs.recovers = lambda: False
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        before = DEVICE.counts.events[CAPTURE]
+        target = Target(on_device(model))
+        answer = watched(target, GREEDY)
+        captured = DEVICE.counts.events[CAPTURE] - before
+        found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
+    cuda_graphs.recovers = lambda: True
+    return {"expected": expected, "found": found} | told()
 
 
 class WholeCache:
@@ -404,8 +421,17 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
     print(json.dumps({name: groups[name](*others) for name in names.split(",")}))
 
 
+GROUPS = (
+    answers,
+    basics,
+    captures,
+    changes,
+    heads,
+    mutations,
+    reserved,
+    sampled,
+    without_recovery,
+)
+
 if __name__ == "__main__":
-    main(
-        {group.__name__: group for group in (answers, basics, captures, changes, heads, mutations, reserved, sampled)},
-        sys.argv[1:],
-    )
+    main({group.__name__: group for group in GROUPS}, sys.argv[1:])
