@@ -1,19 +1,23 @@
 """Decodes with quantized weights on a simulated CUDA device, in a process of its own; see ``device_scenarios.py``.
 
-``python -m tests.support.device_quantized torchao SCHEME ...``
+``python -m tests.support.device_quantized torchao|compressed SCHEME ...``
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.nn import Linear, Module
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.model.target import Target
-from tests.support.device_scenarios import GREEDY, SAMPLED, hierarchy, main, plain, told, watched
+from tests.support.compressed_checkpoints import save_compressed
+from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, hierarchy, main, plain, told, watched
 from tests.support.families import model_of
 from tests.support.simulated_cuda.install import install, on_device
 
@@ -53,7 +57,25 @@ def quantized(scheme: Any) -> PreTrainedModel:
 
 def torchao(*names: str) -> dict[str, Any]:
     """Answers of a model on the CPU and on the device, by the scheme of its weights."""
-    models = {name: quantized(scheme) for name, scheme in schemes().items() if name in names}
+    return answered({name: quantized(scheme) for name, scheme in schemes().items() if name in names})
+
+
+def compressed(*names: str) -> dict[str, Any]:
+    """The same with checkpoints of compressed-tensors, which unpacks weights in the first pass."""
+    from compressed_tensors.offload import remove_dispatch
+
+    models = {}
+    for name in names:
+        with TemporaryDirectory() as folder:
+            save_compressed(copy.deepcopy(model_of("llama")), name, Path(folder))
+            loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        loaded(torch.tensor([PROMPT]))
+        models[name] = remove_dispatch(loaded)  # weights that move to another device by themselves
+    return answered(models)
+
+
+def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
+    """Answers by each of these models, greedy and sampled, without drafts and with them."""
     expected = {name: [plain(model, sampling) for sampling in (GREEDY, SAMPLED)] for name, model in models.items()}
     install()
     found: dict[str, Any] = {}
@@ -68,6 +90,4 @@ def torchao(*names: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main({"torchao": torchao}, sys.argv[1:])
+    main({"torchao": torchao, "compressed": compressed}, sys.argv[1:])
