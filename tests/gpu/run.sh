@@ -50,9 +50,6 @@ verify() {
     step "$name" hdtool.cli verify --device "$DEVICE" --num-prompts "$PROMPTS" --max-new-tokens "$TOKENS" --quiet "$@"
 }
 verify verify-float32 --dtype float32
-# Draws by the rankings that come with a step, and by rows of logits.
-verify verify-top-k --dtype float32 --temperature 1 --top-k 50
-verify verify-top-p --dtype float32 --temperature 1 --top-p 0.9
 
 # hdtool's own pass and kernels, on random trees of small models of several families.
 for dtype in float32 bfloat16; do
@@ -74,6 +71,10 @@ if [[ -z "${TRACES:-}" ]]; then
 fi
 step "$SHAPE" hdtool.cli bench-shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
     --limit "$ANSWERS" --max-new-tokens "$TOKENS" --quiet
+
+# Draws by the rankings that come with a step, and by rows of logits.
+verify verify-top-k --dtype float32 --temperature 1 --top-k 50
+verify verify-top-p --dtype float32 --temperature 1 --top-p 0.9
 
 # The gaps of near ties in low precision; the passes of heads are recorded, too.
 verify verify-bfloat16 --dtype bfloat16

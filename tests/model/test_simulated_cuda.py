@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
+from tests.support.device_processes import needs_no_cuda, scenarios
 from tests.support.families import FAMILIES, HYBRIDS
-from tests.support.project import ROOT
 from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is not None,
-    reason="a device is simulated on Linux, in a build of torch without CUDA",
-)
-LONGEST = 900
-"""Seconds after which a process is taken to hang."""
+pytestmark = needs_no_cuda
 
 
 class Kernels(NamedTuple):
@@ -91,23 +80,6 @@ def groups_of_families() -> list[Any]:
     groups = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
     of_long = [pytest.param(group, id=group[0]) for group in groups]
     return [*of_long, pytest.param(rarer, id="rarer hybrids", marks=pytest.mark.exhaustive)]
-
-
-@cache
-def scenarios(home: Path, *arguments: str, module: str = "device_scenarios") -> dict[str, Any]:
-    """What groups of scenarios printed, in a process of their own that all tests share."""
-    environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{module}", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-    )
-    assert not process.returncode, process.stderr
-    found: dict[str, Any] = json.loads(process.stdout)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.model.test_simulated_cuda import scenarios
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED
+from tests.support.device_processes import needs_no_cuda, scenarios
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is not None,
-    reason="a device is simulated on Linux, in a build of torch without CUDA",
-)
+pytestmark = needs_no_cuda
 SCHEMES = ("int8", "int4", "float8", "int8 with activations")
 
 

@@ -81,7 +81,7 @@ DISPATCHER = Dispatcher()  # type: ignore[no-untyped-call]
 
 def has_own_dispatch(kind: type) -> bool:
     """Whether operations on tensors of a class are done by code of that class, as of those of libraries."""
-    usual = torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    usual = torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl
     return not issubclass(kind, DeviceTensor) and kind.__torch_dispatch__ not in usual  # type: ignore[attr-defined]
 
 

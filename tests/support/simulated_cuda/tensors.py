@@ -46,7 +46,7 @@ class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *args: Any) -> Any:
         return NotImplemented  # the dispatcher sees all operations first, and leaves some to a weight of parts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
