@@ -170,7 +170,7 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
     "Training": {
         train_heads.train_heads: (
             "hdtool train-heads MODEL --from answers.jsonl --out heads",
-            "hdtool train-heads MODEL --from answers.jsonl --out medusa --medusa --num-heads 5",
+            "hdtool train-heads MODEL --from answers.jsonl --out hydra --kind hydra++ --num-heads 5",
         ),
     },
 }

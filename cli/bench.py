@@ -40,7 +40,7 @@ def bench(
     ] = None,
     chat: options.Chat = None,
     settings: BenchConfig,
-    decoding: Annotated[DecodeConfig, only("draft_tokens", "heads", "tree", "max_new_tokens")],
+    decoding: Annotated[DecodeConfig, only("draft_tokens", "heads", "drafter", "tree", "max_new_tokens")],
     stores: Annotated[StoresConfig, without("namespace")],
     sampling: Annotated[SamplingConfig, without("stop")],
     structure: GrammarConfig,

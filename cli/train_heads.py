@@ -25,12 +25,12 @@ def train_heads(
     ] = None,
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
-    medusa: Annotated[bool, option(HEADS, "Medusa heads: independent of each other.", "--medusa")] = False,
+    medusa: Annotated[bool, option(HEADS, "The same as --kind medusa.", "--medusa")] = False,
     heads: HeadsConfig,
     config: TrainConfig,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train drafting heads (Amphista or Medusa).
+    """Train drafting heads (Amphista, Medusa, Hydra, MTP).
 
     The model itself does not change. Its own answers to prompts like yours, as hdtool collect writes them, are the best
     training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
@@ -39,6 +39,6 @@ def train_heads(
     from hdtool.cli.output.show_answers import quiet_libraries
 
     quiet_libraries(quiet=quiet)
-    chosen = heads.plain if medusa else heads
+    chosen = heads.plain if medusa else heads.resolved
     for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states, quiet=quiet):
         print(line, file=sys.stderr)

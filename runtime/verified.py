@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.cache.slots import Slot
 
 
 class Want(NamedTuple):
@@ -68,6 +71,8 @@ class Verified:
     """The highest logits of each row, if they came with the pass: their tokens, best first, and they themselves."""
     root: Array | None = None
     """The logits of the root in float32 on the host, if they came with the pass."""
+    slot: Slot | None = None
+    """Where the sequence is kept, if the engine says so."""
 
     def __len__(self) -> int:
         return len(self.logits)

@@ -13,10 +13,10 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.builders.heads.loss import Batch, draft_labels, head_labels, head_logits, places_of
 from hdtool.runtime.config import LARGEST_BUDGET
-from hdtool.runtime.drafters.heads.calibration import BUCKETS, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
-from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
+from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
+from hdtool.runtime.drafters.learned.calibration import BUCKETS, bucket_of, centre_of
+from hdtool.runtime.drafters.learned.proposal import BEST
 
 BATCH = 8
 """Examples in one pass."""
@@ -46,7 +46,7 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
         str(best): [round(float(share), 4) for share in ((every >= 0) & (every < best)).sum(axis=1) / known]
         for best in (1, 5, 10)
     }
-    tree, gains = best_tree(every)
+    tree, gains = best_tree(every) if isinstance(heads, ParallelHeads) else ([], [])
     calibrated = (seen[1] + PRIOR_WEIGHT * centre_of(np.arange(BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
     return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in calibrated])
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hdtool.builders.heads.cross_entropy import cross_entropy
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget, TargetOutput
-from hdtool.runtime.drafters.heads.modules import Heads, OutputLayer
+from hdtool.runtime.drafters.heads.modules import Heads
 
 
 class Batch(NamedTuple):
@@ -54,14 +54,9 @@ def head_labels(batch: Batch, places: Places) -> torch.Tensor:
     return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
 
 
-def head_states(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
-    """``[places, heads, width]`` from hidden states and the embeddings of the next tokens."""
-    return heads.states([stage[places.rows, places.columns] for stage in heads.stages(hidden, embedded)])
-
-
 def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
     """``[heads, places, tokens]`` from hidden states and the embeddings of the next tokens."""
-    return heads.logits(head_states(heads, hidden, embedded, places))
+    return heads.logits(heads.along(hidden, embedded, places.rows, places.columns))
 
 
 def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
@@ -107,16 +102,16 @@ class HeadsLoss(torch.nn.Module):
         A label outside of the draft vocabulary has no loss: its probability cannot be learned.
         """
         labels = draft_labels(self.heads, head_labels(batch, places))
-        states = head_states(self.heads, hidden, embedded, places)
+        states = self.heads.along(hidden, embedded, places.rows, places.columns)
         total = states.new_zeros((), dtype=torch.float32)
         hits = []
         last = batch.ids.shape[1] - 1
-        for head, (output, known) in enumerate(zip(self.heads.outputs, places.known & (labels >= 0), strict=True)):
-            assert isinstance(output, OutputLayer)
+        for head, known in enumerate(places.known & (labels >= 0)):
+            output = self.heads.output(head)
             rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
-            narrowed = output.narrowed(states[known, head])
+            narrowed, own = output.narrowed(states[known, head]), labels[head][known]
             loss, right = cross_entropy(
-                narrowed, output.up.weight, target.probs, rows, labels[head][known], self._lm_weight
+                narrowed, output.up.weight, target.probs, rows, own, self._lm_weight, output.up.bias
             )
             total = total + loss
             hits.append(right)

@@ -88,7 +88,8 @@ class Training:
     def _step(self, step: int) -> None:
         examples = self._batches.step(step)
         known = [
-            sum(int(example.drafted[2 + head :].sum()) for example in examples) for head in range(len(self.heads.steps))
+            sum(int(example.drafted[2 + head :].sum()) for example in examples)
+            for head in range(self.heads.config.heads)
         ]
         mine = examples[self._processes.rank :: self._processes.size]
         size = self._config.micro_batch_size or len(mine)
@@ -115,11 +116,11 @@ class Training:
         batch = Batch.of(examples, self._target.device)
         with autocast(self._target.device):
             output = self._stored.read(examples, batch) if self._stored else self._target.read(batch.ids)
-            places = places_of(batch, len(self.heads.steps))
+            places = places_of(batch, self.heads.config.heads)
             probs = TargetProbs.of(self._target, output, batch, self.heads)
             loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
         # The mean over the processes must be the mean over all labels.
-        (loss * (len(self.heads.steps) * self._processes.size / known)).backward()
+        (loss * (self.heads.config.heads * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
 
     def _save(self, done: int, settings: dict[str, Any]) -> None:

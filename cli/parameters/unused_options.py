@@ -20,17 +20,29 @@ class Conflict(NamedTuple):
     reason: str
 
 
+PARTS_OF_AMPHISTA = ("auto_embedding", "positions", "adaptation", "sampled_token")
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
     Conflict(("history_prompts",), ("history",), ("none",), "with --history none"),
     Conflict(("namespace",), ("out",), (), "with --out, which names the folder"),
     Conflict(("model", "gguf_file", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
+    Conflict(("medusa",), ("kind",), ("hydra", "hydra++", "mtp"), "with another --kind"),
     Conflict(
-        ("auto_embedding", "positions", "adaptation", "sampled_token", "mlp"),
+        (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
         ("medusa",),
         (True,),
         "with --medusa, whose heads have none of these parts",
+    ),
+    *(
+        Conflict(parts, ("kind",), (kind,), f"with --kind {kind}, which does not choose this part")
+        for kind, parts in {
+            "amphista": ("head_layers",),
+            "medusa": (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
+            "hydra": (*PARTS_OF_AMPHISTA, "mlp"),
+            "hydra++": PARTS_OF_AMPHISTA,
+            "mtp": (*PARTS_OF_AMPHISTA, "lm_head_rank", "head_layers"),
+        }.items()
     ),
     Conflict(("temperatures",), ("report",), (None,), "without --report"),
     Conflict(("address",), ("engine",), ("local",), "without --engine ray"),

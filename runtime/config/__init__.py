@@ -39,6 +39,8 @@ from hdtool.runtime.config.methods import (
     OPTION_METHODS,
     SOURCE_LETTERS,
     SOURCE_NAMES,
+    TAKE_HEADS,
+    TRAINED,
 )
 from hdtool.runtime.config.model import LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
 from hdtool.runtime.config.serving import ServerConfig, VllmConfig

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config.methods import (
     ALL_LETTERS,
+    DRAFTER,
     FIXED_BUDGET,
     HIERARCHIES,
     HISTORY_LETTER,
@@ -69,6 +70,9 @@ class DecodeConfig(Settings):
     heads: tuple[str, ...] = setting(
         (), "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."
     )
+    drafter: str | None = setting(
+        None, "Folder or name of the draft model of methods drafter and hd+drafter: a small model with this tokenizer."
+    )
     history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
     history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.")
     tree: str = setting(
@@ -81,6 +85,12 @@ class DecodeConfig(Settings):
         super().__post_init__()
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
+        require(
+            self.drafter is not None or method.trained != DRAFTER,
+            "drafter",
+            None,
+            f"the folder or name of a draft model with method {self.method}",
+        )
         in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)
         require(in_memory, "history", self.history, f"{MEMORY} or {NO_HISTORY} with method {self.method}")
         known = method.databases + HISTORY_LETTER * method.history + method.logits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hdtool.data.tally import TOLERANCE
 from hdtool.runtime.config.building import MAX_BAD_FRACTION
@@ -12,12 +14,34 @@ MOST_HEADS = 8
 """Most drafting heads, each of which predicts one token further ahead."""
 
 
+AMPHISTA, MEDUSA, HYDRA, HYDRA_PLUS, MTP_LAYER = KINDS = "amphista", "medusa", "hydra", "hydra++", "mtp"
+"""Kinds of heads. The first two draft in parallel, the others token by token."""
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    MEDUSA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False},
+    HYDRA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False, "head_layers": 1},
+    HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
+    MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
+}
+"""The parts that distinguish a kind; options may choose the layers of a Hydra head, and all parts of Amphista."""
+
+
 @dataclass(frozen=True)
 class HeadsConfig(Settings):
-    """Architecture of drafting heads: Amphista (arXiv:2406.13170), its ablations, or Medusa (arXiv:2401.10774)."""
+    """Architecture of drafting heads: Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra
+    and Hydra++ (arXiv:2402.05109), or a multi-token-prediction layer (arXiv:2412.19437)."""
 
+    kind: str = setting(
+        AMPHISTA,
+        "Heads that draft in parallel (amphista, medusa), after drafted tokens (hydra, hydra++), or a "
+        "multi-token-prediction layer (mtp).",
+        choices=KINDS,
+    )
     heads: int = setting(
-        4, "Number of heads; each predicts one token further ahead.", option="num_heads", least=1, most=MOST_HEADS
+        4,
+        "Number of heads; each predicts one token further ahead. For mtp: steps that training runs the layer ahead.",
+        option="num_heads",
+        least=1,
+        most=MOST_HEADS,
     )
     rank: int = setting(64, "Rank of each head's output layer; 0: full.", option="lm_head_rank")
     auto_embedding: int = setting(
@@ -27,6 +51,7 @@ class HeadsConfig(Settings):
     adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.", least=0, most=2)
     sampled_token: bool = setting(True, "Feed the sampled token to these layers.")
     mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", least=1)
+    head_layers: int | None = setting(None, "Layers of each head of hydra (default: 1) and hydra++ (4).", least=1)
     draft_vocabulary: int | None = setting(
         None, "Number of tokens that heads can draft: the most frequent ones of the texts. Default: all.", least=16
     )
@@ -36,9 +61,22 @@ class HeadsConfig(Settings):
         require(self.rank >= 0, "lm-head-rank", self.rank, "1 or more, or 0 for full output layers")
 
     @property
+    def resolved(self) -> HeadsConfig:
+        """With the parts of its kind."""
+        parts = PARTS.get(self.kind, {})
+        return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
+
+    @property
     def plain(self) -> HeadsConfig:
         """Medusa: each head on its own, on the target's hidden state alone."""
-        return replace(self, auto_embedding=0, positions=False, adaptation=0, sampled_token=False)
+        return replace(self, kind=MEDUSA).resolved
+
+    @classmethod
+    def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
+        """The settings of a checkpoint; earlier versions name no kind."""
+        found = cls(**settings)
+        is_medusa = "kind" not in settings and not found.adaptation and not found.auto_embedding
+        return found.plain if is_medusa else found
 
 
 @dataclass(frozen=True)

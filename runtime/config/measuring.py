@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.config.methods import METHODS, NEED_HEADS, NEED_LOGITS
+from hdtool.runtime.config.methods import METHODS, NEED_LOGITS, TRAINED
 from hdtool.runtime.config.setting import Settings, require, setting
 
 PEERS = {
@@ -113,11 +113,16 @@ class BenchConfig(Settings):
         require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
 
     def chosen(
-        self, *, has_corpus: bool, heads: Collection[str] = (), llama_cpp: Collection[str] = (), grammars: bool = False
+        self,
+        *,
+        has_corpus: bool,
+        trained: Collection[str] = (),
+        llama_cpp: Collection[str] = (),
+        grammars: bool = False,
     ) -> tuple[str, ...]:
-        """The methods to measure: ``heads`` are those with trained heads, ``llama_cpp`` its rows that can run."""
+        """The methods to measure: ``trained`` are those whose drafter is there, ``llama_cpp`` its rows that can run."""
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
-        lacking |= {method: method not in heads for method in NEED_HEADS}
+        lacking |= {method: method not in trained for method in TRAINED}
         lacking |= {method: method not in llama_cpp for method in LLAMA_CPP}
         if grammars:
             lacking |= dict.fromkeys(WITHOUT_GRAMMARS, True)

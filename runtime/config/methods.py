@@ -38,7 +38,13 @@ class Method(NamedTuple):
     """Letters of its sources among the model's logits."""
     history: bool = False
     """Whether it drafts from earlier answers."""
+    trained: str = ""
+    """The kind of trained drafter that it needs."""
 
+
+HEADS, MTP, DRAFTER = "heads", "mtp", "drafter"
+"""Kinds of trained drafters: heads of ``train-heads``, a layer of it or layers of the checkpoint, and a model of its
+own."""
 
 METHODS = {
     "ar": Method("plain decoding", ""),
@@ -50,8 +56,11 @@ METHODS = {
     ),
     "rest": Method("the corpus index alone (REST)", "S"),
     "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
-    "medusa": Method("trained Medusa heads", ""),
-    "amphista": Method("trained Amphista heads", ""),
+    "medusa": Method("trained Medusa heads", "", trained=HEADS),
+    "amphista": Method("trained Amphista heads", "", trained=HEADS),
+    "hydra": Method("trained Hydra or Hydra++ heads", "", trained=HEADS),
+    "mtp": Method("multi-token-prediction layers of the checkpoint, or a trained one", "", trained=MTP),
+    "drafter": Method("a draft model: speculative decoding with --drafter", "", trained=DRAFTER),
     "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
     "tr": Method("Token Recycling: a static tree over the rankings of all verified tokens", "", "R", history=True),
@@ -59,21 +68,28 @@ METHODS = {
     "hd+logitspec": Method(
         "hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS, history=True
     ),
-    "hd+amphista": Method("hd with trained heads", SOURCE_LETTERS, history=True),
+    "hd+amphista": Method("hd with trained Amphista heads", SOURCE_LETTERS, history=True, trained=HEADS),
+    "hd+hydra": Method("hd with trained Hydra or Hydra++ heads", SOURCE_LETTERS, history=True, trained=HEADS),
+    "hd+mtp": Method("hd with multi-token-prediction layers", SOURCE_LETTERS, history=True, trained=MTP),
+    "hd+drafter": Method("hd with a draft model", SOURCE_LETTERS, history=True, trained=DRAFTER),
 }
-HIERARCHIES = ("hd", "hd+logitspec", "hd+amphista")
+HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
 """Methods that draft from plug-ins as well."""
-NEED_HEADS = ("medusa", "amphista", "hd+amphista")
-NEED_MODEL = ("lade", *NEED_HEADS)
+TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
+NEED_HEADS = tuple(name for name in TRAINED if METHODS[name].trained == HEADS)
+TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS, MTP))
+"""Methods that draft by what ``train-heads`` made."""
+NEED_MODEL = ("lade", *TRAINED)
 """Methods that compute with the model."""
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
 """Methods that need the model's computation or its logits, not only its text."""
 OPTION_METHODS = {
     "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "pld", "lade", "hd-paper")),
-    "sources": ("hd-paper", "hd", "hd+logitspec", "hd+amphista"),
+    "sources": ("hd-paper", *HIERARCHIES),
     "order": ("hd-paper",),
     "lookahead": ("hd-paper",),
-    "heads": NEED_HEADS,
+    "heads": TAKE_HEADS,
+    "drafter": tuple(name for name in TRAINED if METHODS[name].trained == DRAFTER),
     "prediction": HIERARCHIES,
     "tree": ("medusa", "amphista"),
     "history": tuple(name for name, method in METHODS.items() if method.history),

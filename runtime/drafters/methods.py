@@ -11,14 +11,12 @@ from threading import Timer
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
-from hdtool.runtime.config import NEED_HEADS, DecodeConfig, PaperConfig
-from hdtool.runtime.config.methods import HISTORY_LETTER
+from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.config.methods import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
-from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
-from hdtool.runtime.drafters.heads.select_heads import heads_for
-from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.learned.select_drafter import trained_alone, trained_drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
@@ -130,10 +128,10 @@ def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targe
 
 
 def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    heads = None
-    if config.method in NEED_HEADS:
+    trained = None
+    if METHODS[config.method].trained:
         assert target is not None
-        heads = HeadsState(heads_for(config.method, config.heads, target.model), target)
+        trained = trained_drafter(config, target, store_set.tokenizer)
     return Hierarchy(
         store_set.model if "M" in config.drafts_from else None,
         store_set.corpus if "S" in config.drafts_from else None,
@@ -141,7 +139,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         budget=budget(),
         last="L" in config.drafts_from,
         recycled="R" in config.drafts_from,
-        heads=heads,
+        trained=trained,
         history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
         remembers=HISTORY_LETTER in config.drafts_from,
         plugins={
@@ -152,10 +150,9 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
     )
 
 
-def _heads(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _trained(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
     assert target is not None
-    saved = heads_for(config.method, config.heads, target.model)
-    return HeadsDrafter(saved, target, budget(), static=config.tree == "static")
+    return trained_alone(config, target, budget(), store_set.tokenizer)
 
 
 MAKERS: dict[str, Maker] = {
@@ -168,14 +165,11 @@ MAKERS: dict[str, Maker] = {
     ),
     "rest": _corpus,
     "hd-paper": _paper,
-    "medusa": _heads,
-    "amphista": _heads,
-    "hd": _hierarchy,
     "logitspec": lambda config, stores, budget, target: LogitSpec(budget()),
     "tr": lambda config, stores, budget, target: TokenRecycling(
         budget(), remembers=HISTORY_LETTER in config.drafts_from
     ),
     "racer": lambda config, stores, budget, target: Racer(budget(), remembers=HISTORY_LETTER in config.drafts_from),
-    "hd+logitspec": _hierarchy,
-    "hd+amphista": _hierarchy,
+    **dict.fromkeys(HIERARCHIES, _hierarchy),
+    **dict.fromkeys((name for name in TRAINED if name not in HIERARCHIES), _trained),
 }

@@ -23,7 +23,7 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.drafters.heads.select_heads import methods_with_heads
+from hdtool.runtime.drafters.learned.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of, turns_of
 from hdtool.runtime.evaluation.lineup import Lineup
@@ -115,9 +115,9 @@ class Plan:
         if other:
             check_same_model(other, loaded)
         runnable = [name for name, reason in obstacles.items() if not reason]
-        heads = methods_with_heads(self.decoding.heads, loaded.target.model)
+        trained = methods_with_drafters(self.decoding, loaded.target.model)
         has_corpus = store_set.corpus is not None
-        methods = self.bench.chosen(has_corpus=has_corpus, heads=heads, llama_cpp=runnable, grammars=grammars)
+        methods = self.bench.chosen(has_corpus=has_corpus, trained=trained, llama_cpp=runnable, grammars=grammars)
         baseline_of(methods, self.bench.baseline)
         rows = {name: files[name] for name in methods if name in LLAMA_CPP}
         build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None

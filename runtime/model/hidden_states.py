@@ -11,12 +11,16 @@ from hdtool.data.errors import FamilyError
 
 
 class HiddenStates:
-    """The input of a model's output layer in each pass, once it is watched."""
+    """The input of a model's output layer in each pass, once it is watched, and beside it the output of some layers."""
 
     def __init__(self) -> None:
         self.is_watched = False
         self.of_pass: torch.Tensor | None = None
-        """``[batch, tokens, width]`` of the last pass."""
+        """``[batch, tokens, columns]`` of the last pass."""
+        self.layers: tuple[int, ...] = ()
+        """Decoder layers whose outputs are the columns after those of the output layer's input."""
+        self._of_layer: dict[int, torch.Tensor] = {}
+        self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
         """Watch a model from now on; ``run`` makes a forward pass of it, and ``kind`` names it in errors."""
@@ -24,11 +28,47 @@ class HiddenStates:
 
         def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
             if (watcher := mine()) and (found := hidden_in(returned)) is not None:
-                watcher.of_pass = found
+                parts = [found, *(watcher._of_layer[layer] for layer in watcher.layers)]
+                watcher.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else found
 
         record.only_watches = True  # type: ignore[attr-defined]
         module_of_hidden(model, kind, run).register_forward_hook(record)
         self.is_watched = True
+
+    def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
+        """Watch the output of decoder layers, too, from now on."""
+        own, mine = getattr(decoder, "layers", ()), weakref.ref(self)
+        if not layers or not all(0 <= layer < len(own) for layer in layers):
+            raise FamilyError(f"layers {', '.join(map(str, layers))} are asked for, and this model has {len(own)}")
+
+        def watch(layer: int) -> None:
+            def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
+                if watcher := mine():
+                    found = returned[0] if isinstance(returned, tuple) else returned
+                    assert isinstance(found, torch.Tensor)
+                    watcher._of_layer[layer] = found
+
+            record.only_watches = True  # type: ignore[attr-defined]
+            own[layer].register_forward_hook(record)
+
+        for layer in dict.fromkeys(layers):
+            if layer not in self.layers:
+                watch(layer)
+        self.layers += tuple(layers)
+
+    def columns(self, layers: Sequence[int] = ()) -> slice | None:
+        """Where the outputs of these layers are in ``of_pass``, or the output layer's input; None if not watched."""
+        if not self.is_watched:
+            return None
+        if not self._width:
+            assert self.of_pass is not None
+            self._width = self.of_pass.shape[-1] // (1 + len(self.layers))
+        for first in range(len(self.layers) - len(layers) + 1):
+            if not layers:
+                return slice(0, self._width)
+            if self.layers[first : first + len(layers)] == tuple(layers):
+                return slice(self._width * (1 + first), self._width * (1 + first + len(layers)))
+        return None
 
     def rows_of(self, slot: int) -> torch.Tensor:
         """Those of one slot of the last pass, ``[tokens, width]``."""

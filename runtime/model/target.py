@@ -234,7 +234,7 @@ class Target:
             logits = self.stock.read(tokens[sequence.length - start :], sequence)
         if self.captures or len(cache.slots) > 1:
             sequence.kv.clear_from(end)  # their passes read past the context
-        return Verified(logits, sequence.all_hidden())
+        return Verified(logits, sequence.all_hidden(), slot=sequence)
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
         """Verify one tree in each of the first slots, all in one pass: a row of logits for its root and each node.
@@ -259,7 +259,7 @@ class Target:
             verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
         for slot, tree, found in zip(used, trees, verified, strict=True):
-            slot.tree, slot.hidden_of_tree = tree, found.hidden
+            slot.tree, slot.hidden_of_tree, found.slot = tree, found.hidden, slot
         return verified
 
     @torch.inference_mode()
@@ -288,10 +288,14 @@ class Target:
         """Append the root and the nodes of ``path`` to the context of a slot; the rest of its tree is discarded."""
         cache.slots[slot].commit(path, later=self.captures)
 
-    def watch_hidden(self) -> None:
-        """Give hidden states in each pass from now on, for drafters that use them."""
-        if self.hidden.is_watched:
-            return
+    def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
+        """Give hidden states in each pass from now on, for drafters that use them.
+
+        Returns the columns of the input of the output layer, or those of the outputs of these decoder layers, which
+        compiled passes do not give: they are left to the library.
+        """
+        if (known := self.hidden.columns(layers)) is not None:
+            return known
 
         def run() -> None:
             self.prefill(self.allocate(1, ROOM), 0, some_context(4, self.config.vocab_size))
@@ -300,19 +304,28 @@ class Target:
         compiled, self.compiled = self.compiled, None
         try:
             with self.changing():
-                self.hidden.watch(self.model, self.model.config.model_type, run)
+                if not self.hidden.is_watched:
+                    self.hidden.watch(self.model, self.model.config.model_type, run)
+                if layers:
+                    self.hidden.watch_layers(self.model.get_decoder(), layers)
                 run()
         finally:
-            self.compiled = compiled
-        if compiled:
-            compiled.watch_hidden()
+            self.compiled = None if layers else compiled
+        if self.compiled:
+            self.compiled.watch_hidden()
         self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
-            self._captured.forget()
+            if layers:
+                self._captured.renew(self)
+            else:
+                self._captured.forget()
             if self.cache.user is None:
                 self.cache.slots[0].cut(0)
                 self._captured.record(self.cache)
             self._changes.record(holds_memory=True)
+        columns = self.hidden.columns(layers)
+        assert columns is not None
+        return columns
 
     def _current(self) -> CompiledPasses | None:
         return self.compiled if self.compiled and self.compiled.is_current else None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.runtime.config import NEED_HEADS
+from hdtool.runtime.config import TRAINED
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.target import Target
@@ -211,9 +211,10 @@ def check_decoding(config: DecodeConfig) -> None:
             f"history is {config.history}, but the processes of one model must all draft the same, and a store changes "
             "between them: use --history memory"
         )
-    if config.method in NEED_HEADS:
+    if config.method in TRAINED:
         raise OptionError(
-            f"method {config.method} drafts by heads, which need the whole model in one process: choose another method"
+            f"method {config.method} drafts by a trained drafter, which needs the whole model in one process: choose "
+            "another method"
         )
 
 

@@ -32,11 +32,12 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config import METHODS, OPTION_METHODS, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import load_heads
-from hdtool.runtime.drafters.heads.select_heads import kind_of
-from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.heads.select_heads import kind_of, method_of
+from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
+from hdtool.runtime.drafters.learned.select_drafter import drafter_of
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
@@ -133,15 +134,12 @@ def draw(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None
 
 
 def steps(bench: Bench, folders: Folders, budgets: Sequence[int], temperatures: Sequence[float]) -> None:
-    cases = {name: Case(kind_of(folder), folder) for name, folder in folders.items()}
-    for name, case in list(cases.items()):
-        if name == "amphista":
-            cases |= {"hd": Case("hd"), f"hd+{name}": Case("hd+amphista", case.folder)}
+    cases = alone(folders) | {"hd": Case("hd")} | in_hierarchy(folders)
     print("| tokens per step | tree | T | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |")
     print("|---" * (len(budgets) + 3) + "|")
     plain: dict[float, list[list[int]]] = {}
     for heat, (name, case), tree in product(temperatures, cases.items(), ("dynamic", "static")):
-        if tree == "static" and case.method.startswith("hd"):
+        if tree == "static" and case.method not in OPTION_METHODS["tree"]:
             continue
         cells = []
         for budget in budgets:
@@ -153,12 +151,18 @@ def steps(bench: Bench, folders: Folders, budgets: Sequence[int], temperatures: 
         print(f"| {name} | {tree} | {heat:g} | " + " | ".join(cells) + " |", flush=True)
 
 
+def alone(folders: Folders) -> dict[str, Case]:
+    return {name: Case(method_of(kind_of(folder)), folder) for name, folder in folders.items()}
+
+
+def in_hierarchy(folders: Folders) -> dict[str, Case]:
+    cases = {f"hd+{name}": Case(f"hd+{case.method}", case.folder) for name, case in alone(folders).items()}
+    return {name: case for name, case in cases.items() if case.method in METHODS}
+
+
 def speed(bench: Bench, folders: Folders, temperatures: Sequence[float]) -> None:
     """With as many nodes as pay."""
-    cases = {"plain": Case("ar")} | {name: Case(kind_of(folder), folder) for name, folder in folders.items()}
-    cases |= {"hd": Case("hd")} | {
-        f"hd+{name}": Case("hd+amphista", folder) for name, folder in folders.items() if kind_of(folder) == "amphista"
-    }
+    cases = {"plain": Case("ar")} | alone(folders) | {"hd": Case("hd")} | in_hierarchy(folders)
     print("| | T | times as fast as plain | tokens per step | heads asked | a pass of theirs, µs | of the time |")
     print("|---|---|---|---|---|---|---|")
     for heat in temperatures:
@@ -187,14 +191,16 @@ def raced(
 
 def share_of_heads(drafter: Drafter, sums: Sums) -> str:
     session = session_of(drafter)
-    if session is None or not session.passes:
+    if session is None:
         return "| |"
-    took = 1e6 * session.seconds / session.passes
-    return f"{session.passes / sums.steps:.0%} | {took:.0f} | {session.seconds / sums.wall_clock:.1%}"
+    share = f"{session.seconds / sums.wall_clock:.1%}"
+    if not session.passes:  # those that draft token by token do not count them
+        return f"| | {share}"
+    return f"{session.passes / sums.steps:.0%} | {1e6 * session.seconds / session.passes:.0f} | {share}"
 
 
 def session_of(drafter: Drafter) -> Any:
-    return getattr(drafter, "session", None) or getattr(drafter, "_heads", None)
+    return getattr(drafter, "trained", None) or getattr(drafter, "_trained", None)
 
 
 def garbage(bench: Bench, folders: Folders) -> None:
@@ -217,7 +223,8 @@ def passes(bench: Bench, folders: Folders) -> None:
     """Behind the first prompt, by the time of the processor."""
     target, prompt = bench.loaded.target, bench.prompts[0]
     one = OneSequence(target)
-    sessions = {name: HeadsState(load_heads(folder, target.model), target) for name, folder in folders.items()}
+    every = {name: load_heads(folder, target.model) for name, folder in folders.items()}
+    sessions = {name: drafter_of(saved, target, is_measured=False) for name, saved in every.items()}
     print("| pass | ms |\n|---|---|")
     for nodes in (0, 22, 64):
         one.prefill(prompt)
@@ -227,12 +234,12 @@ def passes(bench: Bench, folders: Folders) -> None:
             session.begin(prompt)
             logits = one.prefill(prompt)
             session.observe(Accepted([], [int(logits[-1].argmax())]), one.verified)
-            session.run_heads()
+            session.propose(64)
             one.verify(chain(prompt[-1], 5))
 
-            def read(session: HeadsState = session, accepted: int = accepted) -> None:
+            def read(session: TrainedDrafter = session, accepted: int = accepted) -> None:
                 session.observe(Accepted(list(range(accepted - 1)), prompt[:accepted]), one.verified)
-                session.run_heads()
+                session.propose(64)
 
             print(f"| of heads {name}, {accepted} tokens accepted | {median_ms(read):.2f} |")
 

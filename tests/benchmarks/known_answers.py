@@ -28,10 +28,11 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.frozen_target import FrozenTarget
 from hdtool.data.traces import read_traces
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import METHODS as KNOWN
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import load_heads
-from hdtool.runtime.drafters.heads.select_heads import kind_of
+from hdtool.runtime.drafters.heads.select_heads import kind_of, method_of
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
@@ -190,14 +191,19 @@ def main() -> None:
     if options.what == "accuracy":
         accuracy(target, turns, options.heads)
         return
+    folders = {kind_of(Path(folder)): folder for folder in options.heads}
+    methods = {name: (name, "") for name in METHODS}
+    if options.what == "heads":
+        alone = {kind: (method_of(kind), folder) for kind, folder in folders.items()}
+        together = {f"hd+{kind}": (f"hd+{method}", folder) for kind, (method, folder) in alone.items()}
+        methods = alone | {"hd": ("hd", "")} | {name: case for name, case in together.items() if case[0] in KNOWN}
     cases: dict[str, Drafter] = {}
-    methods = METHODS if options.what == "retrieval" else ("medusa", "amphista", "hd", "hd+amphista")
     for nodes in options.nodes:
-        for method in methods:
+        for name, (method, folder) in methods.items():
             sources = {"sources": "CMSL"} if method == "hd+logitspec" else {}
-            heads = tuple(options.heads) if method in ("medusa", "amphista", "hd+amphista") else ()
+            heads = (folder,) if folder else ()
             config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads, **sources)  # type: ignore[arg-type]
-            cases[f"{method}, {nodes} nodes"] = drafter_for(config, target, store_set)
+            cases[f"{name}, {nodes} nodes"] = drafter_for(config, target, store_set)
     target.watch_hidden()
     compare([read(target, turn) for turn in turns], cases)
 

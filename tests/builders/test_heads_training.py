@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,13 +34,18 @@ from hdtool.data.progress import bar
 from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
+from hdtool.runtime.drafters.heads.modules import ParallelHeads
+from hdtool.runtime.drafters.learned.calibration import BUCKETS
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from tests.support.families import VOCABULARY, model_of
+from tests.support.heads import slowly_after
 from tests.support.oracle import generated, prompt_of
 
 SMALL = HeadsConfig(rank=8, mlp=16)
+KINDS = {kind: replace(SMALL, kind=kind).resolved for kind in ("amphista", "hydra", "hydra++", "mtp")}
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def texts(count: int, seed: int = 0) -> list[Example]:
@@ -54,10 +60,12 @@ def texts(count: int, seed: int = 0) -> list[Example]:
     return found
 
 
-def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most: int | None = None) -> Training:
+def trained(
+    folder: Path, learned: Sequence[Example], config: TrainConfig, most: int | None = None, heads: HeadsConfig = SMALL
+) -> Training:
     target = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(config.seed)
-    made = new_heads(target.model, target.hidden_width, target.vocabulary, SMALL)
+    made = new_heads(target.model, target.hidden_width, target.vocabulary, heads)
     found = Training(made, target, BatchSampler(learned, config), config, folder, Processes())
     for done in found.run({"a": 1}):
         if done == most:
@@ -65,9 +73,11 @@ def trained(folder: Path, learned: Sequence[Example], config: TrainConfig, most:
     return found
 
 
-def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
-    learned = texts(10)
-    found = trained(tmp_path, learned, TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1))
+@each_kind
+def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
+    """The model has 97 tokens, of which chance finds one in a hundred."""
+    learned, config = texts(10), TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1)
+    found = trained(tmp_path, learned, config, heads=KINDS[kind])
     losses, hits = np.array(found.history.losses), np.array(found.history.hits)
     assert losses[-5:].mean() < 0.6 * losses[:5].mean()
     assert (hits[-5:].mean(axis=0) > 2 * hits[:5].mean(axis=0) + 0.1).all()
@@ -75,17 +85,23 @@ def test_heads_learn_what_the_model_says(tmp_path: Path) -> None:
     result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
     assert min(result.top["1"]) > 0.3
     assert all(one <= five <= ten for one, five, ten in zip(*result.top.values(), strict=True))
+    assert np.array(result.odds).shape == (4, BUCKETS)
+    if kind != "amphista":
+        assert not result.tree, "a static tree is of heads that draft in parallel"
+        return
     assert result.tree[0] == [0] and result.gains == sorted(result.gains, reverse=True)
     assert result.gains[0] == pytest.approx(result.top["1"][0], abs=0.05)
 
 
-def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
+@each_kind
+def test_a_killed_training_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
     learned = texts(9)
     config = TrainConfig(epochs=8, batch=4, save_every=3, val_fraction=0.2)
-    whole = trained(tmp_path / "whole", learned, config)
+    heads = KINDS[kind]
+    whole = trained(tmp_path / "whole", learned, config, heads=heads)
     for most in (4, 11):  # some steps after the last checkpoint are lost, and done once more
-        trained(tmp_path / "killed", learned, config, most)
-    resumed = trained(tmp_path / "killed", learned, config)
+        trained(tmp_path / "killed", learned, config, most, heads)
+    resumed = trained(tmp_path / "killed", learned, config, heads=heads)
     assert resumed.history == whole.history
     for name, weight in whole.heads.state_dict().items():
         assert torch.equal(weight, resumed.heads.state_dict()[name]), name
@@ -112,6 +128,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
     learned = texts(3)
     config, token_ids = draft_vocabulary(replace(SMALL, draft_vocabulary=size), learned, VOCABULARY)
     heads = new_heads(target.model, target.hidden_width, VOCABULARY, config, token_ids)
+    assert isinstance(heads, ParallelHeads)
     mine = torch.arange(VOCABULARY) if token_ids is None else torch.from_numpy(token_ids)
     batch = Batch.of(learned, target.device)
     output, places = target.read(batch.ids), places_of(batch, 4)
@@ -138,6 +155,74 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
         assert output.hidden.shape[0] > row
     assert float(found) == pytest.approx(expected, rel=1e-3)
     assert hits.tolist() == right
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gptj"])
+@pytest.mark.parametrize("kind", ["hydra++", "mtp"])
+def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None:
+    """A head that drafts token by token is learned after the tokens of the text; an MTP layer after its own states."""
+    model = copy.deepcopy(model_of(family))
+    if (bias_of_model := model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias_of_model)
+    target = FrozenTarget(Target(model))
+    learned = texts(3)
+    heads = new_heads(target.model, target.hidden_width, VOCABULARY, KINDS[kind]).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+    batch = Batch.of(learned, target.device)
+    output, places = target.read(batch.ids), places_of(batch, 4)
+    found, hits = HeadsLoss(heads, 0.3)(
+        batch, places, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
+    )
+    expected, right = 0.0, [0] * 4
+    bias = heads.output(0).up.bias
+    for example in learned:
+        ids = torch.from_numpy(example.ids)
+        alone = target.read(ids[None])
+        logits = target.model(input_ids=ids[None], use_cache=False).logits[0]
+        hidden, embedded = alone.hidden[0], alone.embedded[0]
+        for column in range(len(ids)):
+            for head in range(4):
+                label = column + 2 + head
+                if label < len(ids) and example.drafted[label]:
+                    seen, path = slice(column + 1), embedded[column + 1 : column + 1 + head]
+                    said = torch.from_numpy(slowly_after(heads, hidden[seen], embedded[seen], path))
+                    logs = (said if bias is None else said + bias).log_softmax(-1)
+                    probs = logits[label - 1].softmax(-1)
+                    expected -= float((probs * logs).sum() + 0.3 * logs[ids[label]])
+                    right[head] += int(logs.argmax() == ids[label])
+    assert float(found) == pytest.approx(expected, rel=2e-3)
+    assert hits.tolist() == right
+
+
+@pytest.mark.parametrize("kind", ["hydra", "mtp"])
+def test_an_easy_text_is_learned_far_above_chance(kind: str, tmp_path: Path) -> None:
+    """Tokens that count up: only the token before says which comes next, and chance finds one in 97."""
+
+    def counting(start: int) -> Example:
+        return Example((np.arange(24) * 5 + start) % 97, np.ones(24, np.bool_))
+
+    learned = [counting(start) for start in range(0, 97, 3)]
+    config = TrainConfig(epochs=40, batch=11, learning_rate=0.01, val_fraction=0.1, lm_weight=5.0)
+    found = trained(tmp_path, learned, config, heads=replace(KINDS[kind], rank=0))
+    unseen = [counting(start) for start in range(1, 97, 7) if start % 3]
+    result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), unseen)
+    assert min(result.top["1"]) > 0.3, result.top
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_output_layer_with_a_bias_gets_no_gradient(frozen: bool) -> None:
+    torch.manual_seed(1)
+    bias, weight = torch.randn(30), torch.randn(30, 8, requires_grad=not frozen)
+    rows, labels, probs = torch.randint(5, (10,)), torch.randint(30, (10,)), torch.randn(5, 30).softmax(-1)
+    states = torch.randn(10, 8, requires_grad=True)
+    loss, _ = cross_entropy(states, weight, probs, rows, labels, 0.2, bias)
+    logs = (states @ weight.T + bias).log_softmax(-1)
+    expected = -(probs[rows] * logs).sum() - 0.2 * logs.gather(-1, labels[:, None]).sum()
+    torch.testing.assert_close(loss, expected)
+    wanted = [states] if frozen else [states, weight]
+    found, known = (torch.autograd.grad(each, wanted) for each in (loss, expected))
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("lm_weight", [0.0, 0.3])

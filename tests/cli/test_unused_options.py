@@ -18,6 +18,7 @@ from hdtool.cli.parameters.command import LONG_LIST, PANELS
 from hdtool.cli.parameters.unused_options import refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.methods import HIERARCHIES
 from hdtool.runtime.drafters import methods as drafters
 
 VALUES = {
@@ -26,6 +27,7 @@ VALUES = {
     "order": "SMC",
     "lookahead": None,
     "heads": "folder",
+    "drafter": "folder",
     "history": "folder",
     "history_prompts": None,
     "prediction": "file",
@@ -202,7 +204,7 @@ def test_the_help_of_generate_is_half_as_long_and_names_all_methods(capsys: pyte
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("hdtool generate --method hd", ["hd-paper", "hd", "hd+logitspec", "hd+amphista"]),
+        ("hdtool generate --method hd+", [name for name in HIERARCHIES if name != "hd"]),
         ("hdtool generate --dtype bf", ["bfloat16"]),
         ("hdtool generate --quantization n", ["nf4"]),
         ("hdtool bench --methods ar,pl", ["ar,pld"]),

@@ -19,11 +19,12 @@ from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.loss import Places, draft_labels, head_logits
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.calibration import BUCKETS, Calibration, best_paths, bucket_of, centre_of
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, best_of
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
+from hdtool.runtime.drafters.learned.calibration import BUCKETS, Calibration, bucket_of, centre_of
+from hdtool.runtime.drafters.learned.proposal import Proposal, best_paths
 from hdtool.runtime.model import hidden_states as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
@@ -39,8 +40,7 @@ def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, to
 
 
 def rows_for(heads: Heads, capacity: int) -> HeadsKVCache:
-    shape = heads.shape
-    rows = HeadsKVCache(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
+    rows = HeadsKVCache.of(heads)
     rows.make_room(capacity)
     return rows
 
@@ -145,6 +145,7 @@ def test_new_heads_give_the_targets_logits(family: str, rank: int) -> None:
     assert one.verified.hidden is not None
     states = one.verified.hidden.clone()
     heads = new_heads(model, states.shape[-1], VOCABULARY, HeadsConfig(rank=rank, sampled_token=False))
+    assert isinstance(heads, ParallelHeads)
     with torch.inference_mode():
         rows = rows_for(heads, 30)
         found = heads.ahead(states, states, rows)
@@ -263,8 +264,10 @@ def test_labels_outside_of_the_draft_vocabulary_are_never_found() -> None:
 @settings(max_examples=60)
 def test_the_most_probable_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
     probs = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
-    parents, ranks, depths, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
-    size = best_paths(probs, most, parents, ranks, depths, chances)
+    parents, ranks, rankings, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)
+    after = np.ascontiguousarray(Proposal.in_parallel(np.zeros_like(probs, np.int64), probs).after)
+    size = best_paths(probs, after, most, parents, ranks, rankings, chances)
+    depths = rankings + 1
     every = sorted(
         (float(np.prod([probs[depth, rank] for depth, rank in enumerate(path)])) for depth in range(1, heads + 1)
          for path in product(range(best), repeat=depth)), reverse=True,

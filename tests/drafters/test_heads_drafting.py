@@ -19,11 +19,11 @@ from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
-from hdtool.runtime.drafters.heads.gate import HeadsGate
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
+from hdtool.runtime.drafters.learned.gate import TrainedGate
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
@@ -40,12 +40,13 @@ from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, direct
 
 
-class Checked(HeadsDrafter):
+class Checked(StandaloneDrafter):
     """Compares all that the heads say with what the slow reference makes of the whole conversation."""
 
     def __init__(self, saved: SavedHeads, target: Target, budget: Budget) -> None:
-        super().__init__(saved, target, budget)
         self.looked = 0
+        self.heads = HeadsState(saved, target)
+        super().__init__(self.heads, budget)
         self._model = target.model
         self.reference: OneSequence | None = None
 
@@ -57,14 +58,14 @@ class Checked(HeadsDrafter):
         self.reference.prefill(context[:-1])
         assert self.reference.verified.hidden is not None
         embedded = self._model.get_input_embeddings()(torch.tensor(context[1:])).detach()
-        expected = slowly(self.session.heads, self.reference.verified.hidden, embedded, last=True)[-1]
+        expected = slowly(self.heads.heads, self.reference.verified.hidden, embedded, last=True)[-1]
         best = np.sort(expected, axis=1)[:, ::-1]
-        ids = self.session.heads.token_ids
+        ids = self.heads.heads.token_ids
         indices = {int(token): index for index, token in enumerate(ids)} if ids is not None else None
-        for head, tokens in enumerate(self.session.tokens):
+        for head, tokens in enumerate(self.heads.tokens):
             places = [indices[token] if indices else token for token in tokens.tolist()]
             np.testing.assert_allclose(expected[head][places], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
-        assert self.session._cache.length in (0, len(context) - 1)
+        assert self.heads._cache.length in (0, len(context) - 1)
         self.looked += 1
         return tree
 
@@ -89,7 +90,9 @@ def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
     plain = said(run(target, prompt, chosen, most=30))
     for static in (False, True):
-        drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(64), static=static)
+        saved = random_for(target, HeadsConfig(rank=8))
+        tree = StaticTree(saved) if static else None
+        drafter = StandaloneDrafter(HeadsState(saved, target), FixedBudget(64), tree)
         steps = run(target, prompt, chosen, most=30, drafter=drafter)
         assert said(steps) == plain
         assert sum(len(step.tree) for step in steps) > 0
@@ -98,7 +101,7 @@ def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
 def test_the_accepted_are_counted_as_theirs() -> None:
     """Of a vocabulary of 97, forty nodes of the heads' best ten hold the truth now and then."""
     target = Target(model_of("llama"))
-    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(40))
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(40))
     steps = [
         step for length in range(5, 12) for step in run(target, prompt_of(length), SamplingConfig(), drafter=drafter)
     ]
@@ -153,11 +156,11 @@ class Priced(MeasuredBudget):
 
 def test_heads_that_do_not_pay_rarely_run() -> None:
     target = Target(model_of("llama"))
-    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, Priced(target))
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), Priced(target))
     prompt = prompt_of(20)
     steps = run(target, prompt, SamplingConfig(), most=400, drafter=drafter)
     assert said(steps) == said(run(target, prompt, SamplingConfig(), most=400))
-    assert 0 < drafter.session.passes < 20
+    assert isinstance(drafter.trained, HeadsState) and 0 < drafter.trained.passes < 20
 
 
 def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
@@ -174,7 +177,7 @@ def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
             woken.append(len(context))
             return draft(context)  # type: ignore[no-any-return, no-untyped-call]
         drafter.budget = budget
-        tree = HeadsDrafter.draft(drafter, context)
+        tree = StandaloneDrafter.draft(drafter, context)
         drafter.budget = FixedBudget(8)
         return tree
 
@@ -192,12 +195,12 @@ def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:
     both = tuple(map(str, folders.values()))
     for name in folders:
         drafter = drafter_for(DecodeConfig(name, draft_tokens=8, heads=both), target, StoreSet())
-        assert isinstance(drafter, HeadsDrafter)
-        config = drafter.session.heads.config
+        assert isinstance(drafter, StandaloneDrafter) and isinstance(drafter.trained, HeadsState)
+        config = drafter.trained.heads.config
         assert (config == config.plain) == (name == "medusa")
     with pytest.raises(HeadsError, match=r"medusa heads \(found: amphista heads in "):
         drafter_for(DecodeConfig("medusa", draft_tokens=8, heads=both[:1]), target, StoreSet())
-    with pytest.raises(HeadsError, match="none are given: train some with hdtool train-heads --medusa"):
+    with pytest.raises(HeadsError, match="none are given: train some with hdtool train-heads --kind medusa"):
         drafter_for(DecodeConfig("medusa", draft_tokens=8), target, StoreSet())
 
 
@@ -211,7 +214,7 @@ def test_the_command_line_names_faults_of_heads(tmp_path: Path, capsys: pytest.C
 
 def test_heads_observe_an_answer_of_one_token() -> None:
     target = Target(model_of("llama"))
-    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(8))
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(8))
     prompt = prompt_of(6)
     for most in (1, 2):
         steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
@@ -230,7 +233,7 @@ def test_heads_among_other_sources_do_not_change_the_output(family: str, samplin
     target = Target(model_of(family))
     chosen = SAMPLINGS[sampling]
     session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
-    drafter = Hierarchy(budget=FixedBudget(40), heads=session, last=True, recycled=True)
+    drafter = Hierarchy(budget=FixedBudget(40), trained=session, last=True, recycled=True)
     taken = set()
     for length in (20, 7):
         prompt = prompt_of(length)
@@ -245,7 +248,7 @@ def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:
     """A hierarchy that has nothing but heads, about to draft."""
     target = Target(model_of("llama"))
     session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
-    drafter = Hierarchy(context=False, budget=FixedBudget(30), heads=session)
+    drafter = Hierarchy(context=False, budget=FixedBudget(30), trained=session)
     prompt = prompt_of(12)
     one = OneSequence(target)
     one.prefill(prompt)
@@ -271,10 +274,9 @@ def test_a_heads_evidence_enters_the_estimate_at_its_depth() -> None:
 def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
     drafter, session, context = heads_alone()
     drafter.draft(context)
-    session.run_heads = lambda: None  # type: ignore[method-assign]
-    memory = drafter._heads_record
+    memory = drafter._proposed
     for ahead in range(5):
-        assert memory["ahead"][0] == ahead
+        assert memory["root"][0] == (ahead if ahead < 4 else -1)
         tokens = set(session.tokens[ahead].tolist()) if ahead < 4 else set()
         grown = grow(drafter.address, 30)
         tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
@@ -284,7 +286,7 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
 
 def test_heads_run_only_if_they_pay() -> None:
     for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
-        asking = HeadsGate()
+        asking = TrainedGate()
         asked = []
         for _ in range(3000):
             asked.append(asking.now)
@@ -293,7 +295,7 @@ def test_heads_run_only_if_they_pay() -> None:
 
 
 def test_the_gate_follows_a_change() -> None:
-    asking = HeadsGate()
+    asking = TrainedGate()
     for bring in (3.0, 1.0, 3.0):
         for _ in range(2000):
             asking.observe(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)

@@ -21,7 +21,8 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
+from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
@@ -94,7 +95,7 @@ def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | 
     yield "none", None
     yield "lying drafter", liar(truth)
     yield "hd", hierarchy()
-    yield "heads", HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(24))
+    yield "heads", StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(24))
 
 
 def batched(target: Target, *, drafts: bool) -> Answers:

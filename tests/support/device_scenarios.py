@@ -23,8 +23,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.heads.drafter import HeadsDrafter
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model import captured_passes, cuda_graphs
@@ -198,7 +199,7 @@ def heads() -> dict[str, Any]:
     expected = plain(model, GREEDY)
     install()
     target = Target(on_device(model))
-    drafter = HeadsDrafter(random_for(target, HeadsConfig(rank=8)), target, FixedBudget(NODES))
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
 
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads
-from hdtool.runtime.drafters.heads.modules import EPSILON, ROTARY_BASE, Heads, HeadsShape
+from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, SavedHeads, new_heads
+from hdtool.runtime.drafters.heads.modules import EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
+from hdtool.runtime.drafters.heads.sequential_modules import MtpHeads
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 
@@ -33,10 +34,27 @@ SHAPE = HeadsShape(width=16, vocabulary=53, embedding=12, attention_heads=2, mlp
 Numbers = npt.NDArray[np.float64]
 
 
-def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> Heads:
+SEQUENTIAL = {
+    "hydra": HeadsConfig("hydra", rank=8).resolved,
+    "hydra of three heads": HeadsConfig("hydra", heads=3, rank=0, head_layers=2).resolved,
+    "hydra++": HeadsConfig("hydra++", rank=8, mlp=20).resolved,
+    "hydra++ with a draft vocabulary": HeadsConfig("hydra++", rank=8, draft_vocabulary=20).resolved,
+    "mtp": HeadsConfig("mtp").resolved,
+    "mtp with a draft vocabulary": HeadsConfig("mtp", heads=3, mlp=20, draft_vocabulary=20).resolved,
+}
+
+
+def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> ParallelHeads:
     """Heads of random weights, all of which matter."""
+    heads = random_kind(config, shape, seed, size)
+    assert isinstance(heads, ParallelHeads)
+    return heads
+
+
+def random_kind(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> Heads:
+    """As ``random_heads``, of any kind; an MTP layer without draft vocabulary has no output layer yet."""
     torch.manual_seed(seed)
-    heads = Heads(shape, config)
+    heads = ARCHITECTURES[config.kind](shape, config)
     with torch.no_grad():
         for weight in heads.parameters():
             weight.copy_(torch.randn(weight.shape) * size)
@@ -54,7 +72,9 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     judged = EvalResult(
         tree=[path for path in paths if len(path) <= config.heads], gains=[0.9**n for n in range(len(paths))]
     )
-    heads = random_heads(config, like.shape, seed, size).to(target.device, target.dtype)
+    heads = random_kind(config, like.shape, seed, size).to(target.device, target.dtype)
+    if isinstance(heads, MtpHeads) and not config.draft_vocabulary:
+        heads.share(target.model.get_output_embeddings())
     return SavedHeads(heads, fingerprint(target.model), "random", judged, {})
 
 
@@ -82,6 +102,30 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bo
             known = looked[head] if down is None else down @ looked[head]
             found[row, head] = weights[f"outputs.{head}.up.weight"] @ known
     return found
+
+
+def slowly_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Numbers:
+    """Logits of heads that draft token by token, after accepted tokens and a path: all are embedded."""
+    weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
+    config, width = heads.config, heads.shape.attention_heads
+    states, read, ahead = (part.double().numpy() for part in (hidden, tokens, path))
+    output = heads.output(len(path))
+    if config.kind == "mtp":
+        for token in ahead:
+            after = _adapted(weights, "layers.0.", states, read, width, config)[-1]
+            states, read = np.vstack([states, after]), np.vstack([read, token])
+        state = _adapted(weights, "layers.0.", states, read, width, config)[-1]
+    else:
+        if config.adaptation:
+            states = _adapted(weights, "layers.0.", states, read, width, config)
+        state, known = states[-1], [_normed(token, weights["token_norm.weight"]) for token in (read[-1], *ahead)]
+        for layer in range(config.head_layers or 1):
+            given = np.concatenate([state, *known]) if layer == 0 else state
+            step = weights[f"steps.{len(path)}.{layer}.weight"] @ given
+            state = state + step / (1 + np.exp(-step))
+    if output.down is not None:
+        state = output.down.weight.detach().double().numpy() @ state
+    return np.asarray(output.up.weight.detach().double().numpy() @ state)
 
 
 def _adapted(weights: Any, name: str, states: Numbers, tokens: Numbers, heads: int, config: HeadsConfig) -> Numbers:

@@ -1,1 +1,2 @@
-"""Trained drafting heads: Amphista (Li et al., 2024), and Medusa (Cai et al., 2024) as its special case."""
+"""Trained drafting heads: Amphista (Li et al., 2024) and its special case Medusa, Hydra, and a layer for multi-token
+prediction."""

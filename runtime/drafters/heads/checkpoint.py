@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.data.files.atomic_write import OutputFile
 from hdtool.data.files.ownership import json_with, safetensors_metadata
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, OutputLayer
+from hdtool.runtime.config.heads import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, OutputLayer, ParallelHeads
+from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHeads
 from hdtool.runtime.environment import fingerprint
 
 if TYPE_CHECKING:
@@ -29,6 +32,14 @@ METADATA = {"format": "pt", "writer": "hdtool"}
 """Metadata of the weights."""
 SAVED_DTYPE = torch.float16
 """Half precision is enough: drafts do not change the output."""
+ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
+    AMPHISTA: ParallelHeads,
+    MEDUSA: ParallelHeads,
+    HYDRA: HydraHeads,
+    HYDRA_PLUS: HydraHeads,
+    MTP_LAYER: MtpHeads,
+}
+"""By kind."""
 EXACT_SVD_WIDTH = 1024
 """Matrices up to this width get an exact SVD; for larger ones it takes minutes."""
 
@@ -114,7 +125,8 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
             f"this one is {found}): train some for this one with hdtool train-heads"
         )
     try:
-        heads = Heads(HeadsShape(**settings["shape"]), HeadsConfig(**settings["heads"]))
+        config = HeadsConfig.of_checkpoint(settings["heads"])
+        heads = ARCHITECTURES[config.kind](HeadsShape(**settings["shape"]), config)
         heads.load_state_dict(load_file(folder / WEIGHTS))
         _check_token_ids(heads)
         judged = EvalResult(**settings["judged"])
@@ -124,9 +136,11 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
         raise HeadsError(
             f"{folder} cannot be read ({reason_of(error)}): train the heads again with hdtool train-heads"
         ) from error
-    place = output_layer(model).weight
-    torch.nn.Module.to(heads, place.device, model.dtype)
+    output = output_layer(model)
+    torch.nn.Module.to(heads, output.weight.device, model.dtype)
     heads.requires_grad_(False).eval()
+    if isinstance(heads, MtpHeads) and not config.draft_vocabulary:
+        heads.share(output)
     return SavedHeads(heads, settings["target"], settings["model"], judged, settings["training"])
 
 
@@ -153,13 +167,17 @@ def new_heads(
     attention = next(number for number in range(min(own, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
     mlp = config.mlp or getattr(settings, "intermediate_size", None) or 4 * hidden
     shape = HeadsShape(hidden, vocabulary, embedding_width(model), attention, int(mlp))
-    heads = Heads(shape, config)
+    heads = ARCHITECTURES[config.kind](shape, config)
     weight = output_layer(model).weight.detach()
     if token_ids is not None:
         assert heads.token_ids is not None
         heads.token_ids.copy_(torch.from_numpy(token_ids))
         weight = weight[heads.token_ids.to(weight.device)]
     _init_outputs(heads, weight)
+    if isinstance(heads, MtpHeads):
+        heads.outputs.requires_grad_(False)
+        if token_ids is None:
+            heads.share(output_layer(model))
     return heads
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hdtool.runtime.model.static_steps import extent_for
+
+if TYPE_CHECKING:
+    from hdtool.runtime.drafters.heads.modules import Heads
 
 Indices = slice | torch.Tensor
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -16,7 +21,14 @@ class HeadsKVCache:
 
     def __init__(self, layers: int, heads: int, width: int, like: torch.Tensor) -> None:
         self.length = 0
+        """Accepted tokens; 0 without layers."""
         self.keys_values = like.new_zeros((layers, 2, heads, 0, width))
+
+    @classmethod
+    def of(cls, heads: Heads) -> HeadsKVCache:
+        """The empty cache of some heads."""
+        shape = heads.shape
+        return cls(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
 
     def make_room(self, positions: int) -> None:
         """Grow to this number of positions."""

@@ -1,4 +1,4 @@
-"""The modules of Amphista's drafting heads (Li et al., 2024), used in training and in drafting.
+"""The modules of drafting heads, used in training and in drafting; Amphista's (Li et al., 2024) among them.
 
 Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual
 block to the output of one layer, the auto-embedding block is self-attention over the heads, and low-rank output
@@ -7,14 +7,16 @@ layers compute logits. The first head predicts the token after the one that was 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.kv_cache import CacheView, HeadsKVCache, Indices
+from hdtool.runtime.drafters.heads.kv_cache import Attended, CacheView, HeadsKVCache, Indices
 from hdtool.runtime.model.static_steps import extent_for
 
 EPSILON = 1e-6
@@ -22,6 +24,7 @@ ROTARY_BASE = 10_000.0
 """The base of rotary position embeddings."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor], Attended]
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,19 @@ class AdaptationLayer(nn.Module):
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, cache: CacheView | None, layer: int
     ) -> torch.Tensor:
         """``states`` and embedded ``tokens`` are ``[batch, new, width]``; ``cache`` is the cache of earlier ones."""
+        return self.attending(states, tokens, rotary, None if cache is None else partial(cache.update, layer))
+
+    def attending(
+        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None
+    ) -> torch.Tensor:
+        """As ``forward``, attending to what ``attended`` makes of the keys and values of the new positions."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)
         queries, keys = _rotated(queries, rotary), _rotated(keys, rotary)
         mask = None
-        if cache is not None:
-            keys, values, mask = cache.update(layer, keys, values)
+        if attended is not None:
+            keys, values, mask = attended(keys, values)
         causal = mask is None and queries.shape[-2] > 1
         seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
         states = self.attention.add(states, seen)
@@ -120,36 +129,36 @@ class OutputLayer(nn.Module):
         self.down = nn.Linear(width, rank, bias=False) if rank else None
         self.up = nn.Linear(rank or width, vocabulary, bias=False)
 
+    @classmethod
+    def of(cls, up: nn.Linear) -> OutputLayer:
+        """The output layer of a target."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.down, made.up = None, up
+        return made
+
     def narrowed(self, states: torch.Tensor) -> torch.Tensor:
         """The input of ``up``."""
         return self.down(states) if self.down is not None else states
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.up(self.narrowed(states))
+        logits: torch.Tensor = self.up(self.narrowed(states).to(self.up.weight.dtype))
         return logits
 
 
 class Heads(nn.Module):
-    """All drafting heads of a target."""
+    """The drafting heads of a target; subclasses say how a head gets its state."""
 
-    def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
+    def __init__(self, shape: HeadsShape, config: HeadsConfig, outputs: int) -> None:
+        """``outputs`` is the number of their own output layers."""
         super().__init__()
         self.shape, self.config = shape, config
-        width, number = shape.width, config.heads
         self.layers = nn.ModuleList(
             AdaptationLayer(shape, sampled_token=config.sampled_token) for _ in range(config.adaptation)
         )
-        self.steps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(number))
-        for step in self.steps:
-            assert isinstance(step, nn.Linear)
-            nn.init.zeros_(step.weight)
-        self.positions = nn.Parameter(torch.zeros(number, width)) if config.positions else None
-        self.auto_embedding = nn.ModuleList(
-            Attention(width, shape.attention_heads) for _ in range(config.auto_embedding)
-        )
         self.vocabulary = config.draft_vocabulary or shape.vocabulary
         """The number of tokens that the heads can draft."""
-        self.outputs = nn.ModuleList(OutputLayer(width, config.rank, self.vocabulary) for _ in range(number))
+        self.outputs = nn.ModuleList(OutputLayer(shape.width, config.rank, self.vocabulary) for _ in range(outputs))
         self.token_ids: torch.Tensor | None
         ids = torch.arange(self.vocabulary) if config.draft_vocabulary else None
         self.register_buffer("token_ids", ids)
@@ -162,7 +171,22 @@ class Heads(nn.Module):
 
     @property
     def reads_tokens(self) -> bool:
+        """Whether the layers read tokens beside hidden states."""
         return self.config.adaptation > 0 and self.config.sampled_token
+
+    def output(self, head: int) -> OutputLayer:
+        layer = self.outputs[head]
+        assert isinstance(layer, OutputLayer)
+        return layer
+
+    def along(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> torch.Tensor:
+        """The states of the heads ``[places, heads, width]`` at some places of texts whose tokens are the draft.
+
+        ``hidden`` and ``embedded`` are ``[rows, columns, width]``: hidden states, and embeddings of the next tokens.
+        """
+        raise NotImplementedError
 
     def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: CacheView | None = None) -> list[torch.Tensor]:
         """The inputs of the heads: the output of each adaptation layer, or the target's hidden states."""
@@ -170,12 +194,51 @@ class Heads(nn.Module):
             return [hidden]
         new = hidden.shape[-2]
         indices, bound = (cache.indices(new), cache.bound(new)) if cache is not None else (slice(new), new)
-        rotary = self._rotary(indices, bound, hidden)
+        rotary = self.rotary(indices, bound, hidden)
         found, states = [], hidden
         for place, layer in enumerate(self.layers):
             states = layer(states, tokens, rotary, cache, place)
             found.append(states)
         return found
+
+    def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
+        """Append new tokens to the cache; the stages ``[1, width]`` of the last one."""
+        stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
+        if self.layers:
+            cache.length += len(hidden)
+        return stages
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """``[heads, places, tokens]``, where ``tokens`` are those of the draft vocabulary."""
+        return torch.stack([self.output(head)(states[:, head]) for head in range(self.config.heads)])
+
+    def rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
+        """Cosines and sines of rotary positions below ``bound``."""
+        size = extent_for(bound)
+        key = like.device, like.dtype, size
+        if key not in self._tables:
+            # Shorter tables are kept, because captured passes read them.
+            self._tables[key] = _table(size, self.shape.width // self.shape.attention_heads, like)
+        cosines, sines = self._tables[key]
+        return cosines[indices], sines[indices]
+
+
+class ParallelHeads(Heads):
+    """The heads of Amphista and Medusa, which know no drafted token."""
+
+    def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
+        super().__init__(shape, config, config.heads)
+        width, number = shape.width, config.heads
+        self.steps = nn.ModuleList(zero_linear(width, width) for _ in range(number))
+        self.positions = nn.Parameter(torch.zeros(number, width)) if config.positions else None
+        self.auto_embedding = nn.ModuleList(
+            Attention(width, shape.attention_heads) for _ in range(config.auto_embedding)
+        )
+
+    def along(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> torch.Tensor:
+        return self.states([stage[rows, columns] for stage in self.stages(hidden, embedded)])
 
     def states(self, stages: list[torch.Tensor]) -> torch.Tensor:
         """The states of the heads ``[positions, heads, width]`` from stages ``[positions, width]``."""
@@ -190,26 +253,15 @@ class Heads(nn.Module):
             states = block(states)
         return states
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[heads, positions, tokens]``, where ``tokens`` are those of the draft vocabulary."""
-        return torch.stack([output(states[:, head]) for head, output in enumerate(self.outputs)])
-
     def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
         """Append new tokens to the cache ``cache``; return logits ``[heads, tokens]`` after the last."""
-        stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
-        if self.layers:
-            cache.length += len(hidden)
-        return self.logits(self.states(stages))[:, 0]
+        return self.logits(self.states(self.read(hidden, tokens, cache)))[:, 0]
 
-    def _rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
-        """Cosines and sines of rotary positions below ``bound``."""
-        size = extent_for(bound)
-        key = like.device, like.dtype, size
-        if key not in self._tables:
-            # Shorter tables are kept, because captured passes read them.
-            self._tables[key] = _table(size, self.shape.width // self.shape.attention_heads, like)
-        cosines, sines = self._tables[key]
-        return cosines[indices], sines[indices]
+
+def zero_linear(width: int, out: int) -> nn.Linear:
+    layer = nn.Linear(width, out, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
 
 
 def best_of(

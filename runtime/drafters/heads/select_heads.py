@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.config import NEED_HEADS
+from hdtool.runtime.config import TAKE_HEADS, HeadsConfig
+from hdtool.runtime.config.heads import AMPHISTA, HYDRA, HYDRA_PLUS
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads, load_heads, settings_of
 from hdtool.runtime.environment import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PLAIN = "medusa"
-"""The method for heads without adaptation layers and auto-embedding."""
-
 
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
     """The first of the folders that holds heads for the method."""
-    wanted = kind_of_method(method)
-    places = [Path(folder).expanduser() for folder in folders] or shipped_with(model)
+    wanted = kinds_for(method)
+    places = _places(folders, model)
     kinds = [kind_of(place) for place in places]
-    if wanted in kinds:
-        return load_heads(places[kinds.index(wanted)], model)
+    for place, kind in zip(places, kinds, strict=True):
+        if kind in wanted:
+            return load_heads(place, model)
     if folders:
         found = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
-        raise HeadsError(f"method {method} needs {wanted} heads (found: {found}): name a folder that holds some")
-    option = " --medusa" if wanted == PLAIN else ""
+        raise HeadsError(
+            f"method {method} needs {' or '.join(wanted)} heads (found: {found}): name a folder that holds some"
+        )
+    option = "" if wanted[0] == AMPHISTA else f" --kind {wanted[0]}"
     raise HeadsError(
         f"method {method} needs trained heads, and none are given: train some with hdtool train-heads{option} and "
         "name their folder with --heads"
@@ -38,17 +39,27 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
     """The methods for which there are heads."""
-    kinds = {kind_of(place) for place in [Path(folder).expanduser() for folder in folders] or shipped_with(model)}
-    return {method for method in NEED_HEADS if kind_of_method(method) in kinds}
+    kinds = {kind_of(place) for place in _places(folders, model)}
+    return {method for method in TAKE_HEADS if kinds & set(kinds_for(method))}
 
 
-def kind_of_method(method: str) -> str:
-    return PLAIN if method == PLAIN else "amphista"
+def kinds_for(method: str) -> tuple[str, ...]:
+    """The kinds of heads that a method takes."""
+    kind = method.removeprefix("hd+")
+    return (HYDRA, HYDRA_PLUS) if kind == HYDRA else (kind,)
+
+
+def method_of(kind: str) -> str:
+    """The method that drafts by heads of a kind alone."""
+    return HYDRA if kind == HYDRA_PLUS else kind
 
 
 def kind_of(folder: Path) -> str:
-    heads = settings_of(folder)["heads"]
-    return PLAIN if not heads["adaptation"] and not heads["auto_embedding"] else "amphista"
+    return HeadsConfig.of_checkpoint(settings_of(folder)["heads"]).kind
+
+
+def _places(folders: Sequence[str], model: PreTrainedModel) -> list[Path]:
+    return [Path(folder).expanduser() for folder in folders] or shipped_with(model)
 
 
 def shipped_with(model: PreTrainedModel) -> list[Path]:

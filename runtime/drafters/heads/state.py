@@ -8,16 +8,17 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.heads.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import best_of
+from hdtool.runtime.drafters.heads.modules import ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.hierarchy.evidence import BEST_OF_HEAD as BEST
+from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.learned.proposal import BEST, Proposal
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.hidden_states import picked
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.verified import Verified
 
 PROMPT_CHUNK = 512
@@ -25,12 +26,12 @@ PROMPT_CHUNK = 512
 
 
 class HeadsState:
-    """The heads' cache, pending input and output for the current answer of a target.
+    """The heads' cache, pending input and output for the current answer of a target."""
 
-    Accepted tokens are queued until the heads run; while drafting pauses, nothing is computed.
-    """
+    source = SourceName.HEADS
 
     def __init__(self, saved: SavedHeads, target: Target) -> None:
+        assert isinstance(saved.heads, ParallelHeads)
         self.heads = saved.heads
         self.calibration = Calibration(saved.judged.odds or None, self.heads.config.heads)
         self.seconds = 0.0
@@ -44,42 +45,28 @@ class HeadsState:
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
         self._buckets = np.empty((0, 0), np.int64)
-        self._queued: list[tuple[torch.Tensor, list[int]]] = []
-        self._is_prompt = True
-        target.watch_hidden()
+        self._accepted = AcceptedTokens(target.watch_hidden())
         if target.device.type == "cpu":
             compile_linear_layers(self.heads)
-        shape = self.heads.shape
-        width = shape.width // shape.attention_heads
-        self._cache = HeadsKVCache(len(self.heads.layers), shape.attention_heads, width, self.heads.like)
+        self._cache = HeadsKVCache.of(self.heads)
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
         """Start another answer. Its first input is the prompt, which the target prefills next."""
         self._cache.restart()
-        self._queued.clear()
-        self._prompt, self._is_prompt = list(prompt), True
+        self._accepted.begin(prompt)
         self._is_calibrated = True
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the calibration and queue the target's hidden states of the accepted path."""
         self._calibrate(accepted)
-        hidden = verified.hidden
-        assert hidden is not None
-        if self._is_prompt:
-            self._is_prompt = False
-            self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
-            return
-        rows = [0, *(node + 1 for node in accepted.path)]
-        self._queued.append((picked(hidden, rows), accepted.tokens))
+        self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def run_heads(self) -> None:
+    def propose(self, most: int) -> Proposal:
         """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
         started = time.perf_counter()
-        hidden = torch.cat([rows for rows, _ in self._queued]) if len(self._queued) > 1 else self._queued[0][0]
-        tokens = [token for _, chosen in self._queued for token in chosen]
-        self._queued.clear()
+        hidden, tokens = self._accepted.take()
         if not self.heads.layers:
             hidden, tokens = hidden[-1:], tokens[-1:]
         if self._fixed and self._fixed.fits(len(tokens)):
@@ -91,6 +78,7 @@ class HeadsState:
         self._is_calibrated = False
         self.seconds += time.perf_counter() - started
         self.passes += 1
+        return Proposal.in_parallel(self.tokens, self.probs)
 
     def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
         self._cache.make_room(self._cache.length + len(tokens))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, IndexedHeadsKVCache
-from hdtool.runtime.drafters.heads.modules import Heads, best_of
+from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads, best_of
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.static_steps import extent_for
@@ -18,17 +18,22 @@ HEADER = 2
 """Input words before the tokens: the length of the cache, and the index of the last new token."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
+Best = tuple[torch.Tensor, torch.Tensor]
+"""The best tokens of some heads, and their probabilities."""
+Finish = Callable[[list[torch.Tensor], torch.Tensor], Best]
+"""What follows the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
 
 
 class FixedPass:
-    """Passes that read a few new tokens into a cache and compute each head's best tokens."""
+    """Passes that read a few new tokens into a cache and compute the best tokens that follow."""
 
-    def __init__(self, heads: Heads, embed: Embed, best: int, capture: Capture) -> None:
-        """``best`` is the number of tokens per head."""
-        like, number = heads.like, len(heads.steps)
+    def __init__(self, heads: Heads, embed: Embed, best: int, capture: Capture, finish: Finish | None = None) -> None:
+        """``best`` is the number of tokens per head. Without ``finish``, heads draft in parallel."""
+        like, number = heads.like, 1 if finish else heads.config.heads
         pinned = like.device.type == "cuda"
         self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
         self._best = min(best, heads.vocabulary)
+        self._finish = finish or self._in_parallel
         self._host = torch.zeros(HEADER + SIZES[-1], dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         self._hidden = like.new_zeros((SIZES[-1], heads.shape.width))
@@ -47,7 +52,7 @@ class FixedPass:
         return tokens <= SIZES[-1]
 
     def read(self, hidden: torch.Tensor, tokens: list[int], cache: HeadsKVCache) -> tuple[Array, Array]:
-        """Append new tokens to the cache ``cache``; return the best tokens of each head and their probabilities."""
+        """Append new tokens to the cache ``cache``; return the best tokens that follow, and their probabilities."""
         new = len(tokens)
         size = next(size for size in SIZES if size >= new)
         cache.make_room(cache.length + size)
@@ -87,8 +92,14 @@ class FixedPass:
             tokens = self._embed(device_input[HEADER : HEADER + size]) if heads.reads_tokens else hidden
             stages = heads.stages(hidden[None], tokens[None], IndexedHeadsKVCache(keys_values, indices, extent))
             last = [stage[0].index_select(0, device_input[1:HEADER]) for stage in stages]
-            found, probs = best_of(heads.logits(heads.states(last))[:, 0], self._best, heads.token_ids)
+            token = device_input[HEADER : HEADER + size].index_select(0, device_input[1:HEADER])
+            found, probs = self._finish(last, token)
             best_tokens.copy_(found)
             best_probs.copy_(probs)
 
         return self._capture.record(run)
+
+    def _in_parallel(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
+        heads = self._heads
+        assert isinstance(heads, ParallelHeads)
+        return best_of(heads.logits(heads.states(stages))[:, 0], self._best, heads.token_ids)

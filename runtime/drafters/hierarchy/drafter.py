@@ -10,15 +10,11 @@ import numpy as np
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
-from hdtool.runtime.drafters.heads.gate import HeadsGate
-from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.evidence import (
-    HEADS,
     MODEL,
     MOST_PLUGINS,
     PLUGIN,
     corpus_source,
-    note_heads,
     note_plugin,
     predicted_by,
 )
@@ -35,9 +31,12 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     WORK_AT,
     Source,
 )
+from hdtool.runtime.drafters.hierarchy.proposed import TRAINED, no_proposal, note_proposal
 from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
 from hdtool.runtime.drafters.hierarchy.weights import new_weights, rows_of_weights
+from hdtool.runtime.drafters.learned.gate import TrainedGate
+from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
 from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned
@@ -63,7 +62,7 @@ class Hierarchy(Pinned):
 
     It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
     from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from
-    one generation to the next. Trained ``heads`` are used while they bring more than their own pass costs.
+    one generation to the next. A ``trained`` drafter is used while it brings more than its own passes cost.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Hierarchy(Pinned):
         budget: Budget | None = None,
         last: bool = False,
         recycled: bool = False,
-        heads: HeadsState | None = None,
+        trained: TrainedDrafter | None = None,
         plugins: Mapping[SourceName, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = ANY_TOKEN,
@@ -91,8 +90,8 @@ class Hierarchy(Pinned):
         self._forgets = recycled and not remembers
         self._prediction: TokenLog
         self.budget = budget or FixedBudget()
-        self._heads = heads
-        self._gate = None if isinstance(self.budget, FixedBudget) else HeadsGate()
+        self._trained = trained
+        self._gate = None if isinstance(self.budget, FixedBudget) else TrainedGate()
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began = time.perf_counter()
@@ -101,12 +100,18 @@ class Hierarchy(Pinned):
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._places = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
-        self._heads_record = predicted_by([SourceName.HEADS])
+        self._proposed = no_proposal()
         self._plugin_records = predicted_by([*self._plugins, *[SourceName.NONE] * (MOST_PLUGINS - len(self._plugins))])
         self._lane = np.zeros(1, LANE)
         self._found: dict[int, Array] = {row.name: np.zeros(1, FOUND) for row in (CONTEXT, PREDICTION, HISTORY)}
         corpus_row = corpus_source(self._shards.tokens.dtype.name)
-        used: dict[Source, Any] = {HEADS: heads, PLUGIN: plugins, CONTEXT: context, PREDICTION: True, HISTORY: history}
+        used: dict[Source, Any] = {
+            TRAINED: trained,
+            PLUGIN: plugins,
+            CONTEXT: context,
+            PREDICTION: True,
+            HISTORY: history,
+        }
         used |= {RECYCLED: rankings.is_kept, MODEL: model, corpus_row: corpus, SINGLE: rankings.is_kept, LAST: last}
         added = dict(sources or {})
         table = [*added, *used]
@@ -118,7 +123,7 @@ class Hierarchy(Pinned):
         self._records: dict[int, Array] = dict(self._found)
         self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
         self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
-        self._records |= {SourceName.HEADS: self._heads_record, SourceName.PLUGIN_1: self._plugin_records}
+        self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
         self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
         self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
@@ -188,7 +193,8 @@ class Hierarchy(Pinned):
         """The time of drafting so far, by source, as every 32nd draft shares it out; empty without a compiled clock."""
         parts = self._time.read()
         if any(parts):
-            parts[SourceName.HEADS] += self._heads.seconds if self._heads else 0.0
+            if self._trained:
+                parts[self._trained.source] += self._trained.seconds
             for number, seconds in self._plugin_seconds.items():
                 parts[number] += seconds
         return {SourceName(source): part for source, part in enumerate(parts) if part}
@@ -196,8 +202,8 @@ class Hierarchy(Pinned):
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
         self._nodes = 0
-        if self._heads:
-            self._heads.begin(list(prompt))
+        if self._trained:
+            self._trained.begin(list(prompt))
         new = self.table.read(prompt)
         if self._forgets and new == len(prompt):
             self._rankings.forget()
@@ -275,9 +281,8 @@ class Hierarchy(Pinned):
             return 0
         self._catch_up()
         self.work["position"] = len(context)
-        if self._heads and (not self._gate or self._gate.now):
-            self._heads.run_heads()
-            note_heads(self._heads_record[0], self._heads.tokens, self._heads.probs)
+        if self._trained and (not self._gate or self._gate.now):
+            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(most))
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:
@@ -315,8 +320,8 @@ class Hierarchy(Pinned):
         return self._rankings.most_ranked
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        if self._heads:
-            self._heads.observe(accepted, verified)
+        if self._trained:
+            self._trained.observe(accepted, verified)
         is_current = not self._pending  # else the rows of logits belong to an earlier context
         rows, nodes = len(verified), self._nodes
         is_ranked = is_current and rows == nodes + 1
@@ -334,7 +339,7 @@ class Hierarchy(Pinned):
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, verified, ranked)
         self._learning_seconds = time.perf_counter() - started
-        if self._heads and self._gate and is_drafting and is_current and rows and nodes:
+        if self._trained and self._gate and is_drafting and is_current and rows and nodes:
             self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
 
     def _catch_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Sources that name tokens with counts or shares: the model store, the corpus index, trained heads and plug-ins."""
+"""Sources that name tokens with counts or shares: the model store, the corpus index and plug-ins."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
 MILLION = 1_000_000
 """Predicted shares are in millionths."""
-BEST_OF_HEAD = 10
-"""Tokens of a trained head."""
 MOST_PLUGINS = len(PLUGINS)
 LONGEST_CHAIN = MOST_HEADS
-"""Positions after the root that heads or a plug-in predict."""
+"""Positions after the root that a plug-in predicts."""
 BEST_PREDICTED = 60
 """Tokens of such a position, the most probable ones."""
 ANY, NO_TOKEN = -1, -2
@@ -57,7 +55,7 @@ PREDICTED = np.dtype(
     ],
     align=True,
 )
-"""What heads, a plug-in or the last logit predict for the positions after the root."""
+"""What a plug-in or the last logit predicts for the positions after the root."""
 
 
 def _find_in_model(at: int, node: int) -> int:
@@ -148,13 +146,6 @@ def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
     record["count"] = place + 1
 
 
-def note_heads(record: Any, tokens: Array, probs: Array) -> None:
-    """Store the best tokens ``[heads, best]`` of each head after the root, and their probabilities."""
-    record["count"] = record["ahead"] = 0
-    for head in range(len(tokens)):
-        _note(record, head, tokens[head], probs[head])
-
-
 def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None:
     """Store the evidence of a function in Python at the end of a context and along the chain of its arg-max tokens."""
     record["count"] = record["ahead"] = 0
@@ -226,5 +217,4 @@ def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> 
     return Source(name, order, prior, find, weigh, move)
 
 
-HEADS = predicting(SourceName.HEADS, BEFORE_ORDER, Prior(MOST_HEADS, 0.5, 0.85))
 PLUGIN = predicting(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MOST_PLUGINS, 0.5, 0.85), MOST_PLUGINS)

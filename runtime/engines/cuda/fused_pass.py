@@ -86,7 +86,7 @@ class FusedPass:
 
 def fuse(target: Target) -> FusedPass | None:
     """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
-    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
+    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes or target.hidden.layers:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target))
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)

@@ -1,11 +1,11 @@
-"""Calibration of the heads' probabilities by observed acceptance, and the tree of their most probable paths."""
+"""Calibration of the heads' probabilities by observed acceptance."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.compiled import Array
 
 BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
@@ -28,7 +28,13 @@ class Calibration:
 
     def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The probabilities of each head's best tokens ``[heads, best]``, best first."""
-        heads = np.arange(len(buckets))[:, None]
+        return self._probs(np.arange(len(buckets))[:, None], buckets)
+
+    def at(self, head: int, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The probabilities of the best tokens of several rankings of one head ``[rankings, best]``, best first."""
+        return self._probs(head, buckets)
+
+    def _probs(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
         # Probabilities of a head must not increase with the rank, and their sum must not exceed 1.
         probs = np.minimum.accumulate(probs, axis=1)
@@ -42,33 +48,6 @@ class Calibration:
         hits[buckets] *= decay
         np.add.at(observed, buckets, 1.0)
         np.add.at(hits, buckets, accepted)
-
-
-@compiled
-def best_paths(probs: Array, most: int, parents: Array, ranks: Array, depths: Array, path_probs: Array) -> int:
-    """Fill the arrays with the most probable nodes of the heads' Cartesian tree, best first; return how many.
-
-    ``probs`` are those of each head's best tokens, descending; a node's children are the best tokens of the next head.
-    """
-    heads, best = probs.shape
-    below = np.zeros(most + 1, np.int64)  # number of children of the root and each node
-    size = 0
-    while size < most:
-        highest, chosen = 0.0, -1
-        for node in range(size + 1):
-            depth = depths[node - 1] if node > 0 else 0
-            if depth < heads and below[node] < best:
-                path_prob = probs[depth, below[node]] * (path_probs[node - 1] if node > 0 else 1.0)
-                if path_prob > highest:
-                    highest, chosen = path_prob, node
-        if chosen < 0:
-            break
-        parents[size], ranks[size] = chosen - 1, below[chosen]
-        depths[size] = (depths[chosen - 1] if chosen > 0 else 0) + 1
-        path_probs[size] = highest
-        below[chosen] += 1
-        size += 1
-    return size
 
 
 def bucket_of(probs: Array) -> npt.NDArray[np.int64]:

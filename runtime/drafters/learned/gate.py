@@ -12,7 +12,7 @@ TRIAL_STEPS = 2
 """Steps of a trial of the slower kind: the first pass after a pause also reads the tokens of the pause."""
 
 
-class HeadsGate:
+class TrainedGate:
     """Compares tokens per second of steps with the heads and steps without them, and uses the faster kind.
 
     The slower kind is tried again in intervals that double each time it is slower.

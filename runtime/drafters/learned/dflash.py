@@ -1,0 +1,125 @@
+"""DFlash drafters: a block of masked tokens after the last one is predicted in one pass, as by a diffusion model.
+
+They read the outputs of some layers of the target; the layout and the cache are those of transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafters.heads.modules import best_of
+from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.learned.draft_passes import on_host
+from hdtool.runtime.drafters.learned.proposal import BEST, MOST_RANKINGS, Proposal
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.verified import Verified
+
+if TYPE_CHECKING:
+    from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
+    from hdtool.runtime.model.target import Target
+
+
+class DFlashDrafter:
+    """A DFlash model during the answers of a target."""
+
+    source = SourceName.DRAFTER
+
+    def __init__(self, model: Any, target: Target) -> None:
+        self.seconds = 0.0
+        self._model, self._device = model, target.device
+        self._block = min(int(model.config.block_size), MOST_RANKINGS + 1)
+        self._mask_token = int(model.config.mask_token_id)
+        self._embed, self._head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        self._accepted = AcceptedTokens(target.watch_hidden(list(model.config.target_layer_ids)))
+        self._calibration = Calibration(None, self._block - 1)
+        self._proposed: Proposal | None = None
+        self.begin([0])
+
+    def begin(self, prompt: list[int]) -> None:
+        from transformers.cache_utils import DFlashCache
+
+        self._accepted.begin(prompt)
+        self._cache = DFlashCache(config=self._model.config)
+        self._cache.activate_past_recording()
+        self._length = 0
+        """Accepted positions that were read."""
+        self._proposed = None
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None:
+            for place, token in enumerate(accepted.tokens[: len(proposed.tokens)]):
+                self._calibration.update(place, self._buckets[place], proposed.tokens[place] == token)
+        self._accepted.add(accepted, verified)
+
+    @torch.inference_mode()
+    def propose(self, most: int) -> Proposal:
+        started = time.perf_counter()
+        hidden, tokens = self._accepted.take()
+        new = len(tokens)
+        self._cache.set_previous_accepted_tokens(new)
+        if self._length:
+            self._cache.crop(-self._block)  # the block of the last draft
+        noise = torch.tensor([[tokens[-1], *[self._mask_token] * (self._block - 1)]], device=self._device)
+        positions = torch.arange(self._length, self._length + new + self._block, device=self._device)[None]
+        self._length += new
+        found = self._model(
+            noise_embeds=self._noise(noise),
+            context_hidden_states=hidden[None],
+            position_ids=positions,
+            attention_mask=None,
+            past_key_values=self._cache,
+        ).last_hidden_state[0, 1:]
+        best, probs = on_host(best_of(self._head(found), BEST))
+        self._buckets = bucket_of(probs)
+        self._proposed = Proposal.in_parallel(best, self._calibration(self._buckets))
+        self.seconds += time.perf_counter() - started
+        return self._proposed
+
+    def _noise(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings without the norm that some models have behind them."""
+        norm = getattr(self._embed, "embed_norm", None)
+        if norm is None:
+            found: torch.Tensor = self._embed(ids)
+            return found
+        self._embed.embed_norm = torch.nn.Identity()
+        try:
+            embedded: torch.Tensor = self._embed(ids)
+            return embedded
+        finally:
+            self._embed.embed_norm = norm
+
+
+def load_dflash(published: PublishedDrafter, target: Target, *, trust_remote_code: bool = False) -> DFlashDrafter:
+    """A drafter for a target; HeadsError says why it is none."""
+    from transformers import AutoModel
+
+    try:
+        import transformers.cache_utils as library
+
+        library.DFlashCache  # noqa: B018
+    except AttributeError:
+        raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
+    try:
+        model: Any = AutoModel.from_pretrained(published.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the library raises many kinds
+        raise HeadsError(f"drafter {published.name} cannot be loaded ({reason_of(error)}): name another one") from error
+    width = int(target.config.hidden_size)
+    if int(model.config.hidden_size) != width:
+        raise HeadsError(
+            f"drafter {published.name} is for a model of width {model.config.hidden_size}, and this one has {width}: "
+            "name a drafter of this model"
+        )
+    layers, number = list(model.config.target_layer_ids), int(target.config.num_hidden_layers)
+    if not layers or max(layers) >= number:
+        raise HeadsError(
+            f"drafter {published.name} reads layers {layers}, and this model has {number}: name a drafter of this model"
+        )
+    model.to(target.device, target.dtype).requires_grad_(False).eval()
+    return DFlashDrafter(model, target)

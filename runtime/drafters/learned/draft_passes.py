@@ -1,0 +1,261 @@
+"""Passes of a small module over accepted tokens and over the paths that are drafted after them, with one cache.
+
+On a device they have fixed shapes, each captured once and then replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
+from hdtool.runtime.model.cuda_graphs import Run
+from hdtool.runtime.model.static_steps import extent_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hdtool.runtime.model.target import Target
+
+CHUNK = 512
+"""Accepted tokens that are read in one pass."""
+SIZES = (1, 2, 4, 8, 16)
+"""Rows of a captured pass."""
+WORDS = 6
+"""Integers of each row of a captured pass: its token, the position that it writes to, its place after the accepted
+positions, the drafted positions that it sees, the row of the hidden state before it, and where its own one goes."""
+HEADER = 2
+"""Integers before them: the positions of accepted tokens, and the row that the last of them has."""
+
+Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
+"""Hidden states after tokens ``[1, rows]``, from hidden states before them, positions, a cache and a mask."""
+Best = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""The best tokens after hidden states ``[rows, width]``, and their probabilities."""
+
+
+class DraftPasses:
+    """The passes of a module, its cache, and the hidden states of the paths that are drafted.
+
+    Row 0 is the last accepted token; each row of ``extend`` gets the next number. The cache holds the accepted
+    positions, and those of drafted rows after them, which the next accepted ones overwrite.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        best: Best,
+        shapes: Sequence[LayerShape],
+        *,
+        width: int,
+        read_width: int | None = None,
+        rows: int,
+        window: int | None,
+        target: Target,
+    ) -> None:
+        """``width`` is that of the module's hidden states, ``read_width`` that of the target's if it is another one."""
+        self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
+        self._device = target.device
+        self._storage = KVTensors.for_layers(shapes, 0)
+        self._states = torch.zeros((rows + 1, width), dtype=target.dtype, device=self._device)
+        """The hidden state of each row; the last one takes those of padding."""
+        self._host = torch.zeros(HEADER + WORDS * SIZES[-1], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._input = self._host.to(self._device, copy=True)
+        self._new_hidden = self._states.new_zeros((SIZES[-1], read_width or width))
+        self._capture = target.new_recorder()
+        self._captured: dict[tuple[bool, int, int], tuple[Run, torch.Tensor, torch.Tensor]] = {}
+        self.restart()
+
+    @torch.inference_mode()
+    def restart(self) -> None:
+        """Forget all that was read. Old values are zeroed, because a mask hides them only if they are finite."""
+        for tensor in self._storage.tensors:
+            tensor.zero_()
+        self._length = 0
+        """Accepted positions."""
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._ancestors, self._places = [0], [-1]
+        """Of each row: a bit for each drafted row that it sees, and its place after the accepted positions."""
+
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
+        """Read accepted tokens; the best tokens after the last one."""
+        for start in range(0, len(tokens), CHUNK):
+            chosen, before = tokens[start : start + CHUNK], hidden[start : start + CHUNK]
+            ends = start + CHUNK >= len(tokens)
+            if ends and self._capture and len(chosen) <= SIZES[-1]:
+                found = self._read_captured(before, chosen)
+            else:
+                found = self._read(before, chosen, ends=ends)
+        self._forget_rows()
+        return found
+
+    def _read(self, hidden: torch.Tensor, tokens: list[int], *, ends: bool) -> tuple[Array, Array]:
+        first, new = self._length, len(tokens)
+        self._make_room(first + new)
+        cache = StaticKVCache(self._storage)
+        cache.length = first
+        ids = torch.tensor([tokens], device=self._device)
+        positions = torch.arange(first + 1, first + new + 1, device=self._device)[None]
+        mask = causal_mask(first, new, self._window, hidden)
+        states = self._module(ids, hidden[None], positions, cache, mask)[0, -1:]
+        self._length = first + new
+        if not ends:
+            return NOTHING
+        self._states[:1] = states
+        return on_host(self._best_of(states))
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
+        """Extend the paths of earlier rows by a token each; the best tokens after each of them."""
+        first = len(self._ancestors)
+        for number, parent in enumerate(parents, start=first - 1):
+            self._ancestors.append(self._ancestors[parent] | 1 << number)
+            self._places.append(self._places[parent] + 1)
+        rows = range(first, first + len(parents))
+        if self._capture:
+            return self._extend_captured(rows, parents, tokens)
+        base, new = self._length, len(tokens)
+        end = base + rows.stop - 1
+        self._make_room(end)
+        seen, places = torch.tensor([self._ancestors[first:], self._places[first:]])
+        indices = torch.arange(base + first - 1, end)
+        cache = IndexedKVCache(self._storage, indices[None].to(self._device), end)
+        mask = draft_mask(torch.tensor(base), seen, places, end, self._window, self._states)
+        positions = (base + 1 + places)[None]
+        states = self._module(torch.tensor([tokens]), self._states[parents][None], positions, cache, mask)[0]
+        self._states[first : first + new] = states
+        return on_host(self._best_of(states))
+
+    def _make_room(self, positions: int) -> None:
+        old = self._storage
+        if old.capacity >= positions:
+            return
+        self._storage = KVTensors.for_layers(self._shapes, extent_for(positions))
+        for mine, theirs in zip(self._storage.tensors, old.tensors, strict=True):
+            mine.narrow(3, 0, old.capacity).copy_(theirs)
+        if self._capture:
+            self._captured.clear()
+            self._capture.reset()
+
+    def _read_captured(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
+        new = len(tokens)
+        size = next(size for size in SIZES if size >= new)
+        self._new_hidden[:new].copy_(hidden)
+        self._new_hidden[new:size] = 0  # a mask hides padding only if it is finite
+        places = list(range(size))
+        seen = [(2 << place) - 1 for place in places]
+        found = self._replay(True, size, [*tokens, *[0] * (size - new)], places, seen, new - 1)
+        self._length += new
+        return found[0][:1], found[1][:1]
+
+    def _extend_captured(self, rows: range, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
+        size = next(size for size in SIZES if size >= len(rows))
+        padding = size - len(rows)
+        trash = len(self._states) - 1
+        seen = [*self._ancestors[rows.start :], *[0] * padding]
+        places = [*self._places[rows.start :], *[0] * padding]
+        found = self._replay(
+            False,
+            size,
+            [*tokens, *[0] * padding],
+            places,
+            seen,
+            0,
+            first=rows.start - 1,
+            parents=[*parents, *[0] * padding],
+            written=[*rows, *[trash] * padding],
+        )
+        return found[0][: len(rows)], found[1][: len(rows)]
+
+    def _replay(
+        self,
+        is_read: bool,
+        size: int,
+        tokens: list[int],
+        places: list[int],
+        seen: list[int],
+        last: int,
+        first: int = 0,
+        parents: list[int] | None = None,
+        written: list[int] | None = None,
+    ) -> tuple[Array, Array]:
+        self._make_room(self._length + first + size)
+        extent = min(extent_for(self._length + first + size), self._storage.capacity)
+        indices = list(range(self._length + first, self._length + first + size))
+        nothing = [0] * size
+        words = torch.tensor([tokens, indices, places, seen, parents or nothing, written or nothing])
+        self._host[:HEADER] = torch.tensor([self._length, last])
+        self._host[HEADER : HEADER + WORDS * size] = words.flatten()
+        self._input.copy_(self._host, non_blocking=True)
+        key = is_read, size, extent
+        if key not in self._captured:
+            self._captured[key] = self._record(*key)
+        run, found, probs = self._captured[key]
+        run()
+        return on_host((found, probs))
+
+    def _record(self, is_read: bool, size: int, extent: int) -> tuple[Run, torch.Tensor, torch.Tensor]:
+        assert self._capture is not None
+        given = self._input
+        tokens, indices, places, seen, parents, written = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
+        rows = 1 if is_read else size
+        found = torch.zeros((rows, BEST), dtype=torch.int64, device=self._device)
+        probs = torch.zeros((rows, BEST), device=self._device)
+
+        def run() -> None:
+            cache = IndexedKVCache(self._storage, indices[None], extent)
+            before = self._new_hidden[:size] if is_read else self._states.index_select(0, parents)
+            mask = draft_mask(given[0], seen, places, extent, self._window, self._states)
+            positions = given[0] + places + 1  # of the token, after that of the hidden state
+            states = self._module(tokens[None], before[None], positions[None], cache, mask)[0]
+            if is_read:
+                states = states.index_select(0, given[1:HEADER])
+                self._states[:1].copy_(states)
+            else:
+                self._states.index_copy_(0, written, states)
+            for kept, part in zip((found, probs), self._best_of(states), strict=True):
+                kept[:, : part.shape[1]].copy_(part)
+
+        return self._capture.record(run), found, probs
+
+
+def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """The mask ``[1, 1, new, first + new]`` of tokens after ``first`` others."""
+    keys = torch.arange(first + new, device=like.device)
+    queries = keys[first:, None]
+    visible = keys <= queries
+    if window:
+        visible &= keys > queries - window
+    return _hiding(visible, like)
+
+
+def draft_mask(
+    base: torch.Tensor, seen: torch.Tensor, places: torch.Tensor, extent: int, window: int | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The mask ``[1, 1, rows, extent]`` of rows that come ``places`` after ``base`` accepted positions.
+
+    Each sees the drafted positions of its bits in ``seen``.
+    """
+    keys = torch.arange(extent, device=like.device) - base.to(like.device)
+    bits = (seen.to(like.device)[:, None] >> keys.clamp(0, 62)) & 1
+    visible = (keys < 0) | ((bits == 1) & (keys <= 62))
+    if window:
+        visible &= keys > places.to(like.device)[:, None] - window
+    return _hiding(visible, like)
+
+
+def _hiding(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    hidden = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+    return hidden.masked_fill_(~visible, torch.finfo(like.dtype).min)[None, None]
+
+
+def on_host(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
+    tokens, probs = found
+    return tokens.cpu().numpy(), probs.float().cpu().numpy()
+
+
+NOTHING: tuple[Array, Array] = on_host((torch.empty((0, 1), dtype=torch.int64), torch.empty((0, 1))))

@@ -1,0 +1,238 @@
+"""EAGLE-3 drafters (Li et al., 2025): one decoder layer over the outputs of three layers of the target.
+
+Checkpoints of the original and of vLLM's speculators are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hdtool.data.errors import HeadsError
+from hdtool.runtime.drafters.heads.modules import Norm, best_of
+from hdtool.runtime.drafters.learned.draft_passes import DraftPasses
+from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
+from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, Ranked
+from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.target import Target
+
+NAMES = {"midlayer.": "layer.", "layers.0.": "layer."}
+"""Beginnings of the names of tensors, in the two kinds of checkpoints, and ours."""
+TARGET_IDS, OFFSETS = "t2d", "d2t"
+"""Which tokens of the target can be drafted, and how far the id of each lies above its number among these."""
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Sizes of a drafter."""
+
+    width: int
+    target_width: int
+    embedding: int
+    mlp: int
+    heads: int
+    key_heads: int
+    head: int
+    epsilon: float
+    vocabulary: int
+    """Tokens that it can draft."""
+    adds_normed: bool = False
+    """Whether the residual is the normed hidden state."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
+        """The shape that a checkpoint's configuration states."""
+        layer = settings.get("transformer_layer_config") or settings
+        width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+        embeddings: Any = target.model.get_input_embeddings()
+        return cls(
+            width,
+            target_width,
+            int(embeddings.weight.shape[1]),
+            int(layer["intermediate_size"]),
+            heads,
+            int(layer.get("num_key_value_heads") or heads),
+            int(layer.get("head_dim") or width // heads),
+            float(layer.get("rms_norm_eps", 1e-6)),
+            int(settings.get("draft_vocab_size") or layer["vocab_size"]),
+            bool(settings.get("norm_before_residual", False)),
+        )
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer whose attention reads a token and a hidden state side by side."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width, both = shape.width, shape.embedding + shape.width
+        self.input_layernorm = Norm(shape.embedding, shape.epsilon)
+        self.hidden_norm = Norm(width, shape.epsilon)
+        self.post_attention_layernorm = Norm(width, shape.epsilon)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(both, shape.heads * shape.head, bias=False),
+                "k_proj": nn.Linear(both, shape.key_heads * shape.head, bias=False),
+                "v_proj": nn.Linear(both, shape.key_heads * shape.head, bias=False),
+                "o_proj": nn.Linear(shape.heads * shape.head, width, bias=False),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(width, shape.mlp, bias=False),
+                "up_proj": nn.Linear(width, shape.mlp, bias=False),
+                "down_proj": nn.Linear(shape.mlp, width, bias=False),
+            }
+        )
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        cache: Any,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.shape.adds_normed else hidden
+        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        parts = [
+            self.self_attn[name](joined).unflatten(-1, (-1, self.shape.head)) for name in ("q_proj", "k_proj", "v_proj")
+        ]
+        queries, keys, values = (part.transpose(1, 2) for part in parts)
+        keys, values = cache.update(_rotated(keys, rotary), values, 0)
+        groups = self.shape.heads // self.shape.key_heads
+        seen = functional.scaled_dot_product_attention(
+            _rotated(queries, rotary),
+            keys.repeat_interleave(groups, dim=1),
+            values.repeat_interleave(groups, dim=1),
+            attn_mask=mask,
+        )
+        hidden = residual + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
+        normed = self.post_attention_layernorm(hidden)
+        inner = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
+        found: torch.Tensor = hidden + self.mlp["down_proj"](inner)
+        return found
+
+
+class Eagle3(nn.Module):
+    """The whole drafter; a checkpoint may leave the embedding to the target."""
+
+    def __init__(self, shape: EagleShape, rotary: nn.Module) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(3 * shape.target_width, shape.width, bias=False)
+        self.layer = EagleLayer(shape)
+        self.norm = Norm(shape.width, shape.epsilon)
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.rotary = rotary
+        self.embed_tokens: Any = None
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states after tokens, from those of the target's three layers or from its own before them."""
+        if hidden.shape[-1] == self.fc.in_features:
+            hidden = self.fc(hidden)
+        found: torch.Tensor = self.layer(self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask)
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.lm_head(self.norm(hidden))
+        return found
+
+
+class EagleModule:
+    """An EAGLE-3 drafter that extends drafts by reading its own hidden states."""
+
+    passes = DEEPEST
+
+    def __init__(self, drafter: Eagle3, token_ids: torch.Tensor | None, target: Target) -> None:
+        shape, like = drafter.shape, drafter.fc.weight
+        keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
+        self._passes = DraftPasses(
+            drafter,
+            lambda hidden: best_of(drafter.logits(hidden), BEST, token_ids),
+            [LayerShape(keys, keys)],
+            width=shape.width,
+            read_width=3 * shape.target_width,
+            rows=1 + WIDTH * DEEPEST,
+            window=None,
+            target=target,
+        )
+
+    def begin(self, prompt: list[int]) -> None:
+        self._passes.restart()
+
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        return self._passes.read(hidden, tokens)
+
+    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
+        return self._passes.extend(parents, tokens)
+
+
+def layers_of(settings: dict[str, Any], number: int) -> list[int]:
+    """The layers of a target whose outputs a drafter reads; checkpoints name those that follow them."""
+    named = settings.get("eagle_aux_hidden_state_layer_ids") or (2, number // 2, number - 3)
+    return [int(layer) - 1 for layer in named]
+
+
+def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[EagleModule, list[int]]:
+    """A drafter for a target, and the layers of the target that it reads."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    settings, tensors = published.settings, published.tensors()
+    width = int(target.config.hidden_size)
+    joined = tensors.get("fc.weight", torch.empty(0, 3 * width))
+    shape = EagleShape.of(settings, target, joined.shape[1] // 3)
+    if shape.target_width != width:
+        raise HeadsError(
+            f"drafter {published.name} is for a model of width {shape.target_width}, and this one has {width}: "
+            "name a drafter of this model"
+        )
+    ids = tensors.pop(TARGET_IDS, None)
+    if ids is not None and len(ids) > target.vocabulary:
+        raise HeadsError(
+            f"drafter {published.name} is for a model of {len(ids)} tokens, and this one has {target.vocabulary}: "
+            "name a drafter of this model"
+        )
+    offsets = tensors.pop(OFFSETS, None)
+    layer = settings.get("transformer_layer_config") or settings
+    rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict({**layer, "model_type": "llama"}))
+    drafter = Eagle3(shape, rotary)
+    renamed = {_renamed(name): tensor for name, tensor in tensors.items()}
+    embedding = renamed.pop("embed_tokens.weight", None)
+    published.fill(drafter, renamed)
+    drafter.to(target.device, target.dtype).requires_grad_(False).eval()
+    if embedding is None:
+        drafter.embed_tokens = target.model.get_input_embeddings()
+    else:
+        drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype))
+    token_ids = None
+    if offsets is not None:
+        token_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
+        if len(offsets) != shape.vocabulary or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
+            raise HeadsError(f"drafter {published.name} drafts tokens that this model does not have: name another one")
+    return EagleModule(drafter, token_ids, target), layers_of(settings, int(target.config.num_hidden_layers))
+
+
+def _renamed(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _rotated(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cos, sin = (part[:, None] for part in rotary)
+    half = states.shape[-1] // 2
+    turned = torch.cat([-states[..., half:], states[..., :half]], dim=-1)
+    return states * cos + turned * sin

@@ -1,0 +1,154 @@
+"""Drafting token by token: each pass of a small module ranks what follows the most probable paths so far."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.learned.pace import Pace
+from hdtool.runtime.drafters.learned.proposal import BEST, NONE, Proposal
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.verified import Verified
+
+WIDTH = 4
+"""Most paths that a pass extends."""
+DEEPEST = 12
+"""Most passes after the one that reads what was accepted."""
+LAST_CALIBRATED = 7
+"""Rankings further ahead are calibrated like this one, where there are no odds."""
+
+Ranked = tuple[Array, Array]
+"""The best tokens of each row, and their probabilities."""
+
+
+class SequentialModule(Protocol):
+    """What ranks the tokens after a path from what it computed for the path before its last token."""
+
+    @property
+    def passes(self) -> int:
+        """Passes after the first that it can make."""
+        ...
+
+    def begin(self, prompt: list[int]) -> None:
+        """Forget all that was read; another answer begins."""
+        ...
+
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        """Read accepted tokens, the first of the prompt excepted, with the hidden states before them.
+
+        Ranks what follows the last one.
+        """
+        ...
+
+    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
+        """Extend paths by a token each. Row 0 is the end of what was read, later rows are those of ``extend``, in turn.
+
+        All of one call are at the same depth.
+        """
+        ...
+
+
+class SequentialDrafter:
+    """A sequential module during the answers of a target."""
+
+    def __init__(
+        self,
+        module: SequentialModule,
+        pace: Pace,
+        *,
+        columns: slice | None = None,
+        source: SourceName = SourceName.HEADS,
+        odds: list[list[float]] | None = None,
+        width: int = WIDTH,
+    ) -> None:
+        """``columns`` of the target's hidden states are read. ``odds`` are acceptance rates by depth and bucket of
+        probability, see ``Calibration``; rankings further ahead than these are calibrated like the last of them.
+        """
+        self.module, self.source, self.seconds = module, source, 0.0
+        self._pace, self._width = pace, width
+        self._passes = min(module.passes, DEEPEST)
+        self._calibration = Calibration(odds, LAST_CALIBRATED + 1)
+        self._last_calibrated = len(odds) - 1 if odds else LAST_CALIBRATED
+        self._accepted = AcceptedTokens(columns)
+        rankings = 1 + width * self._passes
+        self._tokens, self._after = np.zeros((2, rankings, BEST), np.int64)
+        self._probs, self._buckets = np.zeros((rankings, BEST)), np.zeros((rankings, BEST), np.int64)
+        self._depths, self._path_probs = np.zeros(rankings, np.int64), np.zeros(rankings)
+        self._proposed: Proposal | None = None
+        """What the next accepted tokens are compared with."""
+
+    def begin(self, prompt: list[int]) -> None:
+        self._accepted.begin(prompt)
+        self.module.begin(prompt)
+        self._pace.restart()
+        self._proposed = None
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        self._calibrate(accepted)
+        self._pace.note_step(len(accepted.tokens))
+        self._accepted.add(accepted, verified)
+
+    @torch.inference_mode()
+    def propose(self, most: int) -> Proposal:
+        started = time.perf_counter()
+        hidden, tokens = self._accepted.take()
+        rows = self._noted(self.module.read(hidden, tokens), 0, 0, 1.0)
+        self._spent(started, len(tokens))
+        first = 0
+        for depth in range(1, min(self._passes, most - 1) + 1):
+            chosen = self._extended(first, rows)
+            if not len(chosen):
+                break
+            began = time.perf_counter()
+            parents, ranks = np.divmod(chosen, BEST)
+            parents += first
+            first = rows
+            ranked = self.module.extend(parents.tolist(), self._tokens[parents, ranks].tolist())
+            self._after[parents, ranks] = np.arange(rows, rows + len(chosen))
+            before = self._path_probs[parents] * self._probs[parents, ranks]
+            rows = self._noted(ranked, rows, depth, before)
+            self._spent(began, len(chosen))
+        tokens_of, probs, after = (part[:rows] for part in (self._tokens, self._probs, self._after))
+        self._proposed = Proposal(tokens_of, probs, after, np.full(rows, NONE), self._depths[:rows])
+        return self._proposed
+
+    def _noted(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
+        """Note rankings from row ``first`` on; the first row after them."""
+        tokens, probs = ranked
+        rows, best = first + len(tokens), tokens.shape[1]
+        self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = NONE, 0, NONE
+        buckets = bucket_of(probs)
+        self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
+        level = min(depth, self._last_calibrated)
+        self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(level, buckets))
+        self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
+        return rows
+
+    def _extended(self, first: int, rows: int) -> Array:
+        """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first."""
+        paths = (self._path_probs[first:rows, None] * self._probs[first:rows]).ravel()
+        best = np.argsort(-paths, kind="stable")[: self._width]
+        best = best[paths[best] > 0]
+        certainty = float(self._probs[first:rows, 0].mean())
+        return best[: self._pace.rows(paths[best], certainty)]
+
+    def _spent(self, began: float, rows: int) -> None:
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self._pace.note_pass(rows, seconds)
+
+    def _calibrate(self, accepted: Accepted) -> None:
+        """Compare the rankings on the accepted path with its tokens, once."""
+        proposed, self._proposed = self._proposed, None
+        if proposed is None:
+            return
+        for token, ranking in zip(accepted.tokens, proposed.along(accepted.tokens), strict=False):
+            level = min(int(self._depths[ranking]), self._last_calibrated)
+            self._calibration.update(level, self._buckets[ranking], self._tokens[ranking] == token)

@@ -1,0 +1,142 @@
+"""Drafting by a small model: no token changes, and its cache holds what was accepted alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdtool.cli.app import run as hdtool
+from hdtool.data import demo
+from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.drafters.learned.draft_model import LOADED, DraftModel, draft_model_drafter
+from hdtool.runtime.drafters.learned.pace import FixedPace
+from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
+from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.families import model_of
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import direct
+
+
+def alone(draft: Target, target: Target, nodes: int = 8) -> StandaloneDrafter:
+    module = DraftModel(draft, target.vocabulary)
+    drafter = SequentialDrafter(module, FixedPace(), source=SourceName.DRAFTER, width=1)
+    return StandaloneDrafter(drafter, FixedBudget(nodes))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
+@pytest.mark.parametrize("draft", ["llama", "qwen3_5", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_drafts_change_no_token(family: str, draft: str, sampling: str) -> None:
+    """Over two turns of a conversation, the second of which goes on from the first."""
+    target, chosen = Target(model_of(family)), SAMPLINGS[sampling]
+    drafter = alone(Target(model_of(draft)), target)
+    first = prompt_of(20)
+    second = [*first, *said(run(target, first, chosen, most=20)), *prompt_of(5)]
+    for prompt in (first, second, prompt_of(7)):
+        plain = said(run(target, prompt, chosen, most=24))
+        steps = run(target, prompt, chosen, most=24, drafter=drafter)
+        assert said(steps) == plain
+        assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceName.DRAFTER}
+
+
+@pytest.mark.parametrize("capture", [None, direct], ids=["eager", "fixed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_model_that_drafts_for_itself_is_always_right(family: str, capture: Any) -> None:
+    """So its cache is that of the context, whatever was drafted and cut off before."""
+    made = Target(model_of(family), capture) if capture else Target(model_of(family))
+    target = Target(model_of(family))
+    drafter = alone(made, target, nodes=4)
+    for prompt in (prompt_of(20), prompt_of(90)):
+        steps = run(target, prompt, SamplingConfig(), most=40, drafter=drafter)
+        chains = [step.tree.first_chain() for step in steps[1:-1]]
+        assert all(len(chain) for chain in chains)
+        accepted = [len(step.tokens) - 1 for step in steps[1:-1]]
+        assert accepted == [len(chain) for chain in chains]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_draft_that_was_rejected_leaves_no_trace(family: str) -> None:
+    """Rankings after wrong tokens are those of a model that never read them."""
+    model = Target(model_of(family))
+    used = DraftModel(model, model.vocabulary)
+    tokens = prompt_of(30)
+    used.begin(tokens[:1])
+    hidden = torch.empty(0)
+    with torch.inference_mode():
+        read = 1
+        for new in (9, 1, 4, 1, 2):
+            found = used.read(hidden, tokens[read : read + new])
+            read += new
+            fresh = DraftModel(model, model.vocabulary)
+            fresh.begin(tokens[:1])
+            expected = fresh.read(hidden, tokens[1:read])
+            assert found[0].tolist() == expected[0].tolist()
+            for wrong in (5, 6, 7):
+                used.extend([0], [wrong])
+
+
+def test_the_drafters_of_a_batch_share_one_model() -> None:
+    loaded = load(str(demo.MODEL))
+    target, stores = loaded.target, StoreSet(tokenizer=TokenizerFingerprint.of(loaded.tokenizer))
+    prompts = [prompt_of(length) for length in (4, 11, 7)]
+    config = DecodeConfig("hd+drafter", draft_tokens=6, batch_size=3, drafter=str(demo.MODEL))
+    drafters = drafters_for(config, target, stores)
+    assert len(LOADED[target]) == 1
+    asked = (
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
+        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
+    )
+    answers: dict[int, list[int]] = {number: [] for number in range(3)}
+    steps = 0
+    for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=12):
+        answers[request.key] += step.tokens
+        steps += 1
+    assert list(answers.values()) == [said(run(target, each, SamplingConfig(), most=12)) for each in prompts]
+    assert steps < sum(map(len, answers.values())) / 2  # it drafts for itself
+
+
+def test_models_that_cannot_draft_for_another_are_refused(tmp_path: Path) -> None:
+    loaded = load(str(demo.MODEL))
+    other = TokenizerFingerprint.of(loaded.tokenizer)
+    target = Target(model_of("llama"))
+    with pytest.raises(ModelError, match="has another tokenizer than the model"):
+        draft_model_drafter(str(demo.HYBRID), target, changed(other), is_measured=False)
+    with pytest.raises(OptionError, match="drafter"):
+        DecodeConfig("hd+drafter")
+    with pytest.raises(ModelError):
+        drafter_for(DecodeConfig("drafter", drafter=str(tmp_path / "none")), target, StoreSet())
+
+
+def changed(tokenizer: TokenizerFingerprint) -> TokenizerFingerprint:
+    return replace(tokenizer, vocab_size=tokenizer.vocab_size + 1)
+
+
+def test_the_command_line_drafts_by_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-new-tokens", "12", "--prompt", "Hello", "--stats"]
+    assert hdtool(["generate", *options]) == 0
+    plain = capsys.readouterr().out
+    for method in ("drafter", "hd+drafter"):
+        assert hdtool(["generate", "--method", method, "--drafter", str(demo.MODEL), *options]) == 0
+        assert capsys.readouterr().out == plain
+    assert hdtool(["generate", "--method", "drafter", *options]) in (1, 2)
+    assert "--drafter" in capsys.readouterr().err
+    assert hdtool(["generate", "--method", "drafter", "--drafter", "./none", *options]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,235 @@
+"""Drafting by multi-token-prediction layers: no token changes, and drafts are those of the library."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+from hdtool.data import demo
+from hdtool.data.errors import HeadsError
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.drafters.learned.library_mtp import load_mtp, mtp_layers_of, patterns_of
+from hdtool.runtime.drafters.learned.mtp import IteratedMtp, mtp_drafter
+from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
+from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.verified import Verified
+from tests.support.decoding import run, said
+from tests.support.families import model_of
+from tests.support.mtp import TYPES, WITH_STATES, with_mtp
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import Rehearsed, direct
+
+SAMPLED = SamplingConfig(temperature=0.8, seed=3)
+METHODS = ("mtp", "hd+mtp")
+
+
+def drafter_of(method: str, target: Target, nodes: int = 12) -> Any:
+    return drafter_for(DecodeConfig(method, draft_tokens=nodes), target, StoreSet())
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", TYPES)
+def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
+    target = Target(with_mtp(kind, tmp_path))
+    for sampling in (SamplingConfig(), SAMPLED):
+        plain = said(run(target, prompt_of(20), sampling, most=20))
+        for method in METHODS:
+            drafter = drafter_of(method, target)
+            steps = [step for _ in range(2) for step in run(target, prompt_of(20), sampling, most=20, drafter=drafter)]
+            assert said(steps) == 2 * plain
+            drafted = {source for step in steps for source in step.tree.sources.tolist()}
+            assert SourceName.HEADS in drafted
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("kind", "layers"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)])
+def test_drafts_are_those_of_the_library(
+    kind: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step for step, with tokens that are accepted and others that are not."""
+    model = few_words(with_mtp(kind, tmp_path, layers))
+    prompt, library = prompt_of(20), dict[int, list[int]]()
+    drafts = MTPCandidateGenerator.get_candidates
+
+    def recorded(self: Any, input_ids: Any, *given: Any, **named: Any) -> Any:
+        candidates = drafts(self, input_ids, *given, **named)
+        library[input_ids.shape[1]] = candidates[0][0, input_ids.shape[1] :].tolist()
+        return candidates
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
+    # The library knows the place of the layers by the published sizes of a type alone.
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns_of(model))
+    ids: Any = torch.tensor([prompt])
+    generated = model.generate(ids, max_new_tokens=90, do_sample=False, use_mtp=True)  # type: ignore[operator]
+
+    target = Target(model)
+    drafter = drafter_of("mtp", target, layers)
+    ours = dict[int, list[int]]()
+    propose, context = drafter.trained.propose, list(prompt)
+
+    def noted(most: int) -> Any:
+        proposal = propose(most)
+        ours[len(context)] = proposal.tokens[:, 0].tolist()
+        return proposal
+
+    drafter.trained.propose = noted
+    accepted = 0
+    draft = drafter.draft
+
+    def chain_of(known: list[int]) -> Any:
+        context[:] = known
+        return draft(known).first_chain()
+
+    drafter.draft = chain_of
+    for step in run(target, prompt, SamplingConfig(), most=90, drafter=drafter):
+        accepted += len(step.tokens) - 1
+    assert context[20:] == generated[0, 20 : len(context)].tolist()
+    shared = sorted(set(ours) & set(library))[:-1]
+    assert accepted > 2 and len(shared) > 15
+    assert [ours[place] for place in shared] == [library[place][: len(ours[place])] for place in shared]
+
+
+def few_words(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that says a few of its words only: some drafts are accepted by chance."""
+    with torch.no_grad():
+        head: Any = model.get_output_embeddings()
+        head.weight[3:] *= 0.1
+    return model
+
+
+@pytest.mark.parametrize(
+    "capture", [never, lambda device: Rehearsed(), direct], ids=["as they come", "rehearsed", "fixed"]
+)
+def test_rankings_are_those_of_a_module_that_reads_everything_anew(capture: CaptureMaker, tmp_path: Path) -> None:
+    """Whatever was drafted and rejected before."""
+    target = Target(with_mtp("glm4_moe", tmp_path), capture)
+    assert target.captures is (capture is not never)
+    target.watch_hidden()
+    layers = load_mtp(target.model)
+    used = IteratedMtp(layers, target)
+    torch.manual_seed(0)
+    hidden, tokens = torch.randn(40, layers.width), torch.randint(97, (40,)).tolist()
+    with torch.inference_mode():
+        read = 0
+        for new in (21, 1, 3, 9, 1, 5):
+            before, chosen = hidden[read : read + new], tokens[read : read + new]
+            read += new
+            fresh = IteratedMtp(layers, target)
+            same(used.read(before, chosen), fresh.read(hidden[:read], tokens[:read]))
+            for parents, next_tokens in (([0, 0], [5, 6]), ([1, 2, 1], [7, 8, 9]), ([4], [10]), ([6, 3], [11, 12])):
+                found = used.extend(parents, next_tokens)
+            alone = IteratedMtp(layers, target)
+            alone.read(hidden[:read], tokens[:read])
+            for token in (6, 8, 10):
+                path = alone.extend([0 if token == 6 else token // 2 - 3], [token])
+            again = used.extend([6], [11])
+            same(again, alone.extend([3], [11]))
+            same((found[0][:1], found[1][:1]), again)
+            assert path[0].shape == (1, 10)
+
+
+def same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-3, atol=1e-5)
+    assert (found[0] == expected[0])[expected[1] > 1.01 * np.roll(expected[1], -1, 1)].all()
+
+
+def test_several_answers_in_one_batch_keep_their_own_caches(tmp_path: Path) -> None:
+    target = Target(with_mtp("qwen3_5_text", tmp_path))
+    prompts = [prompt_of(length) for length in (4, 11, 7)]
+    for method in METHODS:
+        drafters = drafters_for(DecodeConfig(method, draft_tokens=6, batch_size=3), target, StoreSet())
+        asked = (
+            Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
+            for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
+        )
+        answers: dict[int, list[int]] = {number: [] for number in range(3)}
+        for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=9):
+            answers[request.key] += step.tokens
+        assert list(answers.values()) == [said(run(target, each, SamplingConfig(), most=9)) for each in prompts]
+
+
+def test_the_trained_hybrid_drafts_far_ahead() -> None:
+    """Its only layer was trained for the next token but one, and is applied again and again."""
+    loaded = load(str(demo.HYBRID))
+    prompt: Any = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Explain what a list is."}], add_generation_prompt=True, return_dict=False
+    )
+    plain = said(run(loaded.target, list(prompt), SamplingConfig(), most=80))
+    for method, fewest in (("mtp", 2.5), ("hd+mtp", 2.5)):
+        steps = run(loaded.target, list(prompt), SamplingConfig(), most=80, drafter=drafter_of(method, loaded.target))
+        assert said(steps) == plain
+        assert len(plain) / len(steps) > fewest
+
+
+def test_checkpoints_without_usable_layers_are_refused(tmp_path: Path) -> None:
+    target = Target(model_of("llama"))
+    assert mtp_layers_of(target.model) == 0
+    with pytest.raises(
+        HeadsError, match=r"has no MTP layers: train one with hdtool train-heads --kind mtp .*, or use another method"
+    ):
+        drafter_of("mtp", target)
+    with_states = with_mtp(WITH_STATES, tmp_path)
+    assert mtp_layers_of(with_states) == 1
+    with pytest.raises(HeadsError, match=r"cannot be used \(type 'inkling_text': layers that keep states\)"):
+        load_mtp(with_states)
+
+
+def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
+    target = Target(with_mtp("glm4_moe", tmp_path))
+    drafter = mtp_drafter(target, is_measured=True)
+    assert isinstance(drafter, SequentialDrafter)
+    costs = iter([0.0, *(float(n) for n in range(1, 10**6))])
+    passes = list[int]()
+
+    class Dear:
+        """Each pass costs as much as ten steps."""
+
+        def rows(self, path_probs: Any, certainty: float) -> int:
+            found = len(path_probs) if path_probs[0] * certainty > 10 else 0
+            passes.append(found)
+            return found
+
+        def note_pass(self, rows: int, seconds: float) -> None:
+            next(costs)
+
+        def note_step(self, tokens: int) -> None: ...
+
+        def restart(self) -> None: ...
+
+    drafter._pace = Dear()
+    alone = StandaloneDrafter(drafter, drafter_of("mtp", target).budget)
+    steps = run(target, prompt_of(20), SamplingConfig(), most=20, drafter=alone)
+    assert said(steps) == said(run(target, prompt_of(20), SamplingConfig(), most=20))
+    assert set(passes) == {0} and all(step.tree.depths.max() <= 1 for step in steps)
+
+
+def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> None:
+    target = Target(with_mtp("glm4_moe", tmp_path))
+    target.watch_hidden()
+    drafter: Any = mtp_drafter(target, is_measured=False)
+    drafter.begin([3, 4])
+    hidden = torch.randn(2, target.config.hidden_size)
+    drafter.observe(Accepted([], [5]), Verified(torch.zeros(1, 97), hidden))
+    proposal = drafter.propose(4)
+    first = int(proposal.tokens[0, 0])
+    observed = drafter._calibration._observed.copy()
+    drafter.observe(Accepted([0], [first, 6]), Verified(torch.zeros(2, 97), hidden))
+    assert (drafter._calibration._observed[:2].sum(axis=1) > observed[:2].sum(axis=1)).all()
+    assert (drafter._calibration._observed[2:] == observed[2:]).all()

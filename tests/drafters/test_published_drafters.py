@@ -1,0 +1,286 @@
+"""Published drafters: EAGLE-3, DFlash and Gemma 4's assistant change no token, and draft what the library drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers.generation.candidate_generator import (
+    DFlashTokenCandidateGenerator,
+    SinglePositionMultiTokenCandidateGenerator,
+)
+
+from hdtool.data.errors import FamilyError, HeadsError, ModelError
+from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.drafters.learned.eagle3 import load_eagle3
+from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
+from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.loop import Request
+from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.decoding import run, said
+from tests.support.families import random_model
+from tests.support.oracle import prompt_of
+from tests.support.published_drafters import assistant, dflash, eagle3
+from tests.support.rehearsed import Rehearsed, direct
+from tests.sweep.models import tiny_model
+
+SAMPLED = SamplingConfig(temperature=0.8, seed=3)
+Maker = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _all_layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 makes no configuration whose layers all read the keys and values of others."""
+    modes = Gemma4TextConfig.kv_sharing_modes.fget  # type: ignore[attr-defined]
+
+    def every(config: Any) -> Any:
+        shares_all = config.num_kv_shared_layers == config.num_hidden_layers
+        return ["reuse"] * config.num_hidden_layers if shares_all else modes(config)
+
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(every))
+
+
+def six_layers(kind: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model = random_model(kind, num_hidden_layers=6)
+    model.eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def gemma() -> PreTrainedModel:
+    return tiny_model("gemma4_text")
+
+
+PAIRS: dict[str, tuple[Callable[[], PreTrainedModel], Maker]] = {
+    "eagle3": (partial(six_layers, "Llama"), eagle3),
+    "eagle3 of speculators": (partial(six_layers, "Qwen3"), partial(eagle3, speculators=True)),
+    "dflash": (partial(six_layers, "Llama"), dflash),
+    "assistant": (gemma, assistant),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
+    made, make = PAIRS[pair]
+    model = made()
+    folder = str(make(tmp_path, model))
+    target = Target(model)
+    for sampling in (SamplingConfig(), SAMPLED):
+        plain = [said(run(target, prompt_of(length), sampling, most=20)) for length in (20, 5)]
+        for method in ("drafter", "hd+drafter"):
+            drafter = drafter_for(DecodeConfig(method, draft_tokens=12, drafter=folder), target, StoreSet())
+            steps = [run(target, prompt_of(length), sampling, most=20, drafter=drafter) for length in (20, 5)]
+            assert [said(each) for each in steps] == plain
+            drafted = {source for each in steps for step in each for source in step.tree.sources.tolist()}
+            assert SourceName.DRAFTER in drafted
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_answers_of_a_batch_are_drafted_apart(pair: str, tmp_path: Path) -> None:
+    """Though they move from slot to slot when others end."""
+    made, make = PAIRS[pair]
+    model = made()
+    config = DecodeConfig("hd+drafter", draft_tokens=6, batch_size=4, drafter=str(make(tmp_path, model)))
+    target = Target(model)
+    prompts = [prompt_of(length) for length in (4, 11, 7, 30)]
+    drafters = drafters_for(config, target, StoreSet())
+    asked = (
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter, max_new_tokens=5 + 4 * number)
+        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
+    )
+    answers: dict[int, list[int]] = {number: [] for number in range(4)}
+    for request, step in decode_batch(target, partial(next, asked, None), 3, max_new_tokens=20):
+        answers[request.key] += step.tokens
+    expected = [said(run(target, each, SamplingConfig(), most=5 + 4 * number)) for number, each in enumerate(prompts)]
+    assert list(answers.values()) == expected
+
+
+@pytest.mark.parametrize("length", [5, 20, 41])
+@pytest.mark.parametrize("pair", ["dflash", "assistant"])
+def test_drafts_are_those_of_the_library(
+    pair: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an assistant, the first one: later ones of the library read the keys of a token that was rejected."""
+    made, make = PAIRS[pair]
+    model = few_words(made())
+    folder, prompt, library = make(tmp_path, model), prompt_of(length), dict[int, list[int]]()
+    kind: Any = DFlashTokenCandidateGenerator if pair == "dflash" else SinglePositionMultiTokenCandidateGenerator
+    drafts = kind.get_candidates
+
+    def recorded(self: Any, input_ids: Any, *given: Any, **named: Any) -> Any:
+        candidates = drafts(self, input_ids, *given, **named)
+        library[input_ids.shape[1]] = candidates[0][0, input_ids.shape[1] :].tolist()
+        return candidates
+
+    monkeypatch.setattr(kind, "get_candidates", recorded)
+    auto: Any = AutoModel if pair == "dflash" else AutoModelForCausalLM
+    other = auto.from_pretrained(folder).eval()
+    if pair == "assistant":
+        other.generation_config.num_assistant_tokens = 5
+    ids: Any = torch.tensor([prompt])
+    given = {"speculation_type": "dflash"} if pair == "dflash" else {}
+    model.generate(ids, max_new_tokens=60, do_sample=False, assistant_model=other, **given)  # type: ignore[operator]
+
+    target = Target(model)
+    drafter: Any = drafter_for(DecodeConfig("drafter", draft_tokens=4, drafter=str(folder)), target, StoreSet())
+    ours, context = dict[int, list[int]](), list(prompt)
+    propose, draft = drafter.trained.propose, drafter.draft
+
+    def noted(most: int) -> Any:
+        proposal = propose(most)
+        chain, at = list[int](), 0
+        while at >= 0:
+            chain.append(int(proposal.tokens[at, 0]))
+            at = int(proposal.after[at, 0])
+        ours[len(context)] = chain
+        return proposal
+
+    def chain_of(known: list[int]) -> Any:
+        context[:] = known
+        return draft(known).first_chain()
+
+    drafter.trained.propose, drafter.draft = noted, chain_of
+    accepted = sum(len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), most=60, drafter=drafter))
+    assert accepted > 0
+    shared = sorted(set(ours) & set(library))[:-1]
+    assert len(shared) > 10 and shared[0] == length + 1
+    for place in shared if pair == "dflash" else shared[:1]:
+        common = min(len(ours[place]), len(library[place]))
+        assert common >= 4 and ours[place][:common] == library[place][:common]
+
+
+def few_words(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that says a few of its words only: some drafts are accepted by chance."""
+    with torch.no_grad():
+        head: Any = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.clone())
+        head.weight[3:] *= 0.1
+    return model
+
+
+@pytest.mark.parametrize("capture", [never, lambda device: Rehearsed(), direct], ids=["eager", "rehearsed", "fixed"])
+@pytest.mark.parametrize("speculators", [False, True])
+def test_an_eagle_ranks_as_a_slow_one_does(speculators: bool, capture: CaptureMaker, tmp_path: Path) -> None:
+    """The same layer over the whole conversation at once, with hidden states of its own on the drafted path."""
+    model = six_layers("Llama")
+    target = Target(model, capture)
+    published = PublishedDrafter.named(str(eagle3(tmp_path, model, speculators=speculators)))
+    module, layers = load_eagle3(published, target)
+    assert layers == ([0, 1, 2] if speculators else [1, 2, 2])
+    torch.manual_seed(0)
+    hidden, tokens = torch.randn(24, 3 * 32), torch.randint(97, (24,)).tolist()
+    tensors, settings = published.tensors(), published.settings
+    with torch.inference_mode():
+        for start, stop in ((0, 15), (15, 16), (16, 20)):
+            found = module.read(hidden[start:stop], tokens[start:stop])
+            for path in ([5], [5, 6], [5, 6, 7]):
+                drafted = module.extend([len(path) - 1], path[-1:])
+            states = slow_eagle(tensors, settings, model, hidden[:stop], tokens[:stop], [5, 6, 7])
+            for row, ranked in ((stop - 1, found), (stop + 2, drafted)):
+                expected = torch.softmax(states[row], dim=-1)
+                ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+                for token, prob in zip(ranked[0][0].tolist(), ranked[1][0].tolist(), strict=True):
+                    assert prob == pytest.approx(float(expected[ids.index(token)]), rel=1e-3, abs=1e-6)
+                assert ranked[1][0, 0] == pytest.approx(float(expected.max()), rel=1e-3)
+
+
+def slow_eagle(
+    tensors: dict[str, torch.Tensor],
+    settings: dict[str, Any],
+    model: Any,
+    hidden: Any,
+    tokens: list[int],
+    path: list[int],
+) -> torch.Tensor:
+    """Logits after each token and each token of a drafted path, by a pass over all for each token of the path."""
+    prefix = "layers.0" if "transformer_layer_config" in settings else "midlayer"
+    weight = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items()}
+    states = hidden @ weight["fc.weight"].T
+    for number in range(len(path) + 1):
+        embedded = model.get_input_embeddings().weight[torch.tensor([*tokens, *path[:number]])]
+        out = eagle_layer(weight, embedded, states, adds_normed=prefix != "midlayer")
+        states = torch.cat([states, out[-1:]])
+    return norm(out, weight["norm.weight"]) @ weight["lm_head.weight"].T
+
+
+def eagle_layer(weight: dict[str, Any], embedded: Any, hidden: Any, *, adds_normed: bool) -> torch.Tensor:
+    normed = norm(hidden, weight["hidden_norm.weight"])
+    joined = torch.cat([norm(embedded, weight["input_layernorm.weight"]), normed], dim=-1)
+    parts = [(joined @ weight[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)) for name in "qkv"]
+    queries, keys, values = (part.transpose(0, 1) for part in parts)
+    queries, keys = turned(queries), turned(keys)
+    keys, values = keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0)
+    scores = queries @ keys.transpose(-1, -2) * 8**-0.5
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1) @ weight["self_attn.o_proj.weight"].T
+    hidden = (normed if adds_normed else hidden) + mixed
+    normed = norm(hidden, weight["post_attention_layernorm.weight"])
+    gate, up = (normed @ weight[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    found: torch.Tensor = hidden + (torch.nn.functional.silu(gate) * up) @ weight["mlp.down_proj.weight"].T
+    return found
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def turned(states: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, which matter by their differences alone."""
+    angles = torch.arange(states.shape[1])[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    return states * cos + torch.cat([-states[..., 4:], states[..., :4]], dim=-1) * sin
+
+
+def test_drafters_of_other_models_are_refused_in_a_line(tmp_path: Path) -> None:
+    small, wide = six_layers("Llama"), random_model("Llama", hidden_size=64, head_dim=16)
+    target, wider = Target(small), Target(wide.eval())
+    for make in (eagle3, dflash):
+        folder = str(make(tmp_path / make.__name__, small))
+        with pytest.raises(HeadsError, match="for a model of width 32, and this one has 64: name a drafter of this"):
+            drafter_for(DecodeConfig("drafter", drafter=folder), wider, StoreSet())
+    with pytest.raises(HeadsError, match="for a model of width 64, and this one has 32"):
+        drafter_for(DecodeConfig("drafter", drafter=str(assistant(tmp_path / "own", gemma()))), target, StoreSet())
+    with pytest.raises(HeadsError, match=r"reads layers \[0, 9\], and this model has 6"):
+        folder = str(dflash(tmp_path / "deep", small, target_layer_ids=[0, 9]))
+        drafter_for(DecodeConfig("drafter", drafter=folder), target, StoreSet())
+    same_width = Target(random_model("Llama", hidden_size=64, head_dim=16).eval())
+    with pytest.raises(FamilyError, match="reads layers of kinds full_attention, sliding_attention"):
+        drafter_for(DecodeConfig("drafter", drafter=str(tmp_path / "own")), same_width, StoreSet())
+
+
+def test_damaged_drafters_are_refused_in_a_line(tmp_path: Path) -> None:
+    model = six_layers("Llama")
+    target = Target(model)
+
+    def refused(match: str, folder: Path, kind: type[Exception] = HeadsError) -> None:
+        with pytest.raises(kind, match=match) as error:
+            drafter_for(DecodeConfig("drafter", drafter=str(folder)), target, StoreSet())
+        assert "\n" not in str(error.value)
+
+    folder = eagle3(tmp_path / "a", model)
+    weights, settings = folder / "pytorch_model.bin", folder / "config.json"
+    whole, known = weights.read_bytes(), json.loads(settings.read_text(encoding="utf-8"))
+    weights.write_bytes(whole[: len(whole) // 2])
+    refused(r"cannot be read \(pytorch_model.bin: ", folder)
+    weights.unlink()
+    refused("has no weights in", folder)
+    weights.write_bytes(whole)
+    settings.write_text(json.dumps(known | {"intermediate_size": 47}), encoding="utf-8")
+    refused("has another shape of layer.mlp.down_proj.weight", folder)
+    settings.write_text(json.dumps(known | {"architectures": ["EagleLlamaForCausalLM"]}), encoding="utf-8")
+    refused("is an EAGLE drafter of an earlier kind, which is not supported", folder)
+    settings.write_text("{", encoding="utf-8")
+    refused(r"cannot be read \(config.json", folder)
+    refused("does not exist|holds no|is a folder", tmp_path / "none", ModelError)
