@@ -21,6 +21,7 @@ from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, hierarchy, m
 from tests.support.families import model_of
 from tests.support.simulated_cuda.install import install, on_device
 
+INT4 = torch.int4  # type: ignore[attr-defined]
 GROUP = 16
 """Columns of a weight that share a scale."""
 
@@ -37,7 +38,7 @@ def schemes() -> dict[str, Any]:
 
     return {
         "int8": Int8WeightOnlyConfig(),
-        "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP)),
+        "int4": IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(GROUP)),
         "float8": Float8WeightOnlyConfig(),
         "int8 with activations": Int8DynamicActivationInt8WeightConfig(),
     }
