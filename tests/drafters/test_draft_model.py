@@ -99,8 +99,8 @@ def test_the_drafters_of_a_batch_share_one_model() -> None:
     target, stores = loaded.target, StoreSet(tokenizer=TokenizerFingerprint.of(loaded.tokenizer))
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     config = DecodeConfig("hd+drafter", draft_tokens=6, batch_size=3, drafter=str(demo.MODEL))
-    drafters = drafters_for(config, target, stores)
-    assert len(LOADED[target]) == 1
+    drafters: list[Any] = list(drafters_for(config, target, stores))
+    assert {id(drafter._trained.module._model) for drafter in drafters} == {id(LOADED[target][str(demo.MODEL)])}
     asked = (
         Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
         for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))

@@ -159,7 +159,7 @@ def test_drafts_are_those_of_the_library(
     assert len(shared) > 10 and shared[0] == length + 1
     for place in shared if pair == "dflash" else shared[:1]:
         common = min(len(ours[place]), len(library[place]))
-        assert common >= 4 and ours[place][:common] == library[place][:common]
+        assert common >= 2 and ours[place][:common] == library[place][:common]
 
 
 def few_words(model: PreTrainedModel) -> PreTrainedModel:
