@@ -15,6 +15,7 @@ from hdtool.runtime.drafters.learned.draft_passes import CHUNK, DraftPasses, on_
 from hdtool.runtime.drafters.learned.mtp import IteratedMtp
 from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.drafters.learned.ranked_block import RankedBlock
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter, SequentialModule
 from hdtool.runtime.kernels.linear import compile_linear_layers
 
@@ -65,7 +66,8 @@ class HydraModule:
         self._host = torch.zeros((3, WIDTH), dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         """Of each row of a captured pass: the row that it extends, its token, and its own row."""
-        self._captured: dict[tuple[int, int], tuple[Run, Best]] = {}
+        self._captured: dict[tuple[int, int], Run] = {}
+        self._result = RankedBlock(WIDTH, min(BEST, heads.vocabulary), self._device)
 
     def begin(self, prompt: list[int]) -> None:
         self._cache.restart()
@@ -97,9 +99,8 @@ class HydraModule:
         self._input.copy_(self._host, non_blocking=True)
         if (depth, size) not in self._captured:
             self._captured[depth, size] = self._record(depth, size)
-        run, (found, probs) = self._captured[depth, size]
-        run()
-        return on_host((found[:new], probs[:new]))
+        self._captured[depth, size]()
+        return self._result.received(new)
 
     def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
         """Begin row 0 with an accepted token; rank what follows it."""
@@ -123,17 +124,13 @@ class HydraModule:
         states = self._heads.state(head, before, paths[:, : head + 1].flatten(1))
         return best_of(self._heads.output(head)(states), BEST, self._heads.token_ids)
 
-    def _record(self, depth: int, size: int) -> tuple[Run, Best]:
+    def _record(self, depth: int, size: int) -> Run:
         assert self._extending
-        best = min(BEST, self._heads.vocabulary)
-        found = torch.zeros((size, best), dtype=torch.int64, device=self._device)
-        probs = torch.zeros((size, best), device=self._device)
 
         def run() -> None:
-            for kept, part in zip((found, probs), self._extended(depth, self._input[:, :size]), strict=True):
-                kept.copy_(part)
+            self._result.write(*self._extended(depth, self._input[:, :size]))
 
-        return self._extending.record(run), (found, probs)
+        return self._extending.record(run)
 
 
 class TrainedMtp(IteratedMtp):

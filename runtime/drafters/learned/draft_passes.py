@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.drafters.learned.ranked_block import RankedBlock
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cuda_graphs import Run
@@ -66,7 +67,8 @@ class DraftPasses:
         self._input = self._host.to(self._device, copy=True)
         self._new_hidden = self._states.new_zeros((SIZES[-1], read_width or width))
         self._capture = target.new_recorder()
-        self._captured: dict[tuple[bool, int, int], tuple[Run, torch.Tensor, torch.Tensor]] = {}
+        self._captured: dict[tuple[bool, int, int], Run] = {}
+        self._result = RankedBlock(SIZES[-1], BEST, self._device)
         self.restart()
 
     @torch.inference_mode()
@@ -194,17 +196,13 @@ class DraftPasses:
         key = is_read, size, extent
         if key not in self._captured:
             self._captured[key] = self._record(*key)
-        run, found, probs = self._captured[key]
-        run()
-        return on_host((found, probs))
+        self._captured[key]()
+        return self._result.received(size)
 
-    def _record(self, is_read: bool, size: int, extent: int) -> tuple[Run, torch.Tensor, torch.Tensor]:
+    def _record(self, is_read: bool, size: int, extent: int) -> Run:
         assert self._capture is not None
         given = self._input
         tokens, indices, places, seen, parents, written = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
-        rows = 1 if is_read else size
-        found = torch.zeros((rows, BEST), dtype=torch.int64, device=self._device)
-        probs = torch.zeros((rows, BEST), device=self._device)
 
         def run() -> None:
             cache = IndexedKVCache(self._storage, indices[None], extent)
@@ -217,10 +215,9 @@ class DraftPasses:
                 self._states[:1].copy_(states)
             else:
                 self._states.index_copy_(0, written, states)
-            for kept, part in zip((found, probs), self._best_of(states), strict=True):
-                kept[:, : part.shape[1]].copy_(part)
+            self._result.write(*self._best_of(states))
 
-        return self._capture.record(run), found, probs
+        return self._capture.record(run)
 
 
 def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
