@@ -40,12 +40,12 @@ METHOD_COLOURS = {
     "racer": ("#119933", "#88ff11"),
     "hd+logitspec": ("#225533", "#009966"),
     "hd+amphista": ("#000055", "#7722aa"),
-    "hydra": ("#775599", "#9955bb"),
-    "hd+hydra": ("#331177", "#5533cc"),
-    "mtp": ("#cc0066", "#ff77aa"),
-    "hd+mtp": ("#770044", "#cc1155"),
-    "drafter": ("#aa8866", "#ccaa88"),
-    "hd+drafter": ("#554433", "#886644"),
+    "hydra": ("#99cc88", "#aa4455"),
+    "hd+hydra": ("#ddbb77", "#aaff88"),
+    "mtp": ("#11dd00", "#4411ff"),
+    "hd+mtp": ("#ff00ff", "#ffff22"),
+    "drafter": ("#dd1144", "#ff00dd"),
+    "hd+drafter": ("#8800aa", "#339900"),
 }
 """On light and on dark pages: no two are closer than 20 by CIEDE2000, which lines and bars side by side need."""
 
