@@ -61,7 +61,8 @@ test-oldest: .venv-oldest/installed
 
 # Libraries that quantize are left to those who need them.
 test-quantized: .venv-quantized/installed
-	.venv-quantized/bin/pytest tests/model/test_quantization_libraries.py tests/model/test_torchao_weights.py
+	.venv-quantized/bin/pytest tests/model/test_quantization_libraries.py tests/model/test_torchao_weights.py \
+		tests/model/test_simulated_quantized.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

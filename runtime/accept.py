@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from hdtool.runtime.kernels.argmax import bits_of, readable
-from hdtool.runtime.sampling.sampler import Mask, Sampler
+from hdtool.runtime.sampling.ranked_draws import walk_ranked
+from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.truncation import NOT_FINITE
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax, walk_draws, walk_known
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
@@ -38,14 +39,14 @@ def accept(
     computed again without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, most)
-    if walk and not sampler.first_mask:
+    if walk and not sampler.first_mask and _has_ended(walk, most):
         return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
     node = ROOT
-    if walk and sampler.first_mask:
-        # Scores are processed only from the first token of the walk on that is not surely allowed.
-        for token, drafted in _allowed(walk, sampler, sampler.first_mask):
+    if walk:
+        # Scores are processed only from the first token on that is not surely allowed, or not known by rankings.
+        for token, drafted in _allowed(walk, sampler):
             tokens.append(token)
             sampler.context.append(token)
             stopped = token in stops
@@ -53,7 +54,7 @@ def accept(
                 return Accepted(path, tokens, stopped)
             path.append(drafted)
             node = drafted
-    choose = sampler.chooser(verified.logits, finite_only=len(tree) > 0)
+    choose = sampler.chooser(verified.logits, finite_only=len(tree) > 0, finite=verified.finite, first=verified.root)
     while True:
         only = OPEN if tree.certain is None else int(tree.certain[node + 1])
         token = only if only != OPEN and verified.logits[node + 1, only].isfinite() else choose(node + 1)
@@ -82,18 +83,24 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
     return Accepted(path[:-1], tokens) if tokens else None
 
 
-def _allowed(walk: Walk, sampler: Sampler, mask: Mask) -> list[tuple[int, int]]:
-    """The first tokens of a walk, as long as the mask allows them, and the children that have them."""
+def _has_ended(walk: Walk, most: int) -> bool:
+    """Whether a walk ended where no node has the token, after ``most`` tokens, or because a row is not finite."""
+    return not walk.finite or len(walk.tokens) == most or walk.path[-1:] == [ROOT]
+
+
+def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
+    """The first tokens of a walk, as long as a mask allows them, and the children that have them."""
     if not walk.finite:
         return []
-    count = mask.allowed(sampler.context, walk.tokens)
+    count = sampler.first_mask.allowed(sampler.context, walk.tokens) if sampler.first_mask else len(walk.tokens)
     return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, most: int) -> Walk | None:
     """The walk by arg-max or by draws, in compiled code; None if logits are processed before the choice.
 
-    Under a mask, a walk by draws ends before a token that depends on what the mask forbids.
+    Under a mask, a walk by draws ends before a token that depends on what the mask forbids, and by rankings, before one
+    that depends on logits that are not among the highest.
     """
     if sampler.walks and verified.walk:
         return verified.walk.first(most)
@@ -107,6 +114,9 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, most: 
         rows = readable(verified.logits)
         return Walk.of(walked, *walk_argmax(*bits_of(rows), certain, *nodes))
     draws, logits = sampler.draws, verified.logits
+    if draws and verified.ranked and sampler.most_ranked and tree.certain is None:
+        (best, scores), position = verified.ranked, len(sampler.context)
+        return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
     rows, is_masked = readable(logits), sampler.first_mask is not None

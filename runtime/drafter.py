@@ -73,6 +73,11 @@ def reads_logits(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "reads_logits", True))
 
 
+def most_ranked(drafter: Drafter) -> int:
+    """How many tokens of a row's ranking a drafter reads; 0 unless it has this property, whatever it reads."""
+    return int(getattr(drafter, "most_ranked", 0))
+
+
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
     """The tree of each drafter below the end of its context."""
     if len(drafters) == 1:
@@ -122,6 +127,10 @@ class WrappedDrafter:
     @property
     def reads_logits(self) -> bool:
         return reads_logits(self._drafter)
+
+    @property
+    def most_ranked(self) -> int:
+        return most_ranked(self._drafter)
 
     def set_seed(self, seed: int | None) -> None:
         if isinstance(self._drafter, SeededDrafter):

@@ -10,8 +10,17 @@ from typing import NamedTuple
 
 from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, SeededDrafter, draft_many, reads_logits
+from hdtool.runtime.drafter import (
+    Drafter,
+    HistoryDrafter,
+    NoDraft,
+    SeededDrafter,
+    draft_many,
+    most_ranked,
+    reads_logits,
+)
 from hdtool.runtime.engine import Engine
+from hdtool.runtime.sampling.ranked_draws import compile_ranked_walks
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
@@ -71,7 +80,12 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Tokens that may still follow."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.want = Want(walk=sampler.walks, rank=reads_logits(self.drafter))
+        self.want = Want(sampler.walks, reads_logits(self.drafter), most_ranked(self.drafter))
+        if engine.captures:  # elsewhere, the host reads logits where they are
+            most = max(self.want.most_ranked, sampler.most_ranked)
+            self.want = self.want._replace(most_ranked=most, root=sampler.draws_by_row)
+            if sampler.draws and sampler.most_ranked:
+                compile_ranked_walks(sampler.draws, sampler.walked)
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
         self.tree = DraftTree.bare(prompt[-1])
         """The one that is verified in this step."""

@@ -73,7 +73,7 @@ _SOURCES = {
     SourceName.RECYCLED: Source("recycled", "R", "38;5;208", "#773300", "#cc9911"),
     SourceName.LAST: Source("last", "L", "38;5;160", "#ee2222", "#ff2200"),
     SourceName.HEADS: Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff"),
-    SourceName.DRAFTER: Source("drafter", "D", "38;5;16", "#00bb00", "#00ff00"),
+    SourceName.DRAFTER: Source("drafter", "D", "38;5;63", "#00bb00", "#00ff00"),
     SourceName.GRAMMAR: Source("grammar", "", "38;5;126", "#440011", "#eeaa99"),
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk
+from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.cache.slots import Slot
@@ -21,9 +22,14 @@ class Want(NamedTuple):
     """The walk down the tree by arg-max."""
     rank: bool = False
     """What top-k needs of each row."""
+    most_ranked: int = 0
+    """Tokens that are read of the ranking of each row, if that is known and at most ``MOST_RANKED``."""
+    root: bool = False
+    """The logits of the root on the host."""
 
 
 LOGITS_ALONE = Want()
+ALL_ROWS = slice(None)
 
 
 class Walk(NamedTuple):
@@ -61,6 +67,10 @@ class Verified:
     """The token with the highest logit of each row, and in ``finite`` whether that logit is finite, if computed."""
     finite: Array | None = None
     maxima: Array | None = None
+    ranked: tuple[Array, Array] | None = None
+    """The highest logits of each row, if they came with the pass: their tokens, best first, and they themselves."""
+    root: Array | None = None
+    """The logits of the root in float32 on the host, if they came with the pass."""
     slot: Slot | None = None
     """Where the sequence is kept, if the engine says so."""
 
@@ -70,6 +80,13 @@ class Verified:
     def rankable(self) -> Rankable:
         """The rows in the form from which ``topk`` selects fastest."""
         return for_topk(self.logits, self.maxima)
+
+    def topk(self, most: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
+        """The top tokens of each of some rows, best first, and their logits; see ``topk`` of the kernels."""
+        if self.ranked is None or self.ranked[0].shape[1] < most:
+            return topk(self.rankable()[rows], most)
+        tokens, scores = (np.ascontiguousarray(part[rows, :most]) for part in self.ranked)
+        return tokens, scores
 
     def best(self, first: int = 0) -> Array:
         """The token with the highest logit of each row from ``first`` on."""

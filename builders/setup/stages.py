@@ -387,4 +387,5 @@ class Stages:
                 config.max_new_tokens,
                 self._plan.chat,
                 shown.to,
+                place_of(self._plan.model, CONFIG_FILES),
             )

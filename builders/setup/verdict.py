@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hdtool.builders.setup.advice import advice, gains
 from hdtool.data.tally import counted
 
+HD = "hd"
 PAYS_FROM = 1.05
 """Speed-up over plain decoding; what is smaller may be noise of the measurement."""
 ENOUGH = 12
@@ -32,10 +33,22 @@ class Verdict:
         return float(replayed["tokens_per_second"] / replayed["plain_tokens_per_second"])
 
     @property
-    def measured(self) -> float:
-        """The measured speed-up over plain decoding."""
+    def method(self) -> str:
+        """The fastest method: the stores alone, or with a trained drafter that the checkpoint offers."""
         speeds = self.stages["answers"]["tokens_per_second"]
-        return float(speeds["hd"] / speeds["ar"])
+        return max((HD, *self._offered), key=lambda name: float(speeds[name]))
+
+    @property
+    def _offered(self) -> Mapping[str, Mapping[str, Any]]:
+        """Methods with a trained drafter, by name."""
+        found: Mapping[str, Mapping[str, Any]] = self.stages["answers"].get("offered", {})
+        return found
+
+    @property
+    def measured(self) -> float:
+        """The measured speed-up over plain decoding, of the fastest method."""
+        speeds = self.stages["answers"]["tokens_per_second"]
+        return float(speeds[self.method] / speeds["ar"])
 
     @property
     def lossless(self) -> bool:
@@ -49,7 +62,9 @@ class Verdict:
     @property
     def next_command(self) -> str:
         """What to type next; stores at home are found without being named."""
-        method = () if self.pays else ("--method", "ar")
+        method: Sequence[str] = () if self.pays else ("--method", "ar")
+        if self.pays and self.method != HD:
+            method = self._offered[self.method]["options"]
         return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
 
     @property
@@ -66,7 +81,13 @@ class Verdict:
             f"{replayed['plain_tokens_per_second']:.1f} without drafts: {self.expected:.2f} times, "
             f"by replay of {counted(self.stages['read']['held_out'], 'held-out conversation')}",
             f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts: "
-            f"{self.measured:.2f} times; {speeds['generate']:.1f} by transformers' generate; {self._identical()}",
+            f"{speeds['hd'] / speeds['ar']:.2f} times; {speeds['generate']:.1f} by transformers' generate; "
+            f"{self._identical()}",
+            *(
+                f"drafter   {speeds[name]:.1f} tokens/s with {name}: {speeds[name] / speeds['ar']:.2f} times, "
+                f"{one['tokens_per_step']:.2f} tokens per step"
+                for name, one in self._offered.items()
+            ),
             f"sources   {self._sources()}",
             f"verdict   {self._judged()}",
             *(f"advice    {sentence}" for sentence in self.advice),
@@ -88,6 +109,14 @@ class Verdict:
                 "generate_tokens_per_second": round(answers["tokens_per_second"]["generate"], 2),
                 **{name: answers[name] for name in ("prompts", "identical", "near_ties")},
                 "tokens_per_step": round(answers["tokens_per_step"], 3),
+            },
+            "method": self.method,
+            "drafters": {
+                name: {
+                    "tokens_per_second": round(answers["tokens_per_second"][name], 2),
+                    "tokens_per_step": round(one["tokens_per_step"], 3),
+                }
+                for name, one in self._offered.items()
             },
             "tokens_per_step": replayed["tokens_per_step"],
             "accepted": replayed["accepted"],
@@ -126,7 +155,8 @@ class Verdict:
 
     def _paying(self) -> str:
         if self.pays:
-            return f"drafting pays: {self.measured:.2f} times as fast, with the same answers"
+            with_method = f" with {self.method}" if self._offered else ""
+            return f"drafting pays: {self.measured:.2f} times as fast{with_method}, with the same answers"
         steps, nodes = self.stages["answers"]["tokens_per_step"], self.stages["replay"]["draft_tokens_per_step"]
         return (
             f"drafting does not pay here: a step yields {steps:.2f} tokens, and its {nodes:.1f} draft tokens and their "

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.budget.pass_costs import COSTS, PASS_SIZES, MeasuredCosts, PassCosts, cost_of, passes_of
+from hdtool.runtime.budget.pass_costs import (
+    COSTS,
+    LARGEST_CHOSEN,
+    PASS_SIZES,
+    MeasuredCosts,
+    PassCosts,
+    cost_of,
+    passes_of,
+)
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.memory.no_copy import Pinned
@@ -112,7 +120,7 @@ class _ChosenSize(Pinned):
         self._own: Any = self._choice[0]
         self._own["overhead"], self._own["saved"] = overhead, np.nan
         self._use(costs)
-        self._most = LARGEST_BUDGET
+        self._most = LARGEST_CHOSEN
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
         choose(self._at, np.empty(0), 0, self._most)
@@ -216,7 +224,7 @@ class SharedBudget(_ChosenSize):
     def nodes(self, probs: Probs) -> int:
         rows, mine, expected = self._rows(), gains(probs), self._together.expected
         expected.pop(id(self), None)  # the latest are at the end
-        expected[id(self)] = np.concatenate([mine, np.full(LARGEST_BUDGET + 1 - len(mine), mine[-1])])
+        expected[id(self)] = np.concatenate([mine, np.full(LARGEST_CHOSEN + 1 - len(mine), mine[-1])])
         in_all = np.sum(list(expected.values())[-rows:], axis=0)
         costs = self._together.costs(rows)
         costs.update()
@@ -233,7 +241,7 @@ class SharedBudget(_ChosenSize):
 @compiled
 def gains(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
-    gain = np.ones(min(len(probs), LARGEST_BUDGET) + 1)
+    gain = np.ones(min(len(probs), LARGEST_CHOSEN) + 1)
     total = 0.0
     for node in range(len(gain) - 1):
         total += probs[node]
@@ -266,7 +274,7 @@ def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int
     # A choice that rests on an unconfirmed cost is turned round.
     chosen = best if pays != tries else 0
     # Nodes that will not be verified need not be drafted.
-    most = min(LARGEST_BUDGET, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+    most = min(LARGEST_CHOSEN, max(2 * chosen, most - 1, FEWEST_DRAFTED))
     if tries:
         return chosen, most, 0
     return chosen, most, _decide(own, pays, gain[chosen] / gain[0], cost if pays else plain, plain, step)

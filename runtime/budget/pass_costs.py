@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.model.pass_log import PassLog
 
-PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, LARGEST_BUDGET + 1)
-"""Sizes of forward passes that are timed, the root included. Captured steps have these sizes, so others cost as much as
+PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
+"""Sizes of forward passes that are timed, the root included. Captured steps have few sizes, so others cost as much as
 the next larger one; otherwise they cost what lies between."""
+LARGEST_CHOSEN = PASS_SIZES[-1] - 1
+"""The most nodes that a budget chooses by costs: with the root they fill a tile of 64 rows; one more begins another."""
 LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
 """Learning rates of the estimated cost after a pass: for passes of its size, and for passes of other sizes."""
 SLOWEST, FASTEST = 2.0, 0.5
@@ -32,8 +34,8 @@ CONTEXT_STEP = 64
 
 EACH = np.arange(LARGEST_BUDGET + 1)
 """Where each number of nodes has a cost of its own, that number."""
-ABOVE = np.searchsorted(PASS_SIZES, EACH + 1)
-"""For each number of nodes, the index of the next larger timed size, or its own."""
+ABOVE = np.minimum(np.searchsorted(PASS_SIZES, EACH + 1), len(PASS_SIZES) - 1)
+"""For each number of nodes, the index of the next larger timed size, or its own; at the end, of the largest."""
 ALL = np.ones(LARGEST_BUDGET + 1)
 """The share of the next larger size in the cost where that is the whole."""
 PART = np.interp(EACH + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - ABOVE + 1
@@ -94,7 +96,7 @@ class MeasuredCosts(PassCosts):
         log = self._log
         if log.passes != self._passes:
             self._passes, nodes = log.passes, log.nodes
-            if 0 <= nodes <= LARGEST_BUDGET and log.slots in self._slots:
+            if 0 <= nodes <= LARGEST_CHOSEN and log.slots in self._slots:
                 learn_cost(self.address, nodes, log.last_seconds)
         if len(self._curve.contexts) > 1 and abs(log.context - self._context) >= CONTEXT_STEP:
             self._set_context(log.context)

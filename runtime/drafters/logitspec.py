@@ -20,7 +20,6 @@ from hdtool.runtime.drafters.growing_context import GrowingContext
 from hdtool.runtime.drafters.node_calibration import NodeCalibration
 from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.verified import Verified
@@ -45,6 +44,8 @@ NO_KINDS = np.empty(0, np.int64)
 
 class LogitSpec:
     """Drafts from the last logit and the conversation alone."""
+
+    most_ranked = MOST_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
@@ -100,7 +101,7 @@ class LogitSpec:
         self._candidates = self._candidates[:0]
         if len(verified) and self.budget.most:
             end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = topk(verified.rankable()[end : end + 1], MOST_CANDIDATES + 1)
+            tokens, scores = verified.topk(MOST_CANDIDATES + 1, slice(end, end + 1))
             likely = tokens[0, np.isfinite(scores[0])]
             self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
             if len(self._ranks) != verified.logits.shape[-1]:

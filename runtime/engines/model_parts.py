@@ -1,22 +1,29 @@
-"""Recognises models of the Llama kind by their structure: Llama, Mistral, Qwen2, Qwen3 and others like them."""
+"""Recognises models of the Llama kind by their structure, and those of families that are described beside it."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.nn import Module, ModuleList
+from torch.nn import Dropout, Module, ModuleList
+
+from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
 
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-ACTIVATIONS = ("SiLU", "SiLUActivation")
+ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "GELUActivation": "gelu",
+}
+"""By the names of their classes."""
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on how long a context is."""
 OTHER_CODE = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
@@ -37,6 +44,8 @@ class Kind(Generic[Matmul]):
     """Whether it takes this embedding."""
     divisor: int = 2
     """A number that divides the width of a head."""
+    families: Mapping[str, Family] = field(default_factory=dict)
+    """What it computes beside layers of the Llama kind."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +53,21 @@ class LayerParts(Generic[Matmul]):
     """The modules of one decoder layer, and its shapes."""
 
     layer: Module
-    matmuls: tuple[Matmul, ...]
-    """Queries, keys, values, the output of attention; gate, up and down projection of the MLP."""
-    norms: tuple[Module, ...]
-    """Before attention, before the MLP, and of queries and keys if there are any."""
+    attention: Module
+    qkv: tuple[Matmul, ...]
+    """Queries, keys and values; or one that gives all of them."""
+    out: Matmul
+    """The output of attention."""
+    gate_up: tuple[Matmul, ...]
+    """Gate and up projection of the MLP, or one that gives both; none with experts."""
+    down: tuple[Matmul, ...]
+    """The down projection of the MLP; none with experts."""
+    experts: Module | None
+    """The mixture of experts in place of an MLP."""
+    around: tuple[Module | None, ...]
+    """Norms before and after attention, and before and after the MLP."""
+    head_norms: tuple[Module, ...]
+    """Of queries and keys, if there are any."""
     heads: int
     """Heads of keys and values."""
     groups: int
@@ -56,20 +76,36 @@ class LayerParts(Generic[Matmul]):
     """Numbers of a head."""
     epsilon: float
     scale: float
+    activation: str
+    activates: Module | None
+    """The module of the activation; none with experts."""
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        return *self.qkv, self.out, *self.gate_up, *self.down
+
+    @property
+    def norms(self) -> tuple[Module, ...]:
+        """In the order in which a pass comes to them, but those of queries and keys last."""
+        return *filter(None, self.around), *self.head_norms
 
     @property
     def hidden(self) -> int:
-        return cast(int, self.matmuls[0].in_features)
+        return cast(int, self.qkv[0].in_features)
 
     @property
     def inner(self) -> int:
-        return cast(int, self.matmuls[4].out_features)
+        """The width of the MLP; 0 with experts."""
+        return cast(int, self.down[0].in_features) if self.down else 0
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What all layers of a model have in common."""
-        kinds = type(self.layer), len(self.norms), self.hidden, self.inner
-        return *kinds, self.heads, self.groups, self.width, self.epsilon, self.scale
+        """What all layers of a model of the Llama kind have in common."""
+        return type(self.layer), len(self.norms), self.inner, *self.shape_of_heads
+
+    @property
+    def shape_of_heads(self) -> tuple[object, ...]:
+        return self.hidden, self.heads, self.groups, self.width, self.epsilon, self.scale
 
 
 @dataclass(frozen=True)
@@ -85,6 +121,7 @@ class ModelParts(Generic[Matmul]):
     head: Matmul
     epsilon: float
     """Of the last norm."""
+    family: Family
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -101,80 +138,153 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     if len(owners) != 1 or set(owners[0]._modules) != DECODER_PARTS:
         return None
-    decoder = owners[0]
+    decoder: Any = owners[0]
     embedding, rotary, norm = (decoder.get_submodule(name) for name in ("embed_tokens", "rotary_emb", "norm"))
-    head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
+    head, epsilon, family = model.get_output_embeddings(), epsilon_of(norm), _family_of(modules[0], kind)
     if (
         not kind.multiplies(head)
         or epsilon is None
         or not all(map(kind.fits, norm.parameters()))
-        or getattr(rotary, "rope_type", None) not in FIXED_ROTARY
+        or not _is_fixed(rotary)
         or not kind.embeds(embedding)
+        or (family is not LLAMA and not _is_described(model, decoder, family))
     ):
         return None
-    return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon)
+    return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon, family)
+
+
+def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:
+    return family_of(layer, kind.families) or LLAMA
+
+
+def _is_fixed(rotary: Any) -> bool:
+    """Whether rotary positions, of each kind of layer if there are several, do not depend on the context."""
+    found = getattr(rotary, "rope_type", None)
+    kinds = list(found.values()) if isinstance(found, dict) else [found]
+    return bool(kinds) and all(each in FIXED_ROTARY for each in kinds)
+
+
+def _is_described(model: Module, decoder: Any, family: Family) -> bool:
+    """Whether what surrounds the layers is the code of their family."""
+    names = [name for name in vars(decoder) if OTHER_CODE.search(name) and name != family.embedding]
+    ends = (decoder, decoder.norm, decoder.rotary_emb, decoder.embed_tokens)
+    package = package_of(decoder)
+    own = all(is_of_package(one, package) or type(one) is torch.nn.Embedding for one in ends)
+    return own and not names and family.holds_for(model, decoder.config)
 
 
 def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
     """The parts of all layers of a list; empty if one is of another kind or shape."""
     parts = [_layer_parts(layer, place, kind) for place, layer in enumerate(modules)]
     known = [part for part in parts if part is not None]
-    return known if len(known) == len(parts) and len({part.shape for part in known}) == 1 else []
+    is_llama = _family_of(modules[0], kind) is LLAMA
+    shapes = {part.shape if is_llama else (type(part.layer), *part.shape_of_heads) for part in known}
+    return known if len(known) == len(parts) and len(shapes) == 1 else []
 
 
 def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
-    if set(layer._modules) != LAYER_PARTS:
+    family, children = _family_of(layer, kind), layer._modules
+    dropouts = {name for name, module in children.items() if family is not LLAMA and _drops_nothing(module)}
+    if set(children) - dropouts != {"self_attn", "mlp", *filter(None, family.norms)}:
         return None
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    head_norms = [name for name in HEAD_NORMS if name in attention._modules]
-    activation = type(getattr(mlp, "act_fn", None)).__name__
-    known = set(attention._modules) == {*PROJECTIONS, *head_norms} and len(head_norms) in (0, 2)
-    if not known or set(mlp._modules) != {*MLP_PARTS, "act_fn"} or activation not in ACTIVATIONS:
+    experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
+    dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
+    head_norms = tuple(attention.get_submodule(name) for name in HEAD_NORMS if name in attention._modules)
+    projections = ("qkv_proj",) if family.joins_qkv else PROJECTIONS
+    names = {*projections, "o_proj", *HEAD_NORMS[: len(head_norms)]}
+    if dense is None or len(head_norms) not in (0, 2) or set(attention._modules) != names:
         return None
-    if any(OTHER_CODE.search(name) for module in (layer, attention, mlp) for name in vars(module)):
+    if not _has_known_code(layer, attention, mlp if experts is None else None, family):
         return None
-    if "position_ids" in inspect.signature(attention.forward).parameters:
-        return None  # it reads positions beside the rotary ones, to scale queries of long contexts for example
-    matmuls: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
-    matmuls += [getattr(mlp, name) for name in MLP_PARTS]
-    norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]
-    norms += [getattr(attention, name) for name in head_norms]
-    epsilons = {epsilon_of(norm) for norm in norms}
+    qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
+    gate_up, down, activation, activates = dense
+    out: Any = attention.o_proj
+    around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
+    epsilons = {epsilon_of(norm) for norm in (*filter(None, around), *head_norms)}
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
-    if not all(map(kind.multiplies, matmuls)) or len(epsilons) > 1 or not isinstance(scale, float):
+    if not all(map(kind.multiplies, (*qkv, out, *gate_up, *down))) or len(epsilons) > 1:
         return None
     if (
         getattr(attention, "layer_idx", None) != place
+        or not isinstance(scale, float)
         or not isinstance(width, int)
         or not width
         or width % kind.divisor
     ):
         return None
-    heads, rest = divmod(matmuls[1].out_features, width)
+    # One matrix gives the queries' numbers, which go into the output, and as many keys as values.
+    keys = (qkv[0].out_features - out.in_features) / 2 if family.joins_qkv else qkv[1].out_features
+    heads, rest = divmod(keys, width)
     epsilon = epsilons.pop()
-    if epsilon is None or rest or not heads or matmuls[0].out_features % (heads * width):
+    if epsilon is None or rest or not heads or out.in_features % (heads * width):
         return None
-    groups = matmuls[0].out_features // (heads * width)
-    own = cast(tuple[Matmul, ...], tuple(matmuls))
-    parts = LayerParts(layer, own, tuple(norms), heads, groups, width, epsilon, scale)
-    return parts if _is_complete(parts, kind) else None
+    groups = out.in_features // (int(heads) * width)
+    parts: LayerParts[Matmul] = LayerParts(
+        layer, attention, qkv, out, gate_up, down, experts, around, head_norms,
+        int(heads), groups, width, epsilon, scale, activation, activates,
+    )  # fmt: skip
+    return parts if _is_complete(parts, kind, family) else None
 
 
-def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul]) -> bool:
+def _drops_nothing(module: Module | None) -> bool:
+    return isinstance(module, Dropout) and (module.p == 0 or not module.training)
+
+
+def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
+    """Gate and up projection, down projection, and the activation with its name; None for another MLP."""
+    names, act = (("gate_up_proj",), "activation_fn") if family.joins_gate else (("gate_proj", "up_proj"), "act_fn")
+    if set(mlp._modules) != {*names, "down_proj", act}:
+        return None
+    activates = mlp.get_submodule(act)
+    if (activation := _activation_of(activates)) not in family.activations:
+        return None
+    return tuple(map(mlp.get_submodule, names)), (mlp.get_submodule("down_proj"),), activation, activates
+
+
+def _activation_of(module: Module) -> str:
+    """Its name; empty for another one, or one in Python, which rounds after each of its operations."""
+    by = getattr(getattr(module, "act", None), "__name__", "")
+    return "" if "python" in by else ACTIVATIONS.get(type(module).__name__, "")
+
+
+def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:
+    """Whether modules compute what their names say, as far as their classes, attributes and arguments tell."""
+    if "position_ids" in inspect.signature(attention.forward).parameters:
+        return False  # it reads positions beside the rotary ones, to scale queries of long contexts for example
+    holders = [module for module in (layer, attention, mlp) if module is not None]
+    if family is LLAMA:
+        return not any(OTHER_CODE.search(name) for module in holders for name in vars(module))
+    own = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
+    package = package_of(layer)
+    return (
+        all(is_of_package(module, package) for module in (*holders, *own) if module is not None)
+        and all(map(family.knows, holders))
+        and getattr(attention, "is_causal", None) is True
+    )
+
+
+def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
     """Whether all shapes fit and the layer has no other parameters."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
-    shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    widths = [hidden, hidden, parts.width, parts.width][: len(parts.norms)]
+    projections = [queries + 2 * keys] if family.joins_qkv else [queries, keys, keys]
+    dense = [2 * inner] if family.joins_gate else [inner, inner]
+    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
+    shapes += [] if parts.experts else [*((rows, hidden) for rows in dense), (hidden, inner)]
+    of_heads = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
+    widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *of_heads[: len(parts.head_norms)]]
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
-    modules: tuple[Module, ...] = (*parts.matmuls, *parts.norms)
-    own = {id(tensor) for module in modules for tensor in _tensors_of(module)}
-    inside = {id(module) for matmul in parts.matmuls for module in matmul.modules()}
+    sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
+    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts]))
+    own = {id(tensor) for module in (*called, *parts.norms) for tensor in _tensors_of(module)}
+    own |= {id(sinks)} if sinks is not None else set()
+    inside = {id(module) for one in called for module in one.modules()}
     return (
         all(_shape_of(one) == shape for one, shape in zip(parts.matmuls, shapes, strict=True))
         and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
         and all(map(kind.fits, weights))
+        and (not family.has_sinks or (sinks is not None and kind.fits(sinks)))
         and {id(tensor) for tensor in _tensors_of(parts.layer)} == own
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
     )

@@ -37,7 +37,7 @@ class RecordedSampler(Sampler):
         self.walks = False
         self.draws = None
 
-    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+    def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         if logits.is_cpu:  # as slow as a real choice; elsewhere the arg-max is part of the pass
             argmax(logits)
         return lambda row: self._answer[len(self.context) - self._begin]

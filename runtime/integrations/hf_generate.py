@@ -307,8 +307,8 @@ class _Recorder(Sampler):
             self.walks = self.takes_the_only_token = False
             self.first_mask = self.draws = None
 
-    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
-        return super().chooser(logits.to(self.device), finite_only=finite_only)
+    def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
+        return super().chooser(logits.to(self.device), **known)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         before = self.processed(logits[row], self.before)

@@ -135,7 +135,9 @@ def has_plain_weight(layer: Module) -> bool:
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
     """Whether the compiled matmul takes the weight of a layer once it has one of these dtypes."""
-    weight = layer.weight
-    plain = has_plain_weight(layer) and weight.dtype in dtypes and weight.is_cpu
+    if not has_plain_weight(layer):  # some libraries have it under another name
+        return False
+    weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0
     bias = layer.bias is None or _fits_bias(layer.bias, layer.out_features)
-    return plain and bias and weight.is_contiguous() and weight.numel() > 0 and layer.in_features % COLUMN_MULTIPLE == 0
+    plain = weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
+    return plain and bias and weight.numel() > 0 and has_columns

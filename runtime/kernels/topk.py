@@ -18,6 +18,8 @@ BLOCK = LANES * FOLD
 MAXIMA_PER_TOKEN = 4
 """The last level has at least this many maxima for each of the k tokens; with fewer, too many values are candidates."""
 MOST_LEVELS = 8
+MOST_RANKED = 64
+"""The most tokens of a ranking that comes with a pass."""
 COMPARABLE = torch.float32, torch.float64
 """Logits of other dtypes are converted to float32: NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf

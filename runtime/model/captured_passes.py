@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,19 @@ from hdtool.runtime.model.families import deviation
 from hdtool.runtime.model.library_pass import library_passes
 from hdtool.runtime.model.placement import scattered
 from hdtool.runtime.model.static_steps import StaticSteps, StepPass
-from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.cuda_graphs import Capture
     from hdtool.runtime.model.target import Target
+
+
+RESERVED_SHARE = 1 / 8
+"""The share of the memory that is free after loading which the cache of single answers, or of a batch, takes at once.
+
+A cache that grows is other memory, for which all steps are captured again.
+"""
 
 
 class CapturedPasses:
@@ -45,12 +53,14 @@ class CapturedPasses:
         if reason := scattered(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
-        # Captured steps are those of one cache, but an answer may still need what that holds.
-        cache = target.cache if target.cache.user is None else target.allocate()
-        cache.reserve(StaticSteps.capacity_for(1, target.context_limit(1)))  # that of short answers
-        expected = two_steps(target, cache)
         self._passes = passes_of(target)
-        self.steps = StaticSteps(self._passes[0], capture, target.device)
+        steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
+        # Captured steps are those of one cache, but an answer may still need what that holds.
+        is_free = target.cache.user is None
+        cache = target.cache if is_free else target.allocate()
+        cache.reserve(1, steps.capacity_for(1, target.context_limit(1)))
+        expected = two_steps(target, cache)
+        self.steps = steps
         while self.steps:
             proven = self._passes[0]
             # The first two are captured, and the next two replay them.
@@ -63,6 +73,14 @@ class CapturedPasses:
                 break
             self._give_up(f"its logits would be off by {distance}")
         cache.slots[0].cut(0)
+        if is_free:
+            self.record(cache)
+
+    def record(self, cache: Cache) -> None:
+        """Capture the steps of single answers before they begin, as far as there is memory."""
+        with suppress(torch.OutOfMemoryError):
+            if self.steps and cache.capacity > LARGEST_TREE:
+                self.steps.record(cache)
 
     def disable(self) -> None:
         self.steps, self._passes = None, []
@@ -88,17 +106,17 @@ class CapturedPasses:
         if self.steps:
             self.steps.forget()
 
-    def capacity_for(self, needed: int, limit: int | None) -> int:
+    def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
         """The capacity of a cache: one of few values, so that captured steps remain valid."""
-        return self.steps.capacity_for(needed, limit) if self.steps else needed
+        return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
         """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees)
+                start = self.steps.prepared(cache, trees, together(wants))
             except Exception as error:  # model code that cannot be captured raises many kinds
                 self._give_up(reason_of(error))
         if start is None:
@@ -112,6 +130,21 @@ class CapturedPasses:
             return None
         running, self._running = self._running, None
         return self.steps.wait(), *running
+
+
+def together(wants: Sequence[Want]) -> Want:
+    """What is wanted of a pass over several trees."""
+    return Want(most_ranked=max((want.most_ranked for want in wants), default=0), root=any(want.root for want in wants))
+
+
+def reserved_positions(target: Target) -> int:
+    """Positions that fit into a share of the free memory of a GPU."""
+    shapes = [shape for layer in target.shapes for shape in layer.kept]
+    each = sum(shape.heads * shape.width * shape.dtype.itemsize for shape in shapes)
+    if target.device.type != "cuda" or not each:
+        return 0
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return int(RESERVED_SHARE * free) // each
 
 
 def passes_of(target: Target) -> list[StepPass]:

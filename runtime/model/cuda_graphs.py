@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 WARM_UPS = 1
 """Runs before a capture: compilation and lazy initialization of libraries cannot be captured."""
+
+FIRST_THAT_RECOVERS = 2, 12
+"""Releases of torch before this one cannot capture after a capture that failed (pytorch/pytorch#180395)."""
 
 Run = Callable[[], None]
 
@@ -50,10 +54,15 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             main = torch.cuda.current_stream()
             self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
-                for _ in range(WARM_UPS):
-                    run()
-            main.wait_stream(self._side)
+            try:
+                with torch.cuda.stream(self._side):
+                    for _ in range(WARM_UPS):
+                        run()
+                    if not recovers():
+                        with refused_waits():
+                            run()
+            finally:
+                main.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
             # A workspace from before the capture would be freed or used by others while graphs still write to it; one
             # that is allocated during the capture lies in the pool of the graphs.
@@ -98,6 +107,26 @@ class DeviceClock:
             return self._times[1] - self._times[0]
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+def recovers() -> bool:
+    """Whether torch can capture again after a capture that failed."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= FIRST_THAT_RECOVERS
+
+
+@contextmanager
+def refused_waits() -> Iterator[None]:
+    """In this block, operations that wait for the device raise, as none of them can be captured.
+
+    This holds for all threads: another one that waits meanwhile raises, too.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def clear_cublas_workspaces() -> None:

@@ -111,3 +111,10 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
             "layer reads"
         )
     return found[-1]
+
+
+def picked(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows; a device copies ranges of them, but would wait for a list of their numbers."""
+    starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
+    ranges = zip(starts, [*starts[1:], len(rows)], strict=True)
+    return torch.cat([hidden[rows[start] : rows[stop - 1] + 1] for start, stop in ranges])

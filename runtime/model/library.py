@@ -187,6 +187,24 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
             config._attn_implementation = own
 
 
+@contextmanager
+def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
+    """In this block mixtures of experts choose the weights of a token on its device.
+
+    The library's ``eager`` code reads on the host which experts are used, and no graph can record that. Its grouped
+    matmuls, which are what it uses unless told otherwise, are in bfloat16 kernels that read the choice themselves.
+    """
+    configs: list[Any] = list(_with_parts(cast(Any, model).config))
+    before = [getattr(config, "_experts_implementation", None) for config in configs]
+    for config, own in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+        config._experts_implementation = "grouped_mm" if own == "eager" else own
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._experts_implementation = own
+
+
 def _with_parts(config: Any) -> Iterator[Any]:
     """A configuration and those of its parts, such as one for images."""
     yield config

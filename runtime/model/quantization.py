@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """Libraries for quantization on loading; checkpoints name their own."""
+MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+"""What to import of the libraries that are known to work."""
 
 
 def library_of(settings: Any) -> str:
@@ -34,8 +36,8 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
     if scheme and saved:
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
     library = LIBRARIES[scheme] if scheme else saved
-    needed = [library, "accelerate"] if library in LIBRARIES.values() else ["accelerate"]
-    if lacking := [each for each in needed if not find_spec(each)]:
+    needed = [library, "accelerate"] if library in MODULES else ["accelerate"]
+    if lacking := [each for each in needed if not find_spec(MODULES.get(each, each))]:
         what = f"--quantization {scheme}" if scheme else f"{name}, which is quantized with {saved},"
         raise ModelError(f"{what} needs {' and '.join(lacking)}, not installed here: {install_command('quantized')}")
 

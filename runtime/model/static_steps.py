@@ -14,17 +14,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.kernels.topk import MOST_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.step_input import StepInput, StepTensors
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
-STEP_SIZES = (1, 8, 16, 32, 48, LARGEST_TREE + 1)
-"""Rows of a captured step for one slot. On an H100, a pass of a 7B model over 64 rows takes 6 % longer than over 8."""
+STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
+"""Rows of a captured step for one slot. Matmuls fill tiles of 64 rows: one row more begins another tile."""
+RECORDED = STEP_SIZES[:-1]
+"""Sizes that are captured before an answer needs them. Budgets choose no larger ones."""
 
 
 class StepOutput(NamedTuple):
@@ -52,8 +56,9 @@ class StepPass(Protocol):
 class StaticSteps:
     """The captured steps of one model."""
 
-    def __init__(self, used: StepPass, capture: Capture, device: torch.device) -> None:
-        self._pass, self._capture, self._device = used, capture, device
+    def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
+        """``reserved`` is the number of positions that a cache takes at once, where no pass reads an extent of it."""
+        self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
         """By the memory of the cache; then by slots, rows and extent."""
@@ -71,22 +76,33 @@ class StaticSteps:
         self._buffers.clear()
         self._capture.reset()
 
-    @staticmethod
-    def capacity_for(needed: int, limit: int | None) -> int:
-        """The capacity for a sequence: one of few values, so that captured steps remain valid."""
+    def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
+        """The capacity for each of some sequences: one of few values, so that captured steps remain valid."""
         capacity = SHORTEST_EXTENT
         while capacity < needed:
             capacity *= 2
+        if not self._pass.reads_extent:
+            capacity = max(capacity, self._reserved // slots)
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
+
+    def record(self, cache: Cache) -> None:
+        """Capture the steps of one slot now, so that no answer waits for it.
+
+        Steps that read an extent are captured when first used, as there is one for each extent.
+        """
+        for rows in () if self._pass.reads_extent else RECORDED:
+            self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
         """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
         return self._clock.seconds()
 
-    def prepared(self, cache: Cache, trees: Sequence[DraftTree]) -> Callable[[], list[Verified]]:
+    def prepared(
+        self, cache: Cache, trees: Sequence[DraftTree], want: Want = LOGITS_ALONE
+    ) -> Callable[[], list[Verified]]:
         """Return the function that starts the verification of trees; capture the step first if its shape is new.
 
-        The step makes the moves that are due in the cache.
+        The step makes the moves that are due in the cache. Rankings and the logits of roots come to the host if wanted.
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -106,10 +122,10 @@ class StaticSteps:
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
             steps[shape] = self._captured(buffers, cache.storage, *shape)
-        return lambda: self._run(steps[shape], buffers, cache, trees, rows)
+        return lambda: self._run(steps[shape], buffers, cache, trees, rows, want)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, want: Want
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -123,7 +139,7 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        found = buffers.received(len(trees) * rows)
+        found = buffers.received(len(trees), rows, want)
         self._clock.stop()
         return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
@@ -153,11 +169,18 @@ class _Buffers:
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
-        self._argmax = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
-        """The arg-max of each row, and whether that logit is finite: both go to the host in one copy."""
-        self._host_argmax = torch.zeros((2, self._rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        words = self._rows * (2 + MOST_RANKED + MOST_RANKED // 2)
+        self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
+        """What goes to the host in one copy, which must be of one block.
+
+        It begins with the arg-max of each row, whether each of these logits is finite, and rankings: tokens, then
+        logits.
+        """
+        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
+        self._roots: torch.Tensor | None = None
+        """The logits of the root of each slot, on the host."""
 
     def write(self, found: StepOutput) -> None:
         """Keep the outcome of a pass; the first one tells its shapes."""
@@ -168,25 +191,55 @@ class _Buffers:
             self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
         rows = len(logits)
         self._logits[:rows].copy_(logits)
-        tokens, finite = self._argmax[0, :rows], self._argmax[1, :rows]
+        tokens, finite = self._outcome[:rows], self._outcome[rows : 2 * rows]
         torch.argmax(logits, dim=-1, out=tokens)
         finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, rows: int) -> Callable[[int, int], Verified]:
-        """Send the arg-max of the rows to the host; the function gives the outcome of some of them."""
-        self._host_argmax[:, :rows].copy_(self._argmax[:, :rows], non_blocking=True)
-        tokens, finite = self._host_argmax.numpy()
+    def received(self, slots: int, rows: int, want: Want) -> Callable[[int, int], Verified]:
+        """Send the outcome of so many rows in each slot to the host; the function gives some of them.
+
+        Ranking is no part of the captured step, of which there would be one for each number of tokens. The host
+        launches its few kernels while the device computes the pass.
+        """
+        assert self._logits is not None
+        logits, number, end = self._logits, slots * rows, 2 * slots * rows
+        if most := min(want.most_ranked, MOST_RANKED, logits.shape[1]):
+            end += number * most + -(-number * most // 2)
+            best = logits[:number].topk(most)
+            for part, found in zip(rankings_in(self._outcome, number, most), (best.indices, best.values), strict=True):
+                part.copy_(found)
+        self._host[:end].copy_(self._outcome[:end], non_blocking=True)
+        roots = self._roots_on_host(slots, rows) if want.root else None
+        tokens, finite = self._host[: 2 * number].view(2, number).numpy()
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, most))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
-            assert self._logits is not None
             # A copy: the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
-            return Verified(self._logits[used], hidden, argmax=tokens[used], finite=finite[used])
+            of_ranks = (ranked[used], scores[used]) if most else None
+            root = None if roots is None else roots[first // rows]
+            found = tokens[used], finite[used]
+            return Verified(logits[used], hidden, argmax=found[0], finite=found[1], ranked=of_ranks, root=root)
 
         return of_rows
+
+    def _roots_on_host(self, slots: int, rows: int) -> Array:
+        assert self._logits is not None
+        logits = self._logits[: slots * rows : rows]
+        if self._roots is None or len(self._roots) < slots:
+            self._roots = torch.zeros(logits.shape, pin_memory=logits.is_cuda)
+        self._roots[:slots].copy_(logits.to(torch.float32, memory_format=torch.contiguous_format), non_blocking=True)
+        found: Array = self._roots.numpy()
+        return found
+
+
+def rankings_in(outcome: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens and the logits of rankings in an outcome, ``[rows, most]``."""
+    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * most, len(outcome) - (2 + most) * rows])
+    return tokens.view(rows, most), logits.view(torch.float32)[: rows * most].view(rows, most)
 
 
 def extent_for(rows: int) -> int:

@@ -226,7 +226,7 @@ class Target:
         end = start + len(tokens)
         needed = end + room + LARGEST_TREE + 1
         if cache.capacity < needed:
-            cache.reserve(self._captured.capacity_for(needed, self.context_limit(end)))
+            cache.reserve(needed, self._captured.capacity_for(needed, self.context_limit(end), len(cache.slots)))
         sequence = cache.slots[slot]
         sequence.cut(start)
         logits = compiled.read(tokens, sequence) if (compiled := self._current()) else None
@@ -247,10 +247,11 @@ class Target:
             return self._replay.verify(cache, trees)
         longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
         if longest + LARGEST_TREE >= cache.storage.capacity:
-            cache.reserve(longest + max(ROOM, longest // 2) + LARGEST_TREE + 1)
+            needed = longest + LARGEST_TREE + 1
+            cache.reserve(needed, needed + max(ROOM, longest // 2))
             used = cache.slots[: len(trees)]
         self.log.context = longest
-        verified = self._captured.verify(cache, trees) if self._captured.steps else None
+        verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
         if verified is None:
             for slot in used:
                 if slot.kv.due:
@@ -297,7 +298,7 @@ class Target:
             return known
 
         def run() -> None:
-            self.prefill(self.allocate(), 0, some_context(4, self.config.vocab_size))
+            self.prefill(self.allocate(1, ROOM), 0, some_context(4, self.config.vocab_size))
 
         self.notice_changes()
         compiled, self.compiled = self.compiled, None
@@ -318,6 +319,9 @@ class Target:
                 self._captured.renew(self)
             else:
                 self._captured.forget()
+            if self.cache.user is None:
+                self.cache.slots[0].cut(0)
+                self._captured.record(self.cache)
             self._changes.record(holds_memory=True)
         columns = self.hidden.columns(layers)
         assert columns is not None

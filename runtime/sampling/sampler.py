@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     EpsilonLogitsWarper,
@@ -24,6 +25,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.ranked_draws import ranked_for
 from hdtool.runtime.sampling.truncation import NAMES, NOT_FINITE, UNKNOWN, Draws, Truncation, allowed_scores, keeps_one
 from hdtool.runtime.sampling.walks import compile_drawn_walks
 from hdtool.runtime.tree import LARGEST_TREE
@@ -102,12 +104,16 @@ class Sampler:
         """Where the tokens that a mask allows are written, and their scores."""
         if self.first_mask:
             allowed_scores(0, 0, NO_BITS, *self._allowed)
-        self._ids = _GrowingIds(padding)
+        self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
         """Where greedy acceptance writes the tokens and nodes of a step."""
         if self.draws:
             compile_drawn_walks(self.draws, self.walked)
+        self.most_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0
+        """How many of the highest logits of a row decide which token is drawn; 0 if all do."""
+        self.draws_by_row = not (self._greedy or self.before or self.most_ranked)
+        """Whether each draw reads all logits of its row, as they are."""
         self.overflowed = False
         """Whether the highest logit of any row used so far was NaN or infinite."""
 
@@ -126,9 +132,18 @@ class Sampler:
         first, *others = self._processors or (None,)
         return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
 
-    def chooser(self, logits: torch.Tensor, *, finite_only: bool = False) -> Callable[[int], int]:
+    def chooser(
+        self,
+        logits: torch.Tensor,
+        *,
+        finite_only: bool = False,
+        finite: Array | None = None,
+        first: Array | None = None,
+    ) -> Callable[[int], int]:
         """A function from a row of ``logits`` to the token chosen there, given the context so far.
 
+        ``finite`` tells of each row whether the highest of its logits is finite, and ``first`` is the first row on the
+        host, if these are known.
         With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
         calling any processor.
         """
@@ -137,11 +152,15 @@ class Sampler:
             if self.first_mask and logits.is_cpu and logits.dtype == torch.float32:
                 return self._noted(self._choose_allowed(logits[row], self.first_mask), finite_only=finite_only)
             # A draw sees by itself whether the row is finite, and much faster.
-            if (self.before or self._greedy) and not logits[row].max().isfinite():
+            if (self.before or self._greedy) and not (logits[row].max().isfinite() if finite is None else finite[row]):
                 self.overflowed = True
                 if finite_only:
                     return NOT_FINITE
-            return self._noted(self.choose_processed(logits, row), finite_only=finite_only)
+            if row == 0 and first is not None and self.draws_by_row:
+                token = self._truncation.draw(self._race, len(self.context), first)
+            else:
+                token = self.choose_processed(logits, row)
+            return self._noted(token, finite_only=finite_only)
 
         return process
 
@@ -207,8 +226,7 @@ class Sampler:
         """The token chosen by scores that the processors ``before`` have made, or ``NOT_FINITE``."""
         if self._greedy:
             return int(argmax(scores))
-        numbers = np.ascontiguousarray(scores.detach().float().cpu().numpy())
-        return self._truncation.draw(self._race, len(self.context), numbers)
+        return self._truncation.draw(self._race, len(self.context), self._on_host.of(scores.detach()))
 
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Their arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.
@@ -222,23 +240,48 @@ class Sampler:
         return scores - (-(-uniforms).log1p()).log()
 
 
+class _RowOnHost:
+    """The numbers of a row of a device, which come through pinned memory: a copy to other memory is slower."""
+
+    def __init__(self) -> None:
+        self._pinned = torch.empty(0)
+
+    def of(self, row: torch.Tensor) -> npt.NDArray[np.float32]:
+        """The numbers in float32; of a device, they are valid until the next call."""
+        if row.device.type != "cuda":
+            return np.ascontiguousarray(row.float().cpu().numpy())
+        if self._pinned.shape != row.shape:
+            self._pinned, self._arrived = torch.empty(row.shape, pin_memory=True), torch.cuda.Event()
+        self._pinned.copy_(row, non_blocking=True)
+        self._arrived.record(torch.cuda.current_stream(row.device))
+        self._arrived.synchronize()
+        numbers: npt.NDArray[np.float32] = self._pinned.numpy()
+        return numbers
+
+
 class _GrowingIds:
     """A context as a tensor that grows in place; a new tensor for each token would be a copy of the context."""
 
     def __init__(self, padding: Sequence[int]) -> None:
         self._padding = list(padding)
-        self._ids = torch.empty((1, 0), dtype=torch.long)
+        self._host = self._ids = torch.empty((1, 0), dtype=torch.long)
+        """Each number on the host is written once and then copied, so the copy need not be waited for."""
         self._filled = 0
 
     @torch.no_grad()
     def of(self, context: list[int], device: torch.device) -> torch.LongTensor:
         length = len(self._padding) + len(context)
         if self._ids.shape[1] < length or self._ids.device != device:
-            self._ids = torch.empty((1, 2 * length), dtype=torch.long, device=device)
+            is_pinned = device.type == "cuda"
+            self._host = torch.empty((1, 2 * length), dtype=torch.long, pin_memory=is_pinned)
+            self._ids = torch.empty_like(self._host, device=device) if device.type != "cpu" else self._host
             self._filled = 0
         if self._filled < length:
             new = context[self._filled - len(self._padding) :] if self._filled else [*self._padding, *context]
-            self._ids[0, self._filled : length] = torch.tensor(new, device=device)
+            on_host, there = (ids[0, self._filled : length] for ids in (self._host, self._ids))
+            on_host[:] = torch.tensor(new)
+            if there.device.type != "cpu":
+                there.copy_(on_host, non_blocking=True)
             self._filled = length
         return cast(torch.LongTensor, self._ids[:, :length])
 

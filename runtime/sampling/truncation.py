@@ -213,12 +213,18 @@ def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: 
     tokens = top[0, :top_k]
     if values[0, top_k] == values[0, top_k - 1]:
         tokens = np.nonzero(scores >= values[0, top_k])[0]
+    return draw_from_kept(position, tokens, scores[tokens], highest, among, draws)
+
+
+@compiled
+def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+    """The token drawn among those that top-k keeps; ``tokens`` is overwritten."""
     weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
-    for token in tokens:
-        weight = np.exp((scores[token] - highest) / draws.temperature)
+    for place in range(len(tokens)):
+        weight = np.exp((scores[place] - highest) / draws.temperature)
         total += weight
         if weight >= draws.min_p:
-            tokens[kept], weights[kept] = token, weight
+            tokens[kept], weights[kept] = tokens[place], weight
             kept += 1
     _name(tokens[:kept], among)
     return sample_among(draws.seed, position, tokens[:kept], weights[:kept], _nucleus(total, draws))

@@ -8,6 +8,7 @@ those of the RTX 4090 were not measured.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hdtool.runtime.config import SHAPES
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass
-from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Rotary
+from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual, Rotary
 from hdtool.runtime.engines.model_parts import Kind, model_parts
 from hdtool.runtime.model.attention_masks import FULL, AttentionWindow
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
@@ -65,6 +66,9 @@ class Counted:
     key_bytes: int = 0
     _shape: tuple[int, int] = field(default=(1, 1))
 
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        pass
+
     def begin(self, step: StepTensors, extent: int) -> None:
         self._shape = step.tokens.shape[0], step.tokens.shape[1]
 
@@ -72,21 +76,20 @@ class Counted:
         self.kernels += 1
         self.small_bytes += sum(tensor.nbytes for tensor in tensors)
 
-    def add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        self._small(hidden, hidden, hidden, weight)
-        return torch.empty_like(hidden)
+    def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+        weights = [norm.weight for norm in (residual.after, residual.before) if norm]
+        self._small(hidden, hidden, hidden, *weights)
+        return torch.empty_like(hidden) if residual.before else hidden
 
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
     ) -> torch.Tensor:
-        self._small(qkv, qkv, *rotary)
+        self._small(qkv, qkv, *(rotary or ()))
         return qkv
 
     def attention(
@@ -100,7 +103,7 @@ class Counted:
         self._small(mixed, *[mixed.float()] * PROCESSORS_FILLED)
         return mixed
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gated = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         self._small(gate_up, gated)
         return gated

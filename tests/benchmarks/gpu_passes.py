@@ -40,15 +40,35 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
 }
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {"head_dim": 128},
     "Mistral": {"sliding_window": 100},
+    "Exaone4": WINDOWS,
+    "Gemma": {},
     "Gemma2": WINDOWS,
     "Gemma3Text": {**WINDOWS, "head_dim": 256},
-    "GptOss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "Phi3": {"num_key_value_heads": 8},
+    "Glm": {},
+    "Glm4": {},
+    "Glm4Moe": {
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "use_qk_norm": True,
+    },
+    "GptOss": {**WINDOWS, **EXPERTS},
+    "Granite": {"attention_multiplier": 0.1, "embedding_multiplier": 4.0, "residual_multiplier": 0.6},
+    "Mixtral": EXPERTS,
+    "Olmo2": {},
+    "Olmo3": WINDOWS,
+    "Olmoe": {**EXPERTS, "head_dim": 32},
+    "Phi3": {"num_key_value_heads": 8, "partial_rotary_factor": 0.75},
+    "Qwen2Moe": {**EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "Qwen3Moe": {**EXPERTS, "moe_intermediate_size": 64},
+    "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},
 }
 RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen3_5Text": {

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("shape", help="a shape, or a config.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--contexts", type=numbers, default=[1000, 7000])
-    parser.add_argument("--nodes", type=numbers, default=[0, 7, 31, 64])
+    parser.add_argument("--nodes", type=numbers, default=[0, 7, 31, 63, 64])
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.setup import stages
 from hdtool.builders.setup.held_out import held_out, opening_of
+from hdtool.builders.setup.offered import offered_methods, options_for, with_offered
 from hdtool.builders.setup.overhead import Overhead
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.verdict import Verdict
@@ -31,10 +33,16 @@ from hdtool.data.errors import RecordError, ResultError
 from hdtool.data.stores.store import MANIFEST, read_manifest
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config import DecodeConfig, HeadsConfig
 from hdtool.runtime.config.setup import MOST_HELD_OUT
 from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from tests.support.families import model_of
+from tests.support.heads import random_for
 from tests.support.processes import HDTOOL, read_until, start
 from tests.support.project import ROOT
+from tests.support.published_drafters import eagle3
 
 LOGS = ROOT / "tests" / "support" / "demo_answers.jsonl"
 COMMAND = ["setup", str(demo.MODEL), "--logs", str(LOGS), "--threads", "1", "--num-prompts", "1", "--quiet"]
@@ -193,6 +201,26 @@ class TestVerdict:
         assert "does not pay here: a step yields 1.90 tokens, and its 6.0 draft tokens" in verdict.lines()[3]
         assert "--method ar" in verdict.next_command
 
+    def test_a_trained_drafter_that_is_faster_is_in_the_next_command(self) -> None:
+        speeds = {"generate": 15.0, "ar": 20.0, "hd": 39.0, "hd+mtp": 50.0, "hd+drafter": 30.0}
+        offered = {
+            "hd+mtp": {"tokens_per_step": 3.5, "options": ["--method", "hd+mtp"]},
+            "hd+drafter": {
+                "tokens_per_step": 2.5,
+                "options": ["--method", "hd+drafter", "--drafter", "my eagle"],
+            },
+        }
+        found = self.verdict(tokens_per_second=speeds, offered=offered)
+        lines = found.lines()
+        assert lines[2] == "drafter   50.0 tokens/s with hd+mtp: 2.50 times, 3.50 tokens per step"
+        assert "drafting pays: 2.50 times as fast with hd+mtp" in lines[5]
+        assert found.next_command == "hdtool generate --model 'my model' --threads 2 --method hd+mtp \"...\""
+        assert found.to_json()["method"] == "hd+mtp"
+        slower = self.verdict(tokens_per_second=speeds | {"hd": 60.0}, offered=offered)
+        assert slower.method == "hd" and "--method" not in slower.next_command
+        other = self.verdict(tokens_per_second=speeds | {"hd+drafter": 70.0}, offered=offered)
+        assert "--method hd+drafter --drafter 'my eagle'" in other.next_command
+
     def test_few_answers_that_contradict_the_prediction_are_called_few(self) -> None:
         slower = {"generate": 15.0, "ar": 20.0, "hd": 19.0}
         few = self.verdict(tokens_per_second=slower, prompts=2, identical=2).lines()[3]
@@ -212,6 +240,31 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home of its own, and measurements that take no time."""
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(measure_passes, "TIMES", 1)
+
+
+def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own layers, heads that were trained on it, a published drafter; what does not fit is left out with a note."""
+    folder = tmp_path / "model"
+    shutil.copytree(demo.HYBRID, folder)
+    loaded = load(str(folder))
+    assert offered_methods(DecodeConfig(), loaded) == ["hd+mtp"]
+    other = random_for(Target(model_of("llama")), HeadsConfig(rank=8))
+    other.save(folder / "a heads of another model")
+    random_for(loaded.target, HeadsConfig(rank=8)).save(folder / "b heads")
+    eagle3(folder / "c eagle", loaded.target.model)
+    eagle3(folder / "d eagle of another model", model_of("llama"))
+    (folder / "e else").mkdir()
+    (folder / "e else" / "config.json").write_text("[]", encoding="utf-8")
+    decoding = with_offered(DecodeConfig(), loaded, folder)
+    assert decoding.heads == (str(folder / "b heads"),) and decoding.drafter == str(folder / "c eagle")
+    assert options_for("hd+drafter", decoding) == ("--method", "hd+drafter", "--drafter", str(folder / "c eagle"))
+    assert offered_methods(decoding, loaded) == ["hd+amphista", "hd+mtp", "hd+drafter"]
+    assert capsys.readouterr().err == ""
+    wrong = replace(decoding, drafter=str(folder / "d eagle of another model"))
+    assert offered_methods(wrong, loaded) == ["hd+amphista", "hd+mtp"]
+    assert "note: hd+drafter is left out: drafter" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

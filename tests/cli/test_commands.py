@@ -20,12 +20,18 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
+from hdtool.runtime.config.methods import DRAFTER, MTP
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.support.families import model_of
 from tests.support.oracle import generated
 from tests.support.processes import HDTOOL, start
+
+SHIPPED = [name for name in METHODS if not name.endswith("hydra")]
+"""Methods whose drafters are shipped with a demo model."""
+MODELS, DRAFTERS = {MTP: [str(demo.HYBRID)]}, {DRAFTER: ["--drafter", str(demo.MODEL)]}
+"""What else such methods are given."""
 
 pytestmark = pytest.mark.usefixtures("known_cost")
 
@@ -89,14 +95,15 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.each_value
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in ("hd", "hd+amphista") else pytest.mark.long) for name in METHODS]
+    "method", [pytest.param(name, marks=() if name in ("hd", "hd+amphista") else pytest.mark.long) for name in SHIPPED]
 )
 def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     """Beside ``test_every_method_is_verified``, which runs all of them in every ``make test``."""
-    asked = ["generate", "--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json", *sampled]
+    asked = ["--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json", *sampled]
+    asked = ["generate", *MODELS.get(METHODS[method].trained, []), *asked]
     assert run([*asked, "--method", "ar"]) == 0
     plain = json.loads(capfd.readouterr().out)
-    assert run([*asked, "--method", method]) == 0
+    assert run([*asked, "--method", method, *DRAFTERS.get(METHODS[method].trained, [])]) == 0
     assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
 
 
@@ -250,9 +257,10 @@ DRAWN = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SHIPPED)
 def test_every_method_is_verified(method: str, drawn: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", "--method", method, *FEW, *(DRAWN if drawn else []), "--json"]) == 0
+    given = [*MODELS.get(METHODS[method].trained, []), *DRAFTERS.get(METHODS[method].trained, [])]
+    assert run(["verify", *given, "--method", method, *FEW, *(DRAWN if drawn else []), "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["identical"] == ({"plain": 2} if drawn else {"plain": 2, "generate": 2})
     assert (report["lossless"], report["differences"]) == (True, [])

@@ -17,7 +17,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.learned.draft_model import LOADED, DraftModel, draft_model_drafter
+from hdtool.runtime.drafters.learned.draft_model import DraftModel, draft_model_drafter
+from hdtool.runtime.drafters.learned.loaded_once import LOADED
 from hdtool.runtime.drafters.learned.pace import FixedPace
 from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import (
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.learned.eagle3 import load_eagle3
+from hdtool.runtime.drafters.learned.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.loop import Request
@@ -28,6 +28,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import run, said
 from tests.support.families import random_model
 from tests.support.oracle import prompt_of
@@ -177,7 +178,8 @@ def test_an_eagle_ranks_as_a_slow_one_does(speculators: bool, capture: CaptureMa
     model = six_layers("Llama")
     target = Target(model, capture)
     published = PublishedDrafter.named(str(eagle3(tmp_path, model, speculators=speculators)))
-    module, layers = load_eagle3(published, target)
+    eagle, layers = load_eagle3(published, target)
+    module = EagleModule(eagle, target)
     assert layers == ([0, 1, 2] if speculators else [1, 2, 2])
     torch.manual_seed(0)
     hidden, tokens = torch.randn(24, 3 * 32), torch.randint(97, (24,)).tolist()
@@ -284,3 +286,26 @@ def test_damaged_drafters_are_refused_in_a_line(tmp_path: Path) -> None:
     settings.write_text("{", encoding="utf-8")
     refused(r"cannot be read \(config.json", folder)
     refused("does not exist|holds no|is a folder", tmp_path / "none", ModelError)
+
+
+@pytest.mark.parametrize("capture", [never, direct], ids=["eager", "fixed"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_outputs_of_layers_are_those_of_the_library(family: str, capture: CaptureMaker) -> None:
+    """In passes of the library and in hdtool's own, beside the input of the output layer."""
+    model = six_layers(family)
+    target = Target(model, capture)
+    assert target._captured.is_fused is (capture is direct)
+    columns = [target.watch_hidden(), target.watch_hidden([3, 1]), target.watch_hidden([4])]
+    assert columns == [slice(0, 32), slice(32, 96), slice(96, 128)]
+    assert target.watch_hidden([3, 1]) == columns[1]
+    assert target._captured.is_fused is (capture is direct)
+    prompt, chain = prompt_of(12), prompt_of(5)
+    found: Any = model(torch.tensor([[*prompt, *chain]]), output_hidden_states=True).hidden_states
+    expected = torch.cat([found[6], found[4], found[2], found[5]], dim=-1)[0]
+    cache = target.allocate()
+    read = target.prefill(cache, 0, prompt).hidden
+    (verified,) = target.verify(cache, [DraftTree.of(chain[0], chain[1:], range(-1, 3))])
+    target.wait()
+    for part, rows in ((read, expected[:12]), (verified.hidden, expected[12:])):
+        assert part is not None
+        torch.testing.assert_close(part, rows.detach(), rtol=1e-4, atol=1e-4)

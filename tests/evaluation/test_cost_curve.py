@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hdtool.data.errors import CostError
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import STEP_OVERHEAD, CostBudget
-from hdtool.runtime.config import LARGEST_BUDGET
+from hdtool.runtime.budget.pass_costs import LARGEST_CHOSEN
 
 CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
 
@@ -138,7 +138,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
 def slowest_choice(probs: list[float], curve: CostCurve, context: int) -> int:
     rates = [
         (1 + sum(probs[:size])) / (curve.seconds(size, context) + STEP_OVERHEAD)
-        for size in range(min(len(probs), LARGEST_BUDGET) + 1)
+        for size in range(min(len(probs), LARGEST_CHOSEN) + 1)
     ]
     return rates.index(max(rates))
 

@@ -72,9 +72,18 @@ fi
 step "$SHAPE" hdtool.cli bench-shape "$SHAPE" --traces "$TRACES" ${READER:+--model "$READER"} --device "$DEVICE" \
     --limit "$ANSWERS" --max-new-tokens "$TOKENS" --quiet
 
+# Draws by the rankings that come with a step, and by rows of logits.
+verify verify-top-k --dtype float32 --temperature 1 --top-k 50
+verify verify-top-p --dtype float32 --temperature 1 --top-p 0.9
+
 # The gaps of near ties in low precision; the passes of heads are recorded, too.
 verify verify-bfloat16 --dtype bfloat16
 verify verify-heads --dtype float32 --method hd+amphista
+
+# Quantized weights in captured steps, where torchao is installed.
+if "$PYTHON" -c 'import torchao' 2>/dev/null; then
+    verify verify-int8 --quantization int8
+fi
 
 # What a pass takes by nodes and context: the embedded model, then the shape.
 step cost hdtool.cli bench-cost --device "$DEVICE" --contexts "$CONTEXTS" --out "$OUT/cost" --quiet

@@ -15,7 +15,8 @@ from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
-from hdtool.runtime.config import LARGEST_BUDGET, CostConfig, ModelConfig
+from hdtool.runtime.budget.pass_costs import LARGEST_CHOSEN
+from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.environment import device_name, fingerprint
 from hdtool.runtime.evaluation.cost_plot import draw_cost
 from hdtool.runtime.model.cache.slots import Cache
@@ -62,7 +63,7 @@ def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeyp
     monkeypatch.setattr(Target, "verify", noted)
     told: list[int] = []
     curve = cost_of_passes(embedded, [5, 33], told.append)
-    assert curve.nodes[0] == 0 and curve.nodes[-1] == LARGEST_BUDGET
+    assert curve.nodes[0] == 0 and curve.nodes[-1] == LARGEST_CHOSEN
     assert seen == [(length, size) for length in (5, 33) for size in curve.nodes]
     assert (curve.contexts, curve.model, curve.dtype) == ((5, 33), embedded.name, "float32")
     assert told == [1, 2]
@@ -108,7 +109,7 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "out" / "cost.png").read_bytes().startswith(PNG)
     assert run(asked) == 0
     shown = capsys.readouterr().out
-    assert "context         8       16\n0 nodes " in shown and "\n1 node " in shown and "\n64 nodes " in shown
+    assert "context         8       16\n0 nodes " in shown and "\n1 node " in shown and "\n63 nodes " in shown
 
 
 def test_the_table_fits_a_terminal() -> None:

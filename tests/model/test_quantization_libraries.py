@@ -20,6 +20,8 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED
+from tests.support.compressed_checkpoints import save_compressed
 from tests.support.decoding import run, said
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
@@ -50,12 +52,15 @@ def asked(loaded: Loaded) -> list[list[int]]:
     return [loaded.tokenizer(question)["input_ids"] for question in QUESTIONS]
 
 
-def check(loaded: Loaded, *, exact: bool) -> None:
-    """Drafts change the output only at near ties; plain decoding equals ``generate``."""
+def check(loaded: Loaded, *, exact: bool, is_coarse: bool = False) -> None:
+    """Drafts change the output only at near ties; plain decoding equals ``generate``.
+
+    If weights are rounded coarsely, the answers are none of which drafts must be accepted.
+    """
     verifier = Verifier(loaded, SamplingConfig(), Hierarchy(), MOST)
     found = [verifier.check("a question", ids) for ids in asked(loaded)]
     differences = [difference for one in found for difference in one.differences]
-    assert sum(one.steps for one in found) < sum(one.tokens for one in found)
+    assert is_coarse or sum(one.steps for one in found) < sum(one.tokens for one in found)
     if exact:
         assert not differences
     assert all(explained.near_tie for explained in verifier.explain(differences))
@@ -74,6 +79,14 @@ def test_torchao_with_activations(torchao: Any, tmp_path: Path) -> None:
     whole = torchao.Int8DynamicActivationInt8WeightConfig(granularity=torchao.PerTensor())
     with pytest.raises(FamilyError, match=r"granularity=PerRow\(\)"):
         load(saved(tmp_path / "whole", TorchAoConfig(whole)))
+
+
+@pytest.mark.parametrize("scheme", COMPRESSED)
+def test_compressed_tensors(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    save_compressed(AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32), scheme, tmp_path)
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
+    check(load(ModelConfig(str(tmp_path))), exact=scheme == "W4A16", is_coarse=scheme == "W4A16")
 
 
 @pytest.mark.parametrize("kind", ["8bit", "4bit"])

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
+from tests.support.device_processes import needs_no_cuda, scenarios
 from tests.support.families import FAMILIES, HYBRIDS
-from tests.support.project import ROOT
 from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is not None,
-    reason="a device is simulated on Linux, in a build of torch without CUDA",
-)
-LONGEST = 900
-"""Seconds after which a process is taken to hang."""
+pytestmark = needs_no_cuda
 
 
 class Kernels(NamedTuple):
@@ -34,12 +23,16 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "llama": (Kernels(17, 46), Kernels(19, 46)),
-    "gemma2": (Kernels(62, 59), Kernels(63, 59)),
+    "llama": (Kernels(16, 46), Kernels(18, 46)),
+    "gemma2": (Kernels(23, 59), Kernels(25, 59)),
+    "gemma3": (Kernels(21, 65), Kernels(23, 65)),
     "gpt2": (Kernels(21, 39), Kernels(22, 39)),
-    "qwen3_moe": (Kernels(62, 48), Kernels(65, 48)),
+    "qwen3_moe": (Kernels(34, 46), Kernels(36, 46)),
 }
-"""Those of a step of one row, and of one of many rows: as many as today, without Triton."""
+"""Those of a step of one row, and of one of many rows: as many as today, without Triton.
+
+Of those of a layer of experts, 19 are the library's code of them.
+"""
 
 
 class Commit(NamedTuple):
@@ -52,12 +45,13 @@ class Commit(NamedTuple):
 COMMIT = Commit(2, 13)
 RECURRENT_STEP = 215
 """Kernels of a step of one gated delta layer and one of attention."""
-EXTRA_WAITS = {"hd": 1, "sampled": 1, "hd, sampled": 8}
-"""Waits of a step beside the one for its pass, to read rankings of its nodes, or a row of logits for each token."""
+EXTRA_WAITS = {"hd": 0, "sampled": 0, "hd, sampled": 8}
+"""Waits of a step beside the one for its pass, to read a row of logits for each token but the first."""
 EXTRA_KERNELS = 3
 """Kernels outside of the captured step, for rankings."""
-CAPTURES_BEFORE, CAPTURES_WITHIN = 7, 0
-"""Until the first answer begins, one for each size and one of no step; and within answers of up to 512 tokens."""
+CAPTURES_BEFORE, CAPTURES_WITHIN = 6, 0
+"""Until the first answer begins, one for each size and one of no step; and within answers, which have up to 512 tokens
+if passes read an extent."""
 NOTICED_BY_TOKENS = {
     "no wait for a step",
     "input reused before its copy",
@@ -92,23 +86,6 @@ def groups_of_families() -> list[Any]:
     return [*of_long, pytest.param(rarer, id="rarer hybrids", marks=pytest.mark.exhaustive)]
 
 
-@cache
-def scenarios(home: Path, *arguments: str, module: str = "device_scenarios") -> dict[str, Any]:
-    """What groups of scenarios printed, in a process of their own that all tests share."""
-    environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{module}", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-    )
-    assert not process.returncode, process.stderr
-    found: dict[str, Any] = json.loads(process.stdout)
-    return found
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home in which nothing was measured."""
@@ -124,7 +101,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,heads,without_recovery,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -133,7 +110,7 @@ def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
         found = answers[family]
         assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"], family
         assert found["captures"], family
-        assert found["fused"] == (family == "llama")
+        assert found["fused"] == (family != "gpt2")
 
 
 def test_a_captured_step_copies_in_and_out_and_waits_once(answers: dict[str, Any]) -> None:
@@ -153,8 +130,7 @@ def test_a_captured_step_of_a_batch_copies_in_and_out_once(answers: dict[str, An
         assert len(batch["steps"]) > 3
         for step in batch["steps"]:
             assert (step[COPY_IN], step[COPY_OUT], step[REPLAY], step[WAIT + "an event"]) == (1, 1, 1, 1), family
-            # Rankings are read for each slot.
-            assert waits(Counter(step)) <= 1 + len(batch["tokens"]), (family, answers["lines"])
+            assert waits(Counter(step)) == 1, (family, answers["lines"])
 
 
 def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str, Any]) -> None:
@@ -162,7 +138,9 @@ def test_what_a_step_costs_for_rankings_and_samples_is_bounded(answers: dict[str
         for way, extra in EXTRA_WAITS.items():
             steps: list[Counter[str]] = list(map(Counter, answers[family]["ways"][way]["steps"]))
             for step in steps:
-                assert (step[COPY_IN], step[COPY_OUT], step[REPLAY]) == (1, 1, 1)
+                # Beside the outcome, the logits of each row that decides are copied.
+                assert step[COPY_OUT] <= 1 + ("sampled" in way) + extra
+                assert (step[COPY_IN], step[REPLAY]) == (1, 1)
                 assert waits(step) <= 1 + extra, (family, way, answers["lines"])
                 assert step[KERNEL] <= EXTRA_KERNELS, (family, way, answers["lines"])
 
@@ -202,6 +180,47 @@ def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, An
     assert sum(found["answers"]) <= CAPTURES_WITHIN
 
 
+def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
+    """Top-k needs rankings alone, other draws wait for the rows after the root, and penalties for each token."""
+    found, expected = others["sampled"]["found"], others["sampled"]["expected"]
+    assert not others["sampled"]["faults"]
+    for name, answers in found.items():
+        assert {way: answer["tokens"] for way, answer in answers.items()} == dict.fromkeys(answers, expected[name])
+        for answer in answers.values():
+            drawn = "T" in name and "penalised" not in name
+            for waited, tokens in answer["waits and tokens"]:
+                extra = tokens if "penalised" in name else tokens - 1 if drawn and "top-k" not in name else 0
+                assert waited <= 1 + extra, (name, others["sampled"]["lines"])
+
+
+def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> None:
+    found = others["heads"]
+    assert not found["faults"]
+    assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
+    steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
+    assert len(steps) > 3
+    for step in steps:
+        assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) <= 2, found["lines"]
+
+
+def test_a_step_that_waits_is_refused_before_its_capture(others: dict[str, Any]) -> None:
+    """Falcon's code makes tensors of numbers of the host: no capture fails by that, where none may."""
+    told = others["without_recovery"]
+    assert not told["faults"]
+    assert {name: answer["tokens"] for name, answer in told["found"].items()} == told["expected"]
+    assert told["found"]["llama"]["captures"] and not told["found"]["falcon"]["captures"]
+    assert told["found"]["falcon"]["captured"] == 1, "that of nothing, which makes the seed of random numbers"
+
+
+def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:
+    found = others["reserved"]
+    assert found["captures"] and not found["faults"]
+    assert found["tokens"] == found["expected"] and found["length"] > 512
+    assert found["before"] <= CAPTURES_BEFORE
+    assert found["answers"] == [0, 0, 0]
+    assert found["capacities"][0] >= 4096 and found["capacities"][1] >= 4096, "all that the model can read"
+
+
 def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(others: dict[str, Any]) -> None:
     found = others["changes"]
     assert found["device"] == found["expected"] and not found["faults"]
@@ -217,7 +236,8 @@ def test_the_device_works_late_and_forgets(others: dict[str, Any]) -> None:
     assert found["memory that nothing has written"] == [True, True]
     refused = "a graph uses freed memory: aten::add_.Tensor"
     assert found["graphs"] == {"found": [2.0], "overwritten": [True], "again": [4.0], "refused": refused}
-    assert found["waits"] == 8, "one for the device, one for each list and each capture"
+    assert found["waits of a copy of parts"] == 1
+    assert found["waits"] == 9, "one for the device, one for each list and each capture, and one for parts"
     assert found["faults"][0].startswith(refused) and len(found["faults"]) == 1
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +18,21 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
-from hdtool.runtime.model.static_steps import SHORTEST_EXTENT, STEP_SIZES, StaticSteps, extent_for
-from hdtool.runtime.model.step_input import MOVES, StepInput
+from hdtool.runtime.model.static_steps import (
+    RECORDED,
+    SHORTEST_EXTENT,
+    STEP_SIZES,
+    StaticSteps,
+    StepOutput,
+    extent_for,
+)
+from hdtool.runtime.model.step_input import MOVES, StepInput, StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.verified import Verified, Want
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
@@ -184,7 +194,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
         mine = steps._buffers[1]
-        kept = [mine._logits, mine._argmax, mine._host_argmax, mine.input._host, mine.input._device]
+        kept = [mine._logits, mine._outcome, mine._host, mine.input._host, mine.input._device]
         return [tensor.data_ptr() for tensor in (*target.cache.storage.tensors, *kept) if tensor is not None]
 
     first = talk(50)
@@ -218,12 +228,12 @@ def test_a_step_is_captured_once_whether_positions_move_or_not() -> None:
 
 def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     """Llama's context of 512 tokens has one extent; without an end there are several."""
-    assert StaticSteps.capacity_for(600, 512) == 600
-    assert StaticSteps.capacity_for(300, 4096) == 512
-    assert StaticSteps.capacity_for(3000, 3100) == 3100 + STEP_SIZES[-1]
-    assert StaticSteps.capacity_for(3000, None) == 4096
     one = OneSequence(Target(model_of("llama"), direct))
     steps = steps_of(one.target)
+    assert steps.capacity_for(600, 512) == 600
+    assert steps.capacity_for(300, 4096) == 512
+    assert steps.capacity_for(3000, 3100) == 3100 + STEP_SIZES[-1]
+    assert steps.capacity_for(3000, None) == 4096
     one.cache.reserve(2048)
     one.prefill(prompt_of(440))
     one.verify(tree_of(63))
@@ -236,6 +246,52 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     logits = one.verify(tree_of(63))
     assert {extent for *_, extent in shapes_of(steps, one)} == {512, 768}
     assert_same_logits(logits[1], plain_logits(one.target.model, [*long, 5, 2]))
+
+
+class NoExtent:
+    """A pass that computes what depends on the memory of the cache alone."""
+
+    reads_extent = False
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        return StepOutput(step.tokens.flatten()[:, None].float(), None)
+
+
+def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_once() -> None:
+    capture = Rehearsed()
+    steps = StaticSteps(NoExtent(), capture, CPU, reserved=3000)
+    assert steps.capacity_for(300, None) == 3000
+    assert steps.capacity_for(300, 4096, slots=2) == 1500
+    assert steps.capacity_for(300, 1000) == 1000 + STEP_SIZES[-1]
+    assert steps.capacity_for(5000, None) == 8192, "as before beyond the reserve"
+    cache = Target(model_of("llama")).allocate(1, 3000)
+    steps.record(cache)
+    assert capture.recorded == len(RECORDED)
+    for nodes in (0, 3, 30, 63):
+        steps.prepared(cache, [tree_of(nodes)])
+    assert capture.recorded == len(RECORDED)
+    steps.prepared(cache, [tree_of(64)])
+    assert capture.recorded == len(RECORDED) + 1
+
+
+def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_of("llama"), prompt_of(20)
+    plain = said(run(Target(model), prompt, SamplingConfig()))
+    allocate, refused = KVTensors.for_layers, []
+
+    def small(shapes: Sequence[LayerShape], capacity: int, *others: Any) -> KVTensors:
+        if capacity > 192:
+            refused.append(capacity)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(shapes, capacity, *others)
+
+    monkeypatch.setattr(KVTensors, "for_layers", small)
+    target = Target(model, direct)
+    assert target.captures and target.cache.capacity <= 192
+    assert said(run(target, prompt, SamplingConfig())) == plain
+    assert min(refused) == SHORTEST_EXTENT
+    with pytest.raises(torch.OutOfMemoryError):
+        target.prefill(target.allocate(), 0, prompt_of(200))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "mistral"])
@@ -423,3 +479,22 @@ def test_memory_stays_where_it_was_over_500_answers(capture: CaptureMaker) -> No
     before = resident()
     answers(500)
     assert resident() < 1.01 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
+    target = Target(model_of("llama", dtype), direct)
+    cache = target.allocate(3)
+    for slot, length in enumerate((9, 20, 3)):
+        target.prefill(cache, slot, prompt_of(length))
+    for wanted in (8, 61, 0):
+        found = target.verify(cache, [tree_of(size) for size in (6, 0, 20)], [Want(), Want(most_ranked=wanted), Want()])
+        target.wait()
+        for verified in found:
+            assert (verified.ranked is not None) == (wanted > 0)
+            for most, rows in ((8, slice(None)), (wanted or 1, slice(0, 1))):
+                tokens, scores = verified.topk(most, rows)
+                assert tokens.shape == scores.shape and tokens.flags.c_contiguous and scores.flags.c_contiguous
+                logits = verified.logits[rows].float()
+                assert np.array_equal(scores, logits.topk(most).values.numpy())
+                assert np.array_equal(logits.gather(1, torch.from_numpy(tokens)).numpy(), scores)

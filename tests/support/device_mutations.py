@@ -87,9 +87,9 @@ def steps_kept_over_new_memory() -> Undo:
     def keeping(usual: Any) -> Any:
         kept: dict[Any, Any] = {}
 
-        def prepared(steps: Any, cache: Any, trees: Any) -> Any:
+        def prepared(steps: Any, cache: Any, *args: Any) -> Any:
             steps._steps.setdefault(cache.storage, kept)
-            return usual(steps, cache, trees)
+            return usual(steps, cache, *args)
 
         return prepared
 

@@ -20,18 +20,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.loop import Request
+from hdtool.runtime.model import captured_passes, cuda_graphs
+from hdtool.runtime.model.cache.kv_cache import KVTensors
+from hdtool.runtime.model.static_steps import StepOutput, StepPass
+from hdtool.runtime.model.step_input import StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
+from tests.support.heads import random_for
 from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
@@ -71,14 +78,18 @@ def watched(
     A step is what happens between two tokens that the caller gets: it waits for a pass and starts the next one.
     """
     before = DEVICE.counts.events[CAPTURE]
-    sampler, tokens, events = Sampler(sampling, prompt), [], []
+    sampler, tokens, events, sizes = Sampler(sampling, prompt), [], [], []
     for step in decode(target, prompt, sampler, max_new_tokens=most, drafter=drafter or NoDraft()):
         tokens += step.tokens
+        sizes.append(len(step.tokens))
         events.append(Counter(DEVICE.counts.events))
     steps = [after - before for before, after in pairwise(events[:-1])]  # the last one starts no pass
     return {
         "tokens": tokens,
         "steps": [step for step in steps if not step[CAPTURE]],
+        "waits and tokens": [
+            (waits(step), size) for step, size in zip(steps, sizes[1:-1], strict=True) if not step[CAPTURE]
+        ],
         "captures": DEVICE.counts.events[CAPTURE] - before,
     }
 
@@ -166,6 +177,87 @@ def captures() -> dict[str, Any]:
     before = DEVICE.counts.events[CAPTURE] - earlier
     found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
     return {"before": before, "answers": found, "captures": target.captures} | told()
+
+
+def sampled() -> dict[str, Any]:
+    """Answers by tokens that are drawn in several ways, and with penalties; with drafts, and without."""
+    model = model_of("llama")
+    samplings = SAMPLINGS | {"T 1, top-k 50": SamplingConfig(temperature=1.0, top_k=50, seed=4)}
+    expected = {name: plain(model, sampling) for name, sampling in samplings.items()}
+    install()
+    target = Target(on_device(model))
+    found = {
+        name: {"plain": watched(target, sampling), "hd": watched(target, sampling, hierarchy())}
+        for name, sampling in samplings.items()
+    }
+    return {"expected": expected, "found": found} | told()
+
+
+def heads() -> dict[str, Any]:
+    """An answer with drafts of heads, whose passes are captured, too."""
+    model = model_of("llama")
+    expected = plain(model, GREEDY)
+    install()
+    target = Target(on_device(model))
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
+
+
+def without_recovery() -> dict[str, Any]:
+    """What is captured by a torch that cannot capture after a failure, of models that can be captured or not."""
+    models = {name: model_of(name) for name in ("llama", "falcon")}
+    expected = {name: plain(model, GREEDY) for name, model in models.items()}
+    install()
+    cuda_graphs.recovers = lambda: False
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        before = DEVICE.counts.events[CAPTURE]
+        target = Target(on_device(model))
+        answer = watched(target, GREEDY)
+        captured = DEVICE.counts.events[CAPTURE] - before
+        found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
+    cuda_graphs.recovers = lambda: True
+    return {"expected": expected, "found": found} | told()
+
+
+class WholeCache:
+    """A pass that reads the whole cache instead of an extent, so that its steps do not depend on lengths."""
+
+    reads_extent = False
+
+    def __init__(self, inner: StepPass) -> None:
+        self._inner = inner
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        return self._inner.run(step, storage, storage.capacity)
+
+
+def reserved() -> dict[str, Any]:
+    """Captures of a pass without extents: until it is loaded, and in answers that are longer than a short cache."""
+    model = model_of("llama")
+    model.config.max_position_embeddings = 4096
+    long = prompt_of(40) * 13
+    expected = [plain(model, GREEDY, prompt) for prompt in (PROMPT, long)]
+    install()
+    usual = captured_passes.passes_of
+    captured_passes.passes_of = lambda target: [WholeCache(usual(target)[0])]
+    earlier = DEVICE.counts.events[CAPTURE]
+    target = Target(on_device(model))
+    before = DEVICE.counts.events[CAPTURE] - earlier
+    answers = [watched(target, GREEDY, liar(expected[0])), watched(target, GREEDY, prompt=long)]
+    answers.append(watched(target, GREEDY, hierarchy()))
+    batch = target.allocate(2)
+    target.prefill(batch, 0, PROMPT)
+    captured_passes.passes_of = usual
+    return {
+        "before": before,
+        "answers": [answer["captures"] for answer in answers],
+        "tokens": [answer["tokens"] for answer in answers],
+        "expected": [expected[0], expected[1], expected[0]],
+        "length": len(long),
+        "capacities": [target.cache.capacity, batch.capacity],
+        "captures": target.captures,
+    } | told()
 
 
 class Adapter(Module):
@@ -282,7 +374,10 @@ def basics() -> dict[str, Any]:
     there.copy_(host, non_blocking=True)
     host.fill_(5)
     sent_late = there.tolist()
+    before = waits(DEVICE.counts.events)
+    torch.zeros(2, 2, pin_memory=True)[:, :1].copy_(torch.ones(2, 2, device="cuda:0")[:, :1], non_blocking=True)
     return {
+        "waits of a copy of parts": waits(DEVICE.counts.events) - before,
         "read before and after a wait": [early, late],
         "written before the copy out of it": sent_late,
         "memory that nothing has written": torch.empty(2, device="cuda:0").isnan().tolist(),
@@ -327,5 +422,17 @@ def main(groups: Groups, arguments: Sequence[str]) -> None:
     print(json.dumps({name: groups[name](*others) for name in names.split(",")}))
 
 
+GROUPS = (
+    answers,
+    basics,
+    captures,
+    changes,
+    heads,
+    mutations,
+    reserved,
+    sampled,
+    without_recovery,
+)
+
 if __name__ == "__main__":
-    main({group.__name__: group for group in (answers, basics, captures, changes, mutations)}, sys.argv[1:])
+    main({group.__name__: group for group in GROUPS}, sys.argv[1:])

@@ -9,7 +9,7 @@ import torch
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, IndexedHeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads, best_of
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.model.cuda_graphs import Capture, Run
+from hdtool.runtime.model.cuda_graphs import Capture, DeviceClock, Run
 from hdtool.runtime.model.static_steps import extent_for
 
 SIZES = (1, 2, 4, 8, 16)
@@ -37,9 +37,13 @@ class FixedPass:
         self._host = torch.zeros(HEADER + SIZES[-1], dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         self._hidden = like.new_zeros((SIZES[-1], heads.shape.width))
-        self._tokens = torch.zeros((number, self._best), dtype=torch.int64, device=self._device)
-        self._probs = torch.zeros((number, self._best), device=self._device)
-        self._result = [torch.zeros_like(each, device="cpu", pin_memory=pinned) for each in (self._tokens, self._probs)]
+        ranked = number * self._best
+        words = ranked + -(-ranked // 2)
+        self._result = torch.zeros(words, dtype=torch.int64, device=self._device)
+        """Tokens and their probabilities, which go to the host in one copy."""
+        self._host_result = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
+        self._shape = number, self._best
+        self._clock = DeviceClock(self._device)
         self._keys_values: torch.Tensor | None = None
         self._passes: dict[tuple[int, int], Run] = {}
 
@@ -64,18 +68,24 @@ class FixedPass:
         extent = extent_for(cache.length + size)
         if (size, extent) not in self._passes:
             self._passes[size, extent] = self._captured(cache.keys_values, size, extent)
+        self._clock.start()
         self._passes[size, extent]()
-        for result, on_device in zip(self._result, (self._tokens, self._probs), strict=True):
-            result.copy_(on_device, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._host_result.copy_(self._result, non_blocking=True)
+        self._clock.stop()
+        self._clock.seconds()  # waits
         if self._heads.layers:
             cache.length += new
-        found, probs = (result.numpy().copy() for result in self._result)
+        found, probs = (part.numpy().copy() for part in self._parts_of(self._host_result))
         return found, probs
+
+    def _parts_of(self, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and the probabilities in a result."""
+        ranked = self._shape[0] * self._shape[1]
+        return result[:ranked].view(self._shape), result[ranked:].view(torch.float32)[:ranked].view(self._shape)
 
     def _captured(self, keys_values: torch.Tensor, size: int, extent: int) -> Run:
         heads, device_input, hidden = self._heads, self._input, self._hidden[:size]
+        best_tokens, best_probs = self._parts_of(self._result)
 
         def run() -> None:
             indices = torch.arange(size, device=self._device) + device_input[:1]
@@ -84,8 +94,8 @@ class FixedPass:
             last = [stage[0].index_select(0, device_input[1:HEADER]) for stage in stages]
             token = device_input[HEADER : HEADER + size].index_select(0, device_input[1:HEADER])
             found, probs = self._finish(last, token)
-            self._tokens.copy_(found)
-            self._probs.copy_(probs)
+            best_tokens.copy_(found)
+            best_probs.copy_(probs)
 
         return self._capture.record(run)
 

@@ -315,6 +315,10 @@ class Hierarchy(Pinned):
     def reads_logits(self) -> bool:
         return self._rankings.uses_logits
 
+    @property
+    def most_ranked(self) -> int:
+        return self._rankings.most_ranked
+
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         if self._trained:
             self._trained.observe(accepted, verified)

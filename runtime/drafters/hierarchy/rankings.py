@@ -72,6 +72,11 @@ class Rankings(Pinned):
             remember(self.last[0], 0, tokens[0], scores[0])
             look_round(self.near[0], np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
+    @property
+    def most_ranked(self) -> int:
+        """Tokens of a row's ranking that are read."""
+        return BEST_PREDICTED + 1 if self._uses_last else BEST * self._uses_recycled
+
     def forget(self) -> None:
         """Drop what was ranked in earlier answers; known rankings stay."""
         self.recycled.clear()
@@ -82,14 +87,13 @@ class Rankings(Pinned):
         """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
         if not len(verified):
             return
-        rankable = verified.rankable()
         if self._uses_last:
             row = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = topk(rankable[row : row + 1], BEST_PREDICTED + 1)
+            tokens, scores = verified.topk(BEST_PREDICTED + 1, slice(row, row + 1))
             remember(self.last[0], accepted.tokens[-1], tokens[0], scores[0])
         if self._uses_recycled and nodes is not None:
             tails, depths, probs = nodes
-            tokens, scores = topk(rankable, BEST)
+            tokens, scores = verified.topk(BEST)
             self.recycled.keep(tails, tokens, scores, verified.logits.shape[-1])
             look_round(self.near[0], depths, probs, tokens, scores, len(accepted.path))
 

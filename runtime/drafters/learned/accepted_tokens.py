@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.model.hidden_states import picked
 from hdtool.runtime.verified import Verified
 
 NO_HIDDEN = torch.empty((0, 0))
@@ -36,8 +37,7 @@ class AcceptedTokens:
             self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
             return
         rows = [0, *(node + 1 for node in accepted.path)]
-        path_hidden = hidden[: len(rows)] if rows[-1] == len(rows) - 1 or hidden is NO_HIDDEN else hidden[rows]
-        self._queued.append((path_hidden, accepted.tokens))
+        self._queued.append((hidden if hidden is NO_HIDDEN else picked(hidden, rows), accepted.tokens))
 
     def take(self) -> tuple[torch.Tensor, list[int]]:
         """All that is queued, in one piece: hidden states ``[tokens, width]`` and their tokens."""

@@ -94,8 +94,8 @@ def layers_read(target: Target) -> dict[str, int]:
     return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NOTHING}
 
 
-def load_assistant(published: PublishedDrafter, target: Target) -> AssistantModule:
-    """An assistant of a target; HeadsError says why it is none."""
+def load_assistant(published: PublishedDrafter, target: Target) -> Any:
+    """The model of an assistant of a target; HeadsError says why it is none."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -115,8 +115,7 @@ def load_assistant(published: PublishedDrafter, target: Target) -> AssistantModu
             f"drafter {published.name} reads layers of kinds {', '.join(sorted(kinds))}, which models of type "
             f"{target.config.model_type!r} do not have: name a drafter of this model"
         )
-    model.to(target.device, target.dtype).requires_grad_(False).eval()
-    return AssistantModule(model, target)
+    return model.to(target.device, target.dtype).requires_grad_(False).eval()
 
 
 NO_RANKING: Ranked = np.full((1, 1), -1, np.int64), np.zeros((1, 1))

@@ -96,8 +96,8 @@ class DFlashDrafter:
             self._embed.embed_norm = norm
 
 
-def load_dflash(published: PublishedDrafter, target: Target, *, trust_remote_code: bool = False) -> DFlashDrafter:
-    """A drafter for a target; HeadsError says why it is none."""
+def load_dflash(published: PublishedDrafter, target: Target) -> Any:
+    """The model of a drafter for a target; HeadsError says why it is none."""
     from transformers import AutoModel
 
     try:
@@ -107,7 +107,7 @@ def load_dflash(published: PublishedDrafter, target: Target, *, trust_remote_cod
     except AttributeError:
         raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
     try:
-        model: Any = AutoModel.from_pretrained(published.folder, trust_remote_code=trust_remote_code)
+        model: Any = AutoModel.from_pretrained(published.folder)
     except Exception as error:  # the library raises many kinds
         raise HeadsError(f"drafter {published.name} cannot be loaded ({reason_of(error)}): name another one") from error
     width = int(target.config.hidden_size)
@@ -121,5 +121,4 @@ def load_dflash(published: PublishedDrafter, target: Target, *, trust_remote_cod
         raise HeadsError(
             f"drafter {published.name} reads layers {layers}, and this model has {number}: name a drafter of this model"
         )
-    model.to(target.device, target.dtype).requires_grad_(False).eval()
-    return DFlashDrafter(model, target)
+    return model.to(target.device, target.dtype).requires_grad_(False).eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.learned.draft_passes import on_host
+from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
 from hdtool.runtime.drafters.learned.proposal import BEST
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, Ranked, SequentialDrafter
@@ -25,19 +25,14 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.model.target import Target
 
-LOADED: WeakKeyDictionary[Target, dict[str, Target]] = WeakKeyDictionary()
-"""The draft models of each target by their names: the drafters of a batch share one."""
-
 
 def draft_model_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
 ) -> SequentialDrafter:
     """A drafter of the named model; measured, it drafts as far as that pays. ``tokenizer`` is the target's."""
-    own = LOADED.setdefault(target, {})
-    if name not in own:
-        own[name] = _loaded(name, target, tokenizer)
+    model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     pace = MeasuredPace() if is_measured else FixedPace()
-    return SequentialDrafter(DraftModel(own[name], target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
+    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
 
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:

@@ -134,6 +134,8 @@ class Eagle3(nn.Module):
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.rotary = rotary
         self.embed_tokens: Any = None
+        self.token_ids: torch.Tensor | None = None
+        """The target's id of each token that it can draft; None if it can draft all."""
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
@@ -154,12 +156,12 @@ class EagleModule:
 
     passes = DEEPEST
 
-    def __init__(self, drafter: Eagle3, token_ids: torch.Tensor | None, target: Target) -> None:
+    def __init__(self, drafter: Eagle3, target: Target) -> None:
         shape, like = drafter.shape, drafter.fc.weight
         keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
         self._passes = DraftPasses(
             drafter,
-            lambda hidden: best_of(drafter.logits(hidden), BEST, token_ids),
+            lambda hidden: best_of(drafter.logits(hidden), BEST, drafter.token_ids),
             [LayerShape(keys, keys)],
             width=shape.width,
             read_width=3 * shape.target_width,
@@ -184,7 +186,7 @@ def layers_of(settings: dict[str, Any], number: int) -> list[int]:
     return [int(layer) - 1 for layer in named]
 
 
-def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[EagleModule, list[int]]:
+def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, list[int]]:
     """A drafter for a target, and the layers of the target that it reads."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -216,12 +218,11 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[EagleModul
         drafter.embed_tokens = target.model.get_input_embeddings()
     else:
         drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype))
-    token_ids = None
     if offsets is not None:
-        token_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
+        drafter.token_ids = token_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
         if len(offsets) != shape.vocabulary or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
             raise HeadsError(f"drafter {published.name} drafts tokens that this model does not have: name another one")
-    return EagleModule(drafter, token_ids, target), layers_of(settings, int(target.config.num_hidden_layers))
+    return drafter, layers_of(settings, int(target.config.num_hidden_layers))
 
 
 def _renamed(name: str) -> str:

@@ -14,6 +14,7 @@ from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
 from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.learned.draft_passes import DraftPasses, causal_mask
 from hdtool.runtime.drafters.learned.library_mtp import LibraryMtp, load_mtp
+from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
 from hdtool.runtime.drafters.learned.proposal import BEST, NONE, Proposal, TrainedDrafter
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, SequentialDrafter
@@ -26,6 +27,7 @@ from hdtool.runtime.verified import Verified
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
+NAME = "MTP layers"
 CHUNK = 512
 """Tokens of a prompt that are read in one pass."""
 
@@ -33,14 +35,19 @@ CHUNK = 512
 def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
     """A drafter of the MTP layers of a target's checkpoint; measured, it makes the passes that pay."""
     with target.changing():
-        layers = load_mtp(target.model)
+        layers = loaded_once(target, NAME, lambda: _loaded(target))
         columns = target.watch_hidden()
-        if target.device.type == "cpu":
-            compile_linear_layers(layers.own)
     if layers.number > 1:
         return MtpLayersInTurn(layers, target, columns)
     pace = MeasuredPace() if is_measured else FixedPace()
     return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
+
+
+def _loaded(target: Target) -> LibraryMtp:
+    layers = load_mtp(target.model)
+    if target.device.type == "cpu":
+        compile_linear_layers(layers.own)
+    return layers
 
 
 class IteratedMtp:

@@ -10,11 +10,12 @@ from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.select_heads import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
-from hdtool.runtime.drafters.learned.assistant import AssistantDrafter, load_assistant
-from hdtool.runtime.drafters.learned.dflash import load_dflash
+from hdtool.runtime.drafters.learned.assistant import AssistantDrafter, AssistantModule, load_assistant
+from hdtool.runtime.drafters.learned.dflash import DFlashDrafter, load_dflash
 from hdtool.runtime.drafters.learned.draft_model import draft_model_drafter
-from hdtool.runtime.drafters.learned.eagle3 import load_eagle3
+from hdtool.runtime.drafters.learned.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.learned.library_mtp import mtp_layers_of
+from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.mtp import mtp_drafter
 from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
 from hdtool.runtime.drafters.learned.published_drafter import ASSISTANT, DFLASH, MODEL, PublishedDrafter
@@ -58,12 +59,13 @@ def published_drafter(
     pace = MeasuredPace() if is_measured else FixedPace()
     with target.changing():
         if kind == DFLASH:
-            return load_dflash(published, target)
+            return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
         if kind == ASSISTANT:
-            module = load_assistant(published, target)
-            return AssistantDrafter(module, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
-        eagle, layers = load_eagle3(published, target)
-        return SequentialDrafter(eagle, pace, columns=target.watch_hidden(layers), source=SourceName.DRAFTER)
+            assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
+            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
+        eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
+        columns = target.watch_hidden(layers)
+        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceName.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:

@@ -34,6 +34,8 @@ NO_KINDS = np.empty(0, np.int64)
 class Racer:
     """Keeps n-grams and rankings from one conversation to the next unless ``remembers`` is False."""
 
+    most_ranked = BEST
+
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.RECYCLED: 0.0}
         """Seconds spent in each source since the drafter was made."""

@@ -39,6 +39,8 @@ NO_KINDS = np.empty(0, np.int64)
 class TokenRecycling:
     """Keeps its table from one conversation to the next unless ``remembers`` is False."""
 
+    most_ranked = BEST
+
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
         """Seconds spent in the source since the drafter was made."""

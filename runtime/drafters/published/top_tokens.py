@@ -32,7 +32,7 @@ class TopTokens:
         vocabulary = verified.logits.shape[-1]
         if len(self.rows) < vocabulary:
             self.rows = np.full((vocabulary, BEST), NONE)
-        tokens, scores = topk(verified.rankable(), BEST)
+        tokens, scores = verified.topk(BEST)
         known = np.isfinite(scores[:, 0])  # a recording has no rankings after rejected nodes
         read = np.array(tree.all_tokens)
         known &= (read >= 0) & (read < len(self.rows))

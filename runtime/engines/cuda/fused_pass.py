@@ -1,23 +1,35 @@
-"""A pass of a model of the Llama kind over draft trees: merged matmuls, and few operations between them."""
+"""A pass of a model over draft trees, by the description of its layers: merged matmuls, and little between them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, repeat
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 from torch.nn.functional import linear
 
-from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Operations, TorchOperations
+from hdtool.runtime.engines.cuda.operations import (
+    ACTIVATIONS,
+    HeadLayout,
+    HeadNorms,
+    Norm,
+    Operations,
+    Residual,
+    Rotary,
+    TorchOperations,
+)
+from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
 from hdtool.runtime.model.checks.recorded_model import hooks_of
 from hdtool.runtime.model.hidden_states import HiddenStates, only_watches
+from hdtool.runtime.model.library import experts_on_device
 from hdtool.runtime.model.static_steps import StepOutput
 
 if TYPE_CHECKING:
@@ -27,6 +39,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.step_input import StepTensors
     from hdtool.runtime.model.target import Target
 
+SIZES = torch.tensor([[1e-3], [1.0]])
+"""Of rows by which norms are compared: of the smaller one, the epsilon is a part."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
@@ -35,16 +49,20 @@ Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """The matmuls of one layer, with parallel ones merged, and its norms."""
+class FusedLayer:
+    """The matmuls of one layer, with parallel ones merged, and what lies between them."""
 
     qkv: Matmul
     out: Matmul
-    gate_up: Matmul
-    down: Matmul
-    norms: tuple[torch.Tensor, torch.Tensor]
+    mlp: Matmul
     head_norms: HeadNorms
     layout: HeadLayout
+    rotary: str | None
+    """The kind of its rotary positions; None without them."""
+    middle: Residual
+    """Between attention and the MLP."""
+    end: Residual
+    """Between the MLP and the next layer, or the output layer."""
 
 
 class FusedPass:
@@ -54,49 +72,186 @@ class FusedPass:
         self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
+        self._ends = Ends.of(parts)
         self.reads_extent = operations.reads_extent
         own = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
         uses = Counter(_memory_of(weight) for weight in own if type(weight) is Parameter)
-        self._layers = [_weights_of(layer, window, uses) for layer, window in zip(parts.layers, windows, strict=True)]
+        norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
+        first = [_norm_of(layer, layer.around[0], parts.family) for layer in parts.layers]
+        self._kinds = dict.fromkeys(_rotary_kinds(parts))
+        self._begin = Residual(None, first[0])
+        self._layers = [
+            self._fused(layer, window, kind, after, uses)
+            for layer, window, kind, after in zip(
+                parts.layers, windows, _rotary_kinds(parts), [*first[1:], norm], strict=True
+            )
+        ]
+
+        residuals = [self._begin, *(one for layer in self._layers for one in (layer.middle, layer.end))]
+        operations.prepare(residuals, [layer.head_norms for layer in self._layers])
+
+    def _fused(
+        self,
+        layer: LayerParts[Module],
+        window: AttentionWindow,
+        rotary: str | None,
+        next_norm: Norm | None,
+        uses: Counter[int],
+    ) -> FusedLayer:
+        family, attention = self._parts.family, cast(Any, layer.attention)
+        layout = HeadLayout(
+            layer.heads * layer.groups,
+            layer.heads,
+            layer.width,
+            layer.scale,
+            window,
+            getattr(attention, family.softcap) if family.softcap else None,
+            attention.sinks if family.has_sinks else None,
+        )
+        _, after_attention, before_mlp, after_mlp = (_norm_of(layer, norm, family) for norm in layer.around)
+        head_norms = [Norm(cast(Any, norm).weight, layer.epsilon, family.norm) for norm in layer.head_norms]
+        multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
+        return FusedLayer(
+            _together(list(layer.qkv), uses),
+            layer.out,
+            self._mlp_of(layer, uses),
+            (head_norms[0], head_norms[1]) if head_norms else None,
+            layout,
+            rotary,
+            Residual(after_attention, before_mlp, multiplier),
+            Residual(after_mlp, next_norm, multiplier),
+        )
+
+    def _mlp_of(self, layer: LayerParts[Module], uses: Counter[int]) -> Matmul:
+        if layer.experts is not None:
+            return partial(self._experts, layer.experts)
+        gate_up, (down,), activation = _together(list(layer.gate_up), uses), layer.down, layer.activation
+        return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
+
+    def _experts(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
+        """A mixture of experts by the library; some give the weights of experts beside their output."""
+        found = experts(rows.view(self._slots, -1, rows.shape[-1]))
+        mixed: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return mixed.view(rows.shape)
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        has_experts = any(layer.experts for layer in self._parts.layers)
+        with experts_on_device(self._parts.model) if has_experts else nullcontext():
+            return self._run(step, storage, extent)
+
+    def _run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
         operations, parts = self._operations, self._parts
+        self._slots = len(step.tokens)
         operations.begin(step, extent)
         operations.move(storage.tensors)
-        hidden = parts.embedding(step.tokens).flatten(0, 1)
-        rotary = parts.rotary(hidden, step.positions)
-        cos, sin = (part.flatten(0, 1).contiguous() for part in rotary)
-        half = sin.shape[1] // 2
-        if 2 * half != self._layers[0].layout.width:
-            raise NotImplementedError("rotary positions for a part of a head")
-        sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
-        added: torch.Tensor | None = None
-        for layer, cache in zip(self._layers, storage.layers, strict=True):
-            normed = operations.add_norm(hidden, added, layer.norms[0], layer.layout.epsilon)
+        hidden = self._ends.embedded(parts.embedding(step.tokens).flatten(0, 1))
+        rotary = {kind: self._rotary(hidden, step.positions, kind) for kind in self._kinds}
+        normed = operations.add_norm(hidden, None, self._begin)
+        watched: dict[int, torch.Tensor] = {}
+        for number, (layer, cache) in enumerate(zip(self._layers, storage.layers, strict=True)):
             qkv = layer.qkv(normed)
-            queries = operations.rotate_and_store(qkv, (cos, sin), layer.head_norms, cache, layer.layout)
+            queries = operations.rotate_and_store(qkv, rotary[layer.rotary], layer.head_norms, cache, layer.layout)
             mixed = operations.attention(queries, cache, layer.layout)
-            added = layer.out(mixed)
-            normed = operations.add_norm(hidden, added, layer.norms[1], layer.layout.epsilon)
-            added = layer.down(operations.gate(layer.gate_up(normed)))
-        hidden = operations.add_norm(hidden, added, parts.norm.weight, parts.epsilon)
-        logits = parts.head(hidden)
-        return StepOutput(logits, hidden.view(*step.tokens.shape, -1) if self._hidden.is_watched else None)
+            normed = operations.add_norm(hidden, layer.out(mixed), layer.middle)
+            normed = operations.add_norm(hidden, layer.mlp(normed), layer.end)
+            if number in self._hidden.layers:
+                watched[number] = hidden.clone()
+        logits = self._ends.bounded(parts.head(normed))
+        if not self._hidden.is_watched:
+            return StepOutput(logits, None)
+        columns = [normed, *(watched[number] for number in self._hidden.layers)]
+        return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
+
+    def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
+        """The cosines and sines of one kind of layers, which the model's own module computes."""
+        if kind is None:
+            return None
+        parts: Any = self._parts
+        found = parts.rotary(hidden, positions, *filter(None, [kind]))
+        cos, sin = (part.flatten(0, 1) for part in found)
+        width, layer = cos.shape[1], parts.layers[0]
+        if 2 * width == layer.width and parts.family.has_half_tables:
+            cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
+        if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
+            raise NotImplementedError("rotary positions for a part of a head")
+        return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a model does to its embeddings and its logits."""
+
+    multiplier: float
+    divisor: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, parts: ModelParts[Module]) -> Ends:
+        family, config = parts.family, cast(Any, parts.decoder).config
+        softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
+        return cls(
+            float(getattr(parts.decoder, family.embedding)) if family.embedding else 1.0,
+            float(getattr(config, family.logit_divisor)) if family.logit_divisor else 1.0,
+            softcap,
+        )
+
+    def embedded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
+
+    def bounded(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
+
+
+def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | None:
+    return None if norm is None else Norm(norm.weight, layer.epsilon, family.norm)
+
+
+def _rotary_kinds(parts: ModelParts[Module]) -> list[str | None]:
+    """The kind of the rotary positions of each layer: its own where there are several, None without any."""
+    several = isinstance(cast(Any, parts.rotary).rope_type, dict)
+    kinds = cast(Any, parts.decoder).config.layer_types if several else [""] * len(parts.layers)
+    rotates = parts.family.rotates
+    return [kind if rotates(layer.attention) else None for layer, kind in zip(parts.layers, kinds, strict=True)]
 
 
 def fuse(target: Target) -> FusedPass | None:
     """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
-    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes or target.hidden.layers:
+    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
-    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target))
+    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
     parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
+        return None
+    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
         return None
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
     return FusedPass(parts, windows, operations_of(target), target.hidden)
+
+
+@torch.inference_mode()
+def small_parts_hold(parts: ModelParts[Module], device: torch.device) -> bool:
+    """Whether the norms and activations of a model compute what its description says, exactly.
+
+    They take rows in float32 whatever the dtype of the weights, so that no rounding hides a difference.
+    """
+    kind, expected, found = parts.family.norm, [], []
+    norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
+    for norm, epsilon in [*norms, (parts.norm, parts.epsilon)]:
+        weight: torch.Tensor = cast(Any, norm).weight
+        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * SIZES.to(device)
+        scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        expected.append(rows * scale * (kind.offset + weight.float()))
+        found.append(norm(rows))
+    for activation, name in {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}:
+        rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
+        expected.append(ACTIVATIONS[name](rows))
+        found.append(activation(rows))
+    return all(map(torch.allclose, found, expected, repeat(1e-4), repeat(1e-5)))
 
 
 def operations_of(target: Target) -> Operations:
@@ -127,7 +282,9 @@ def _windows_of_layers(target: Target) -> list[AttentionWindow] | None:
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
     """Whether there are hooks on modules that the pass does not call, but those that watch hidden states."""
-    called = {id(module) for matmul in (*parts.matmuls, parts.embedding, parts.rotary) for module in matmul.modules()}
+    experts = [layer.experts for layer in parts.layers if layer.experts is not None]
+    callees = (*parts.matmuls, *experts, parts.embedding, parts.rotary)
+    called = {id(module) for callee in callees for module in callee.modules()}
     hooks = hooks_of(module for module in target.model.modules() if id(module) not in called)
     return not all(only_watches(hook) for found in hooks for hook in found.values())
 
@@ -142,7 +299,7 @@ def _is_plain(target: Target, weight: Any) -> bool:
 
 
 def _embeds(target: Target, module: Module) -> bool:
-    return type(module) is Embedding and module.max_norm is None and _is_plain(target, module.weight)
+    return isinstance(module, Embedding) and module.max_norm is None and _is_plain(target, module.weight)
 
 
 def _memory_of(weight: torch.Tensor) -> int:
@@ -150,17 +307,10 @@ def _memory_of(weight: torch.Tensor) -> int:
     return weight.untyped_storage().data_ptr() or id(weight)
 
 
-def _weights_of(layer: LayerParts[Module], window: AttentionWindow, uses: Counter[int]) -> LayerWeights:
-    *qkv, out, gate, up, down = layer.matmuls
-    weights: list[Any] = [norm.weight for norm in layer.norms]
-    layout = HeadLayout(layer.heads * layer.groups, layer.heads, layer.width, layer.scale, layer.epsilon, window)
-    norms = (weights[2], weights[3]) if len(weights) == 4 else None
-    qkv_of, gate_up = _together(qkv, uses), _together([gate, up], uses)
-    return LayerWeights(qkv_of, out, gate_up, down, (weights[0], weights[1]), norms, layout)
-
-
 def _together(modules: list[Any], uses: Counter[int]) -> Matmul:
-    """The outputs of several linear layers side by side: one matmul, if their weights can be merged."""
+    """The outputs of linear layers side by side: one matmul, if there is but one or their weights can be merged."""
+    if len(modules) == 1:
+        return cast(Matmul, modules[0])
     if all(_is_mergeable(module, uses) for module in modules) and len({module.bias is None for module in modules}) == 1:
         weight = _merged([module.weight for module in modules])
         bias = None if modules[0].bias is None else _merged([module.bias for module in modules])

@@ -11,8 +11,24 @@ NODES = tl.constexpr(64)
 
 
 @triton.jit
-def add_norm_kernel(hidden, added, weight, normed, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """``hidden += added``, and its RMSNorm."""
+def normed_row(row, weight, column, inside, width, epsilon, OFFSET: tl.constexpr, ROUNDS: tl.constexpr):
+    """The RMSNorm of a row in the dtype that it has; columns behind it must be zeros."""
+    kind = row.dtype
+    scaled = row.to(tl.float32)
+    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
+    if ROUNDS:
+        scaled = scaled.to(kind).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    return (scaled * factor).to(kind)
+
+
+@triton.jit
+def add_norm_kernel(
+    hidden, added, after_weight, weight, normed, width, after_epsilon, epsilon, multiplier,
+    ADDS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, SCALES: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``hidden += added``, which is normed before if ``AFTER``; the norm of the sum if ``BEFORE``."""
     at = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -20,63 +36,92 @@ def add_norm_kernel(hidden, added, weight, normed, width, epsilon, ADDS: tl.cons
     kind = row.dtype
     if ADDS:
         more = tl.load(added + at + column, mask=inside, other=0.0)
+        if AFTER:
+            more = normed_row(more, after_weight, column, inside, width, after_epsilon, OFFSET, ROUNDS)
+        if SCALES:
+            more = (more.to(tl.float32) * multiplier).to(kind)
         row = (row.to(tl.float32) + more.to(tl.float32)).to(kind)
         tl.store(hidden + at + column, row, mask=inside)
-    scaled = row.to(tl.float32)
-    scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    scaled = scaled.to(kind).to(tl.float32) * factor
-    tl.store(normed + at + column, scaled.to(kind), mask=inside)
+    if BEFORE:
+        row = normed_row(row, weight, column, inside, width, epsilon, OFFSET, ROUNDS)
+        tl.store(normed + at + column, row, mask=inside)
+
+
+@triton.jit
+def norm_parts_kernel(
+    qkv, query_norm, key_norm, stride, queries, keys, epsilon,
+    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm in place the queries of all heads of a row together, or its keys."""
+    is_query = tl.program_id(1) == 0
+    width = tl.where(is_query, queries, keys)
+    at = tl.program_id(0).to(tl.int64) * stride + tl.where(is_query, 0, queries)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(qkv + at + column, mask=inside, other=0.0)
+    weight = query_norm if is_query else key_norm
+    row = normed_row(row, weight, column, inside, width, epsilon, OFFSET, ROUNDS)
+    tl.store(qkv + at + column, row, mask=inside)
+
+
+@triton.jit
+def times_weight(part, weight, column, inside, scale, kind, OFFSET: tl.constexpr, ROUNDS: tl.constexpr):
+    """A part of a row of the dtype ``kind``, in float32, times the scale of its norm and the weight."""
+    part *= scale
+    if ROUNDS:
+        part = part.to(kind).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    return (part * factor).to(kind).to(tl.float32)
 
 
 @triton.jit
 def rotary_kernel(
-    qkv,
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    keys,
-    values,
-    lengths,
-    rows,
-    step,
-    query_heads,
-    key_heads,
-    slot_stride,
-    head_stride,
-    epsilon,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORMS: tl.constexpr,
-):
-    """Rotate queries in place and keys into the cache, normed before if ``NORMS``; copy values into the cache."""
+    qkv, cos, sin, query_norm, key_norm, keys, values, lengths,
+    rows, step, query_heads, key_heads, slot_stride, head_stride, epsilon,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    ROTATES: tl.constexpr, PAIRS: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries in place and keys into the cache, normed before if ``NORMS``; copy values into the cache.
+
+    Two numbers turn together: two side by side if ``PAIRS``, else one of each half. The last ``REST`` of a head stay.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
-    width = 2 * HALF
+    width = 2 * HALF + REST
     slot = token // rows
     at = (token.to(tl.int64) * (query_heads + 2 * key_heads) + head) * width
     column = tl.arange(0, BLOCK)
     inside = column < HALF
-    low = tl.load(qkv + at + column, mask=inside, other=0.0)
-    high = tl.load(qkv + at + HALF + column, mask=inside, other=0.0)
+    if PAIRS:
+        at_low, at_high = 2 * column, 2 * column + 1
+    else:
+        at_low, at_high = column, HALF + column
+    low = tl.load(qkv + at + at_low, mask=inside, other=0.0)
+    high = tl.load(qkv + at + at_high, mask=inside, other=0.0)
+    behind = 2 * HALF + tl.arange(0, REST_BLOCK)
+    is_rest = behind < width
+    rest = tl.load(qkv + at + behind, mask=is_rest, other=0.0)
     kind = low.dtype
     is_query, is_value = head < query_heads, head >= query_heads + key_heads
     if not is_value:
         first, second = low.to(tl.float32), high.to(tl.float32)
         if NORMS:
             weight = query_norm if is_query else key_norm
-            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / width + epsilon)
-            factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            first = ((first * scale).to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
-            factor = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)
-            second = ((second * scale).to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
-        turned = token * width + column
-        a = tl.load(cos + turned, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(sin + turned, mask=inside, other=0.0).to(tl.float32)
-        low = ((first * a).to(kind).to(tl.float32) + (second * b).to(kind).to(tl.float32)).to(kind)
-        a = tl.load(cos + turned + HALF, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(sin + turned + HALF, mask=inside, other=0.0).to(tl.float32)
-        high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)
+            third = rest.to(tl.float32)
+            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(third * third, 0)
+            scale = tl.rsqrt(squares / width + epsilon)
+            first = times_weight(first, weight, at_low, inside, scale, kind, OFFSET, ROUNDS)
+            second = times_weight(second, weight, at_high, inside, scale, kind, OFFSET, ROUNDS)
+            rest = times_weight(third, weight, behind, is_rest, scale, kind, OFFSET, ROUNDS).to(kind)
+        if ROTATES:
+            turned = token * 2 * HALF
+            a = tl.load(cos + turned + at_low, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(sin + turned + at_low, mask=inside, other=0.0).to(tl.float32)
+            low = ((first * a).to(kind).to(tl.float32) + (second * b).to(kind).to(tl.float32)).to(kind)
+            a = tl.load(cos + turned + at_high, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(sin + turned + at_high, mask=inside, other=0.0).to(tl.float32)
+            high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)
+        else:
+            low, high = first.to(kind), second.to(kind)
     if is_query:
         to = qkv + at
     else:
@@ -84,8 +129,9 @@ def rotary_kernel(
         cache = values if is_value else keys
         key_head = (head - query_heads) % key_heads
         to = cache + slot.to(tl.int64) * slot_stride + key_head.to(tl.int64) * head_stride + position * width
-    tl.store(to + column, low, mask=inside)
-    tl.store(to + HALF + column, high, mask=inside)
+    tl.store(to + at_low, low, mask=inside)
+    tl.store(to + at_high, high, mask=inside)
+    tl.store(to + behind, rest, mask=is_rest)
 
 
 @triton.jit
@@ -214,16 +260,29 @@ def merge_kernel(
 
 
 @triton.jit
-def gate_kernel(gate_up, gated, width, BLOCK: tl.constexpr):
-    """``silu(gate) * up`` of one row of both side by side."""
+def activated(number, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        active = number / (1.0 + tl.exp(-number))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
+        # Half of one more than the tanh is a sigmoid. Below -40, the exponential overflows and the result is zero.
+        active = number / (1.0 + tl.exp(-2.0 * tl.maximum(inner, -40.0)))
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        active = 0.5 * number * (1.0 + tl.erf(0.7071067811865476 * number))
+    return active
+
+
+@triton.jit
+def gate_kernel(gate_up, gated, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """The activation of a gate times what it gates, of one row of both side by side."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     kind = gate.dtype
-    number = gate.to(tl.float32)
-    active = number / (1.0 + tl.exp(-number))
+    active = activated(gate.to(tl.float32), ACTIVATION)
     tl.store(gated + row * width + column, (active.to(kind).to(tl.float32) * up).to(kind), mask=inside)
 
 

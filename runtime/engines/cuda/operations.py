@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+
+from hdtool.runtime.engines.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.attention_masks import AttentionMasks, AttentionWindow
@@ -21,8 +25,6 @@ class HeadLayout:
     key_heads: int
     width: int
     scale: float
-    epsilon: float
-    """The epsilon of the norms of queries and keys."""
     window: AttentionWindow
     softcap: float | None = None
     """Bound of the scores, by tanh."""
@@ -30,10 +32,50 @@ class HeadLayout:
     """A score for each query head that takes weight and has no value."""
 
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, ``[tokens, width]``; the first half of the sines is negative."""
-HeadNorms = tuple[torch.Tensor, torch.Tensor] | None
-"""The weights of the norms of queries and keys."""
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm."""
+
+    weight: torch.Tensor
+    epsilon: float
+    kind: NormKind = ROUNDED_FIRST
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a layer adds to the hidden states, and what it reads of them next."""
+
+    after: Norm | None
+    """The norm of what is added."""
+    before: Norm | None
+    """The norm of the sum, which the next matmul reads."""
+    multiplier: float = 1.0
+    """Of what is added."""
+
+
+class Rotary(NamedTuple):
+    """Rotary positions of a head, or of its first part if they are narrower."""
+
+    cos: torch.Tensor
+    """``[tokens, width]``."""
+    sin: torch.Tensor
+    """Negative for the first number of each pair."""
+    is_interleaved: bool = False
+    """Whether a pair are two numbers side by side, and not one of each half."""
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
+        """Of cosines and sines by halves, as the library's modules give them."""
+        half = cos.shape[1] // 2
+        first, second = -sin[:, :half], sin[:, half:]
+        if not is_interleaved:
+            return cls(cos.contiguous(), torch.cat((first, second), dim=1))
+        pairs = torch.stack((first, second), dim=2)
+        return cls(cos[:, :half].repeat_interleave(2, dim=1), pairs.flatten(1), is_interleaved=True)
+
+
+HeadNorms = tuple[Norm, Norm] | None
+"""The norms of queries and keys: of each head, or of all heads together if their weights are as wide."""
 
 
 class Operations(Protocol):
@@ -42,25 +84,27 @@ class Operations(Protocol):
     reads_extent: bool
     """Whether attention reads a fixed number of positions, which the caller chooses."""
 
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        """Before the first pass: all that passes will give to the other operations."""
+        ...
+
     def begin(self, step: StepTensors, extent: int) -> None:
         """Begin a pass."""
         ...
 
-    def add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        """Add to ``hidden`` in place; its RMSNorm."""
+    def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+        """Add to ``hidden`` in place; its norm, or ``hidden`` itself if it has none."""
         ...
 
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
     ) -> torch.Tensor:
-        """Rotate the queries and keys of ``qkv``, and write keys and values into the cache.
+        """Norm and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
 
         Returns the queries, ``[tokens, heads * width]`` or more.
         """
@@ -72,13 +116,20 @@ class Operations(Protocol):
         """Attention of the queries to context and tree, ``[tokens, heads * width]``."""
         ...
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SiLU of the first half of each row, times the second one."""
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """The activation of the first half of each row, times the second one."""
         ...
 
     def move(self, tensors: list[torch.Tensor]) -> None:
         """Move the positions of accepted paths in the cache."""
         ...
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+}
 
 
 class TorchOperations:
@@ -88,9 +139,24 @@ class TorchOperations:
 
     def __init__(self, masks: AttentionMasks) -> None:
         self._masks = masks
+        self._shifted: list[Norm] = []
+        """Those whose weights have an offset."""
+        self._sums: dict[int, torch.Tensor] = {}
+        """Weights with their offsets in float32, by the identity of the norms."""
+
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        norms = [norm for one in residuals for norm in (one.after, one.before)]
+        norms += [norm for both in head_norms for norm in both or ()]
+        self._shifted = [norm for norm in norms if norm is not None and norm.kind.offset]
 
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._extent = step, extent
+        if self._shifted:
+            # In each pass, since weights may have been written in place, but in few operations.
+            weights = [norm.weight for norm in self._shifted]
+            sums = torch.cat(weights).float() + self._shifted[0].kind.offset
+            parts = sums.split(list(map(len, weights)))
+            self._sums = {id(norm): part for norm, part in zip(self._shifted, parts, strict=True)}
         found = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self._found = found if isinstance(found, dict) else {"": found}
         self._repeated: dict[tuple[str, int], torch.Tensor] = {}
@@ -99,18 +165,15 @@ class TorchOperations:
         self._positions = step.length[:, None] + torch.arange(rows, device=step.length.device)
         self._slots = torch.arange(len(step.tokens), device=step.length.device)[:, None]
 
-    def add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
         if added is not None:
-            hidden += added
-        normed: torch.Tensor = rms_norm(hidden, weight.shape, weight, epsilon)
-        return normed
+            hidden.add_(self._normed(added, residual.after), alpha=residual.multiplier)
+        return self._normed(hidden, residual.before)
 
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
@@ -120,16 +183,29 @@ class TorchOperations:
         turned, values = heads.split([layout.query_heads + layout.key_heads, layout.key_heads], dim=1)
         if norms:
             parts = turned.split([layout.query_heads, layout.key_heads], dim=1)
-            normed = [
-                rms_norm(part, weight.shape, weight, layout.epsilon) for part, weight in zip(parts, norms, strict=True)
-            ]
+            normed = [self._normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)]
             turned = torch.cat(normed, dim=1)
-        cos, sin = (part[:, None] for part in rotary)
-        turned = turned * cos + turned.roll(layout.width // 2, dims=-1) * sin
+        if rotary:
+            turned = _rotated(turned, rotary)
         for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
-        queries: torch.Tensor = turned[:, : layout.query_heads].flatten(1)
+        queries: torch.Tensor = turned.flatten(1)
         return queries
+
+    def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is None:
+            return rows
+        if norm.kind.offset:
+            exact: torch.Tensor = rms_norm(rows.float(), norm.weight.shape, self._sums[id(norm)], norm.epsilon)
+            return exact.to(rows.dtype)
+        normed: torch.Tensor = rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+        return normed
+
+    def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Heads ``[tokens, heads, width]``, each normed, or all together."""
+        if len(norm.weight) == heads.shape[2]:
+            return self._normed(heads, norm)
+        return self._normed(heads.flatten(1), norm).view(heads.shape)
 
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
@@ -140,13 +216,12 @@ class TorchOperations:
         # The query heads of a key head as further rows: keys and values are not repeated.
         grouped = heads.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
         keys, values = (part[:slots, :, : self._extent] for part in cache)
-        mixed = scaled_dot_product_attention(
-            grouped.reshape(slots, layout.key_heads, groups * rows, layout.width),
-            keys,
-            values,
-            attn_mask=self._mask(layout.window.kind, groups),
-            scale=layout.scale,
-        )
+        grouped = grouped.reshape(slots, layout.key_heads, groups * rows, layout.width)
+        mask = self._mask(layout.window.kind, groups)
+        if layout.softcap is None and layout.sinks is None:
+            mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layout.scale)
+        else:
+            mixed = _attention(grouped, keys, values, mask, layout)
         by_row = mixed.view(slots, layout.key_heads, groups, rows, layout.width).permute(0, 3, 1, 2, 4)
         return by_row.reshape(slots * rows, layout.query_heads * layout.width)
 
@@ -157,12 +232,43 @@ class TorchOperations:
             self._repeated[kind, groups] = mask.repeat(1, 1, groups, 1)
         return self._repeated[kind, groups]
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def move(self, tensors: list[torch.Tensor]) -> None:
         move_positions(tensors, self._step)
+
+
+def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
+    width = cos.shape[-1]
+    first = heads[..., :width]
+    if rotary.is_interleaved:
+        other = first.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        other = first.roll(width // 2, dims=-1)
+    turned = torch.addcmul(first * cos, other, sin)
+    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
+
+
+def _attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, layout: HeadLayout
+) -> torch.Tensor:
+    """Attention with bounded scores or sinks of ``queries [slots, key heads, query heads of each * rows, width]``."""
+    scores, scale = queries @ keys.mT, layout.scale
+    if layout.softcap is not None:
+        scores, scale = scores.mul_(scale / layout.softcap).tanh_(), layout.softcap
+    scores = torch.add(mask, scores, alpha=scale)
+    if layout.sinks is None:
+        weights = scores.softmax(-1, dtype=torch.float32)
+    else:
+        by_head = layout.sinks.view(layout.key_heads, -1, 1).expand(
+            -1, -1, scores.shape[2] * layout.key_heads // layout.query_heads
+        )
+        sinks = by_head.reshape(layout.key_heads, -1, 1).expand(len(scores), -1, -1, -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:

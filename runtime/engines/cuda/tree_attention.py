@@ -67,7 +67,6 @@ class TreeAttention:
             key.shape[1],
             width,
             width**-0.5 if scale is None else float(scale),
-            0.0,
             self._window_of[memory_of(mask)],
             given.get("softcap"),
             given.get("s_aux"),

@@ -8,10 +8,13 @@ import torch
 import triton
 
 from hdtool.runtime.engines.cuda import kernels
+from hdtool.runtime.engines.cuda.operations import Norm
 from hdtool.runtime.model.step_input import MOVES
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Rotary
+    from collections.abc import Sequence
+
+    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual, Rotary
     from hdtool.runtime.model.step_input import StepTensors
 
 MOST_SPLITS = 32
@@ -20,6 +23,7 @@ LEAST_KEYS = 128
 GATED = 1024
 """Numbers of a program of the gate."""
 PROGRAMS_PER_PROCESSOR = 2
+NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
@@ -43,29 +47,40 @@ HOPPER = 9
 
 
 class TritonOperations:
-    """Each operation is one kernel; attention is two."""
+    """Each operation is one kernel; attention is two, and so is rotating heads that are normed together."""
 
     reads_extent = False
 
     def __init__(self, device: torch.device) -> None:
         self._processors, self._capability = processor_of(device)
 
+    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        pass
+
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._stride = step, step.length.stride(0)
 
-    def add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
         tokens, width = hidden.shape
-        normed = torch.empty_like(hidden)
+        after, before = residual.after, residual.before
+        normed = hidden if before is None else torch.empty_like(hidden)
+        kind = (before or after or NO_NORM).kind
         kernels.add_norm_kernel[(tokens,)](
             hidden,
             hidden if added is None else added,
-            weight,
+            hidden if after is None else after.weight,
+            hidden if before is None else before.weight,
             normed,
             width,
-            epsilon,
+            0.0 if after is None else after.epsilon,
+            0.0 if before is None else before.epsilon,
+            residual.multiplier,
             ADDS=added is not None,
+            AFTER=after is not None,
+            BEFORE=before is not None,
+            SCALES=residual.multiplier != 1.0,
+            OFFSET=kind.offset,
+            ROUNDS=kind.rounds,
             BLOCK=triton.next_power_of_2(width),
             num_warps=8,
         )
@@ -74,32 +89,59 @@ class TritonOperations:
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norms: HeadNorms,
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
     ) -> torch.Tensor:
-        rows, half = self._step.tokens.shape[1], layout.width // 2
-        query_norm, key_norm = norms or (qkv, qkv)
+        if norms and len(norms[0].weight) != layout.width:
+            self._norm_all_heads(qkv, norms)
+            norms = None
+        query_norm, key_norm = norms or (NO_NORM, NO_NORM)
+        half = (layout.width if rotary is None else rotary.cos.shape[1]) // 2
+        rest = layout.width - 2 * half
         kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
             qkv,
-            *rotary,
-            query_norm,
-            key_norm,
+            *(rotary[:2] if rotary else (qkv, qkv)),
+            query_norm.weight if norms else qkv,
+            key_norm.weight if norms else qkv,
             *cache,
             self._step.length,
-            rows,
+            self._step.tokens.shape[1],
             self._stride,
             layout.query_heads,
             layout.key_heads,
             *cache[0].stride()[:2],
-            layout.epsilon,
+            query_norm.epsilon,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
+            REST=rest,
+            REST_BLOCK=triton.next_power_of_2(max(1, rest)),
+            ROTATES=rotary is not None,
+            PAIRS=rotary is not None and rotary.is_interleaved,
             NORMS=norms is not None,
+            OFFSET=query_norm.kind.offset,
+            ROUNDS=query_norm.kind.rounds,
             num_warps=1,
         )
         return qkv
+
+    def _norm_all_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm]) -> None:
+        """Norm the queries of a row together, and its keys."""
+        queries, keys = norms
+        kernels.norm_parts_kernel[(len(qkv), 2)](
+            qkv,
+            queries.weight,
+            keys.weight,
+            qkv.shape[1],
+            len(queries.weight),
+            len(keys.weight),
+            queries.epsilon,
+            OFFSET=queries.kind.offset,
+            ROUNDS=queries.kind.rounds,
+            BLOCK=triton.next_power_of_2(len(queries.weight)),
+            num_warps=8,
+        )
 
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
@@ -168,11 +210,11 @@ class TritonOperations:
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MOST_SPLITS, splits)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         gated = gate_up.new_empty((tokens, width))
         grid = tokens, triton.cdiv(width, GATED)
-        kernels.gate_kernel[grid](gate_up, gated, width, BLOCK=GATED, num_warps=4)
+        kernels.gate_kernel[grid](gate_up, gated, width, ACTIVATION=activation, BLOCK=GATED, num_warps=4)
         return gated
 
     def move(self, tensors: list[torch.Tensor]) -> None:

@@ -127,7 +127,7 @@ class ReplayCache(Cache):
         self._shared = shared
         super().__init__((), slots)
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, wished: int = 0) -> None:
         pass
 
     def _allocate(self, slots: int, capacity: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
+from hdtool.runtime.model.hidden_states import picked
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
@@ -130,7 +132,7 @@ class Slot:
         self.tree = self.hidden_of_tree = None
         rows = [0, *(node + 1 for node in path)]
         if hidden is not None:
-            self.hidden.append(hidden[rows])
+            self.hidden.append(picked(hidden, rows))
         self.kv.commit(1, path, later=later)
         if self.states and self.states_of_tree:
             self.states_length = -1
@@ -195,10 +197,16 @@ class Cache:
         return self.storage.capacity
 
     @torch.inference_mode()
-    def reserve(self, capacity: int) -> None:
-        """Provide for this many positions in each slot; what the slots hold stays."""
+    def reserve(self, capacity: int, wished: int = 0) -> None:
+        """Provide for this many positions in each slot, or for as many as ``wished`` if memory allows.
+
+        What the slots hold stays.
+        """
         if capacity <= self.storage.capacity:
             return
+        if wished > capacity:
+            with suppress(torch.OutOfMemoryError):
+                return self.reserve(wished)
         if not any(slot.length for slot in self.slots):
             self._allocate(len(self.slots), 0)  # frees the memory of the old one before more is allocated
         self._allocate(len(self.slots), capacity)

@@ -71,10 +71,18 @@ class Dispatcher(TorchDispatchMode):
     """Sees all operations, because those that make a tensor on the device take none that is there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(has_own_dispatch, types)):
+            return NotImplemented  # a weight of parts, whose own code calls operations on these
         return dispatch(func, args, kwargs or {})
 
 
 DISPATCHER = Dispatcher()  # type: ignore[no-untyped-call]
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether operations on tensors of a class are done by code of that class, as of those of libraries."""
+    usual = torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl
+    return not issubclass(kind, DeviceTensor) and kind.__torch_dispatch__ not in usual  # type: ignore[attr-defined]
 
 
 def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.simulated_cuda.counts import KERNEL, REPLAYED, WAIT, Counts
+from tests.support.simulated_cuda.counts import KERNEL, REPLAYED, WAIT, Counts, DeviceError
 
 if TYPE_CHECKING:
     from tests.support.simulated_cuda.graphs import CUDAGraph
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+EXPLICIT = {"an event", "a stream", "the device", "a capture begins"}
+"""Reasons of waits that the host asks for."""
 SECONDS_PER_KERNEL = 2e-6
 FIRST_ADDRESS, ALIGNMENT = 1 << 40, 512
 
@@ -84,6 +86,8 @@ class Device:
         """The graph that records, instead of the queue, what is launched."""
         self.is_working = False
         """Whether queued work is being done; what it calls is not simulated again."""
+        self.refuses_waits = False
+        """Whether operations that wait raise; those that do nothing else may."""
         self._queue: list[Callable[[], None]] = []
 
     def launch(self, operation: Operation) -> None:
@@ -109,6 +113,8 @@ class Device:
         """Have the host wait until all queued work is done."""
         if self.capture:
             raise self.counts.fault(f"operation not permitted when stream is capturing: {reason}")
+        if self.refuses_waits and reason not in EXPLICIT:
+            raise DeviceError(f"called a synchronizing CUDA operation: {reason}")
         self.counts.add(WAIT + reason)
         queue, self._queue = self._queue, []
         with self.working():

@@ -44,8 +44,9 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
         return target
     assert isinstance(source, DeviceTensor)
     is_pinned, uses = PINNED.has(target), [weakref.ref(source.allocation)]
-    if not (is_pinned and non_blocking):
-        DEVICE.wait(f"copies from the device{'' if is_pinned else ' to pageable memory'}")
+    is_block = target.is_contiguous() and source.is_contiguous()
+    if not (is_pinned and non_blocking and is_block):
+        DEVICE.wait(f"copies {'' if is_block else 'parts '}from the device{'' if is_pinned else ' to pageable memory'}")
         with DEVICE.working():
             return target.copy_(source.numbers)
     # The device writes when it arrives there.
@@ -57,7 +58,9 @@ def send(numbers: torch.Tensor, source: torch.Tensor, allocation: Allocation, *,
     """Copy from the host into memory of the device."""
     if not source.numel():
         return
-    uses, is_pinned = [weakref.ref(allocation)], PINNED.has(source)
+    uses = [weakref.ref(allocation)]
+    # Of parts of a tensor, torch first makes one block, in memory that is not pinned.
+    is_pinned = PINNED.has(source) and source.is_contiguous() and numbers.is_contiguous()
     if is_pinned and non_blocking:  # the device reads when it arrives there
         DEVICE.launch(Operation(COPY_IN, "copy in", aten.copy_.default, (numbers, source), uses=uses))
         return

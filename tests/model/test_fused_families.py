@@ -1,0 +1,433 @@
+"""The fused pass of families that are described beside Llama: right, or not used."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GraniteConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+
+from hdtool.runtime.engines.cuda import fused_pass
+from hdtool.runtime.engines.cuda.fused_pass import fuse
+from hdtool.runtime.engines.cuda.operations import Norm, Residual
+from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, NormKind, settings_of
+from hdtool.runtime.engines.model_parts import Kind, epsilon_of, model_parts
+from hdtool.runtime.model.step_input import StepInput
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support.families import ALTERNATING, SHAPE, VOCABULARY, WINDOW, random_model
+from tests.support.interpreted import interpreted_kernels
+from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.rehearsed import direct
+from tests.support.trees import path_to, tokens_to
+
+WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 4.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+}
+BOUNDS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+LOCAL_AND_GLOBAL: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "exaone4": lambda: random_model("Exaone4", **WINDOWS),
+    "gemma": lambda: random_model("Gemma"),
+    "gemma2": lambda: random_model("Gemma2", **WINDOWS, **BOUNDS),
+    "gemma3": lambda: random_model("Gemma3Text", **WINDOWS, rope_parameters=LOCAL_AND_GLOBAL),
+    "glm": lambda: random_model("Glm"),
+    "glm4": lambda: random_model("Glm4"),
+    "glm4_moe": lambda: random_model(
+        "Glm4Moe",
+        use_qk_norm=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS),
+    "granite": lambda: random_model("Granite", **MULTIPLIERS),
+    "mixtral": lambda: random_model("Mixtral", **EXPERTS),
+    "olmo2": lambda: random_model("Olmo2"),
+    "olmo3": lambda: random_model("Olmo3", **WINDOWS),
+    "olmoe": lambda: random_model("Olmoe", without=("head_dim",), **EXPERTS),
+    "phi3": lambda: random_model("Phi3"),
+    "phi3, a part rotated": lambda: random_model("Phi3", partial_rotary_factor=0.5),
+    "qwen2_moe": lambda: random_model(
+        "Qwen2Moe", **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+    "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16),
+    "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16, mlp_only_layers=[0]),
+    "smollm3": lambda: random_model("SmolLM3", no_rope_layers=[1, 0]),
+}
+RARER = ("glm4", "granite", "olmo2", "phi3, a part rotated", "smollm3")
+BY_KERNELS = ("gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in RARER))
+
+
+def model_of(name: str) -> Any:
+    """A model whose norms, sinks and biases matter."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for part, weight in model.named_parameters():
+        if any(word in part for word in ("norm", "sinks", "bias")):
+            weight.data = torch.rand_like(weight) + 0.5
+    return model
+
+
+def assert_right(
+    model: Any, target: Target, sizes: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = (40, 3, 75)
+) -> None:
+    """Trees of a batch, after contexts shorter and longer than windows, and accepted paths that move."""
+    cache = target.allocate(len(lengths))
+    contexts = [prompt_of(length) for length in lengths]
+    for slot, context in enumerate(contexts):
+        target.prefill(cache, slot, context, room=200)
+    for batch in sizes:
+        drafted = [
+            DraftTree.of(
+                5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
+            )
+            for size in batch
+        ]
+        found = target.verify(cache, drafted)
+        target.wait()
+        for slot, (tree, verified) in enumerate(zip(drafted, found, strict=True)):
+            for node in {ROOT, len(tree) // 2 - 1, len(tree) - 1}:
+                expected = plain_logits(model, contexts[slot] + tokens_to(tree, node))
+                assert_same_logits(verified.logits[node + 1], expected)
+            contexts[slot] += tokens_to(tree, len(tree) - 1)
+            target.commit(cache, slot, path_to(tree, len(tree) - 1))
+
+
+def is_fused(model: Any) -> bool:
+    return Target(model, direct)._captured.is_fused
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trees_get_the_logits_of_forward(name: str) -> None:
+    model = model_of(name)
+    target = Target(model, direct)
+    assert target._captured.is_fused
+    assert_right(model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
+    assert target._captured.is_fused, "it must not have gone back to the library's pass"
+
+
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_trees_get_the_logits_of_forward_by_kernels(name: str) -> None:
+    with interpreted_kernels():
+        model = model_of(name)
+        target = Target(model, direct)
+        assert target._captured.is_fused and not target._captured._passes[0].reads_extent
+        assert_right(model, target, ((6,), (3,)), (40,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_of_cpus_computes_none_of_them(name: str) -> None:
+    llamas: Kind[Module] = Kind(lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True)
+    assert model_parts(model_of(name), llamas) is None
+    assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "no offset": ("gemma3", {"norm": NormKind()}),
+    "no bound of scores": ("gemma2", {"softcap": ""}),
+    "no bound of logits": ("gemma2", {"logit_softcap": ""}),
+    "norms before instead of after": (
+        "olmo2",
+        {"norms": ("post_attention_layernorm", "", "post_feedforward_layernorm", "")},
+    ),
+    "another order of norms": ("gemma3", {"norms": (*FAMILIES["gemma3"].norms[2:], *FAMILIES["gemma3"].norms[:2])}),
+    "no multiplier of embeddings": ("granite", {"embedding": ""}),
+    "no multiplier of what layers add": ("granite", {"residual": ""}),
+    "no divisor of logits": ("granite", {"logit_divisor": ""}),
+    "positions in all layers": ("smollm3", {"rotates": lambda attention: True}),
+    "no positions": ("gemma3", {"rotates": lambda attention: False}),
+    "pairs of halves": ("glm4", {"is_interleaved": False}),
+    "pairs side by side": ("phi3", {"is_interleaved": True}),
+    "no sinks": ("gpt_oss", {"has_sinks": False}),
+    "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = WRONG[fault]
+    known = FAMILIES[name]
+    # What the structure alone would show must not hide what the numbers show.
+    settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
+    attributes = known.attributes | {known.softcap, known.residual}
+    wrong = replace(known, settings=settings, attributes=attributes, **changes)
+    monkeypatch.setattr(fused_pass, "FAMILIES", {**FAMILIES, name: wrong})
+    assert not is_fused(model_of(name))
+
+
+def a_new_attribute(model: Any) -> None:
+    model.model.layers[1].self_attn.temperature = 1.0
+
+
+def one_in_an_mlp(model: Any) -> None:
+    model.model.layers[0].mlp.clamp_limit = 7.0
+
+
+def a_module_more(model: Any) -> None:
+    model.model.layers[1].self_attn.gate = torch.nn.Identity()
+
+
+def a_class_of_another_package(model: Any) -> None:
+    class Own(Gemma3MLP):
+        """As remote code brings it."""
+
+    model.model.layers[1].mlp.__class__ = Own
+
+
+def a_replaced_forward(model: Any) -> None:
+    norm = model.model.layers[0].pre_feedforward_layernorm
+    norm.forward = lambda rows: 1.01 * type(norm).forward(norm, rows)
+
+
+def a_hook(model: Any) -> None:
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, inputs, rows: 1.01 * rows)
+
+
+def both_directions(model: Any) -> None:
+    model.config.use_bidirectional_attention = True
+
+
+def scores_that_it_does_not_bound(model: Any) -> None:
+    model.config.attn_logit_softcapping = 50.0
+
+
+def a_python_activation(model: Any) -> None:
+    activation = model.model.layers[0].mlp.act_fn
+    activation.act = activation._gelu_tanh_python
+
+
+def positions_by_length(model: Any) -> None:
+    model.model.rotary_emb.rope_type = {**model.model.rotary_emb.rope_type, "full_attention": "dynamic"}
+
+
+def of_the_same_name(module: Module, **methods: Any) -> type:
+    """A class as a release may change it."""
+    own = type(module)
+    return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
+
+
+def another_norm(model: Any) -> None:
+    """Too little for a comparison of logits in 16 bits."""
+    norm = model.model.layers[1].self_attn.k_norm
+    plain = type(norm).forward
+    norm.__class__ = of_the_same_name(norm, forward=lambda self, rows: 1.001 * plain(self, rows))
+
+
+def another_epsilon(model: Any) -> None:
+    def normed(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
+
+    norm = model.model.layers[0].input_layernorm
+    norm.__class__ = of_the_same_name(norm, _norm=normed)
+
+
+def a_float32_norm(model: Any) -> None:
+    model.double()
+    model.model.layers[0].input_layernorm.float()
+
+
+CHANGES: Mapping[str, Callable[[Any], None]] = {
+    change.__name__.replace("_", " "): change
+    for change in (
+        a_new_attribute,
+        one_in_an_mlp,
+        a_module_more,
+        a_class_of_another_package,
+        a_replaced_forward,
+        a_hook,
+        both_directions,
+        scores_that_it_does_not_bound,
+        a_python_activation,
+        positions_by_length,
+        another_norm,
+        another_epsilon,
+        a_float32_norm,
+    )
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_the_description_does_not_name_is_left_to_the_library(change: Callable[[Any], None]) -> None:
+    model = model_of("gemma3")
+    target = Target(model, direct)
+    assert fuse(target)
+    change(model)
+    assert fuse(target) is None
+
+
+def test_a_setting_that_a_release_adds_is_noticed() -> None:
+    class Later(GraniteConfig):
+        """Declares a setting more."""
+
+        def __init__(self, *, attention_temperature: float = 1.0, **others: Any) -> None:
+            super().__init__(**others)
+
+    assert settings_of(Later) - settings_of(GraniteConfig) == {"attention_temperature"}
+    model = model_of("granite")
+    target = Target(model, direct)
+    assert fuse(target)
+    Later.__module__ = GraniteConfig.__module__
+    model.model.config.__class__ = Later
+    assert fuse(target) is None
+
+
+def test_clipped_queries_are_left_to_the_library() -> None:
+    torch.manual_seed(0)
+    model: Any = random_model("Olmoe", without=("head_dim",), **EXPERTS, clip_qkv=0.5).eval()
+    assert not is_fused(model)
+    assert is_fused(model_of("olmoe"))
+
+
+def test_a_model_with_images_has_a_fused_pass_over_text() -> None:
+    text = {**SHAPE, **WINDOWS, "rope_parameters": LOCAL_AND_GLOBAL}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model: Any = Gemma3ForConditionalGeneration(config).eval()
+    target = Target(model, direct)
+    assert target._captured.is_fused
+    assert_right(model, target, ((6, 0, 20),))
+    # Its class would leave a bound of logits out, which the text model alone has.
+    model.model.language_model.config.final_logit_softcapping = 3.0
+    assert fuse(target) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo2"])
+def test_norms_that_are_written_in_place_count(name: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    target = Target(model, direct)
+    one, context, tree = OneSequence(target), prompt_of(30), DraftTree.of(5, [2, 9], [ROOT, 0])
+    for _ in range(2):
+        one.prefill(context)
+        assert_same_logits(one.verify(tree)[2], plain_logits(model, [*context, 5, 2, 9]))
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.post_feedforward_layernorm.weight.mul_(-2)
+                layer.self_attn.k_norm.weight.add_(1)
+    assert target._captured.is_fused
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral", "olmoe"])
+def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    model.set_experts_implementation("eager")
+    calls, grouped = [], ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def counted(*given: Any) -> Any:
+        calls.append(name)
+        return grouped(*given)
+
+    monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "grouped_mm", counted)
+    target = Target(model, direct)
+    assert target._captured.is_fused and calls
+    calls.clear()
+    expected = plain_logits(model, [*prompt_of(30), 5])
+    assert not calls and model.config._experts_implementation == "eager"
+    one = OneSequence(target)
+    one.prefill(prompt_of(30))
+    assert not calls
+    assert_same_logits(one.verify(DraftTree.bare(5))[0], expected)
+    assert len(calls) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+def test_norms_round_where_those_of_the_library_do(name: str) -> None:
+    """In float16: Triton's interpreter cuts numbers to bfloat16, where GPUs round them."""
+    torch.manual_seed(0)
+    norm: Any = model_of(name).half().model.norm
+    norm.weight.data = torch.randn_like(norm.weight)
+    rows = torch.randn(60, len(norm.weight)).half()
+    kind = FAMILIES[name].norm
+    with interpreted_kernels():
+        operations = fused_pass.triton_operations(rows.device)
+        assert operations
+        found, other = (
+            operations.add_norm(rows.clone(), None, Residual(None, Norm(norm.weight, epsilon_of(norm) or 0.0, each)))
+            for each in (kind, replace(kind, rounds=not kind.rounds))
+        )
+    expected = norm(rows)
+    assert (found != expected).float().mean() < 0.01 < 0.1 < (other != expected).float().mean()
+
+
+class Kernels:
+    """Counts kernels instead of launching them."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Kernels:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **constants: self._found.update(["kernel"])
+
+
+class Matmuls(TorchDispatchMode):
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._found.update(["matmul"] * (func._opname in ("addmm", "linear", "mm")))
+        return func(*args, **(kwargs or {}))
+
+
+KERNELS = {"gemma3": 6, "gemma2": 6, "granite": 6, "olmo2": 7, "phi3": 6}
+"""Kernels of a layer, beside four matmuls."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from hdtool.runtime.engines.cuda import triton_operations
+    from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
+
+    target = Target(model_of(name), direct)
+    monkeypatch.setattr(fused_pass, "triton_operations", TritonOperations)
+    found = fuse(target)
+    assert found
+    cache, told = target.allocate(1), StepInput(target.device, 1)
+    told.send(1, 4)
+    counted = []
+    for layers in (2, 1):
+        launched: Counter[str] = Counter()
+        found._layers = found._layers[:layers]
+        storage = replace(cache.storage, layers=cache.storage.layers[:layers])
+        monkeypatch.setattr(triton_operations, "kernels", Kernels(launched))
+        with torch.inference_mode(), Matmuls(launched):
+            found.run(told.tensors(1, 4), storage, 0)
+        counted.append(launched)
+    assert counted[0] - counted[1] == {"kernel": KERNELS[name], "matmul": 4}
+
+
+def test_all_descriptions_are_tested_and_differ_from_llamas() -> None:
+    assert {name.split(",")[0] for name in MODELS} == FAMILIES.keys()
+    for family in FAMILIES.values():
+        plain = Family()
+        assert replace(family, settings=plain.settings, required=plain.required, attributes=plain.attributes) != plain
+    assert Family().norms == LLAMA_NORMS

@@ -1,0 +1,94 @@
+"""Decodes with quantized weights on a simulated CUDA device, in a process of its own; see ``device_scenarios.py``.
+
+``python -m tests.support.device_quantized torchao|compressed SCHEME ...``
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hdtool.runtime.model.target import Target
+from tests.support.compressed_checkpoints import save_compressed
+from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, hierarchy, main, plain, told, watched
+from tests.support.families import model_of
+from tests.support.simulated_cuda.install import install, on_device
+
+INT4 = torch.int4  # type: ignore[attr-defined]
+GROUP = 16
+"""Columns of a weight that share a scale."""
+
+
+def schemes() -> dict[str, Any]:
+    """Configurations of torchao."""
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+    )
+    from torchao.quantization.granularity import PerGroup
+
+    return {
+        "int8": Int8WeightOnlyConfig(),
+        "int4": IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(GROUP)),
+        "float8": Float8WeightOnlyConfig(),
+        "int8 with activations": Int8DynamicActivationInt8WeightConfig(),
+    }
+
+
+def quantized(scheme: Any) -> PreTrainedModel:
+    """A model whose layers are quantized, but not its output layer, as by transformers."""
+    from torchao.quantization import quantize_
+
+    def is_in_layer(module: Module, name: str) -> bool:
+        return isinstance(module, Linear) and "lm_head" not in name
+
+    model = copy.deepcopy(model_of("llama"))
+    quantize_(model, scheme, filter_fn=is_in_layer)
+    return model
+
+
+def torchao(*names: str) -> dict[str, Any]:
+    """Answers of a model on the CPU and on the device, by the scheme of its weights."""
+    return answered({name: quantized(scheme) for name, scheme in schemes().items() if name in names})
+
+
+def compressed(*names: str) -> dict[str, Any]:
+    """The same with checkpoints of compressed-tensors, which unpacks weights in the first pass."""
+    from compressed_tensors.offload import remove_dispatch
+
+    models = {}
+    for name in names:
+        with TemporaryDirectory() as folder:
+            save_compressed(copy.deepcopy(model_of("llama")), name, Path(folder))
+            loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        loaded(torch.tensor([PROMPT]))
+        models[name] = remove_dispatch(loaded)  # weights that move to another device by themselves
+    return answered(models)
+
+
+def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
+    """Answers by each of these models, greedy and sampled, without drafts and with them."""
+    expected = {name: [plain(model, sampling) for sampling in (GREEDY, SAMPLED)] for name, model in models.items()}
+    install()
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        target = Target(on_device(model))
+        answers = [
+            watched(target, sampling, drafter)["tokens"]
+            for sampling, drafter in ((GREEDY, None), (SAMPLED, None), (GREEDY, hierarchy()), (SAMPLED, hierarchy()))
+        ]
+        found[name] = {"tokens": answers, "captures": target.captures, "fused": target._captured.is_fused}
+    return {"expected": {name: answers * 2 for name, answers in expected.items()}, "found": found} | told()
+
+
+if __name__ == "__main__":
+    main({"torchao": torchao, "compressed": compressed}, sys.argv[1:])
