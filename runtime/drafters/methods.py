@@ -16,6 +16,8 @@ from hdtool.runtime.config.methods import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.learned.gate import TrainedGate
+from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.select_drafter import trained_alone, trained_drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
@@ -128,10 +130,11 @@ def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targe
 
 
 def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
-    trained = None
+    trained = gate = None
     if METHODS[config.method].trained:
         assert target is not None
         trained = trained_drafter(config, target, store_set.tokenizer)
+        gate = loaded_once(target, f"{config.method}: gate", TrainedGate)
     return Hierarchy(
         store_set.model if "M" in config.drafts_from else None,
         store_set.corpus if "S" in config.drafts_from else None,
@@ -140,6 +143,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
         last="L" in config.drafts_from,
         recycled="R" in config.drafts_from,
         trained=trained,
+        gate=gate,
         history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
         remembers=HISTORY_LETTER in config.drafts_from,
         plugins={

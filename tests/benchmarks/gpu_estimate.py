@@ -89,7 +89,7 @@ class Counted:
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
     ) -> torch.Tensor:
-        self._small(qkv, qkv, *(rotary or ()))
+        self._small(qkv, qkv, *(rotary[:2] if rotary else ()))
         return qkv
 
     def attention(
@@ -125,9 +125,9 @@ class Counted:
         return (self.weight_bytes + self.key_bytes) / gpu.bandwidth
 
 
-def count(shape: str, slots: int, rows: int, length: int) -> Counted:
-    """One pass of a shape in bfloat16."""
-    config = LlamaConfig(**SHAPES[shape])
+def count(shape: str, slots: int, rows: int, length: int, layers: int | None = None) -> Counted:
+    """One pass of a shape in bfloat16, or of so many of its layers and its output layer."""
+    config = LlamaConfig(**SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers}))
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     kind: Kind[Module] = Kind(lambda module: hasattr(module, "in_features"), lambda weight: True, lambda module: True)
@@ -152,8 +152,56 @@ def count(shape: str, slots: int, rows: int, length: int) -> Counted:
     return counted
 
 
+class Drafting(NamedTuple):
+    """A method as it was measured: passes of a trained layer in a step, 0 without one, and tokens of a step."""
+
+    name: str
+    passes: int
+    tokens: float
+
+    @classmethod
+    def parsed(cls, text: str) -> Drafting:
+        name, passes, tokens = text.split(":")
+        return cls(name, int(passes), float(tokens))
+
+
+def drafter_pass(shape: str, rows: int, length: int) -> Counted:
+    """A pass of an MTP layer: a layer of the model, its output layer, and what joins token and hidden state."""
+    counted = count(shape, 1, rows, length, layers=1)
+    width = int(SHAPES[shape]["hidden_size"])
+    counted.weight_bytes += 2 * 2 * width * width
+    counted.kernels += 8  # the norms, the projection, the choice of the best tokens and the copies
+    return counted
+
+
+def print_drafting(shape: str, methods: Sequence[Drafting], length: int = 1000) -> None:
+    """Tokens per second of methods by their tokens of a step, with 32 rows of a tree."""
+    print(f"\n{shape} in bfloat16 at {length:,} tokens: milliseconds of a step with its drafts, tokens per second")
+    print("GPU        method       passes  tokens a step    step  tokens/s  speed-up")
+    for name, gpu in GPUS.items():
+        plain = count(shape, 1, 1, length).seconds(gpu)
+        for method in methods:
+            step = count(shape, 1, 32, length).seconds(gpu) + method.passes * drafter_pass(shape, 4, length).seconds(
+                gpu
+            )
+            step = plain if method.tokens == 1 else step
+            speed = method.tokens / step
+            print(
+                f"{name:10} {method.name:12} {method.passes:6} {method.tokens:14.2f} {1e3 * step:7.2f} {speed:9.1f} "
+                f"{speed * plain:9.2f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--drafting",
+        nargs="*",
+        type=Drafting.parsed,
+        default=(),
+        metavar="METHOD:PASSES:TOKENS",
+        help="methods with the passes of their trained layer in a step and the tokens of a step",
+    )
     parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="llama-3-8b")
     options = parser.parse_args()
     print(f"{options.shape} in bfloat16: estimated milliseconds of a step, and the share of the limit by bandwidth")
@@ -167,6 +215,8 @@ def main() -> None:
                 f"{name:10} {slots:5} {rows:5} {length:8,} {counted.kernels // layers:16} {1e3 * limit:7.2f} "
                 f"{1e3 * step:7.2f} {limit / step:6.0%}"
             )
+    if options.drafting:
+        print_drafting(options.shape, options.drafting)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHead
 from hdtool.runtime.drafters.heads.static_pass import Best, FixedPass
 from hdtool.runtime.drafters.learned.draft_passes import CHUNK, DraftPasses, on_host
 from hdtool.runtime.drafters.learned.mtp import IteratedMtp
-from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
+from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.proposal import BEST
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter, SequentialModule
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -31,7 +31,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
     columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
-    pace = MeasuredPace() if is_measured else FixedPace()
+    pace = pace_for(target, str(saved.heads.config), is_measured=is_measured)
     module: SequentialModule
     if isinstance(saved.heads, HydraHeads):
         module = HydraModule(saved.heads, target)

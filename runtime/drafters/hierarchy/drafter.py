@@ -62,7 +62,8 @@ class Hierarchy(Pinned):
 
     It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
     from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from
-    one generation to the next. A ``trained`` drafter is used while it brings more than its own passes cost.
+    one generation to the next. A ``trained`` drafter is used while it brings more than its own passes
+    cost; a ``gate`` that other drafters have used knows whether it does.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Hierarchy(Pinned):
         last: bool = False,
         recycled: bool = False,
         trained: TrainedDrafter | None = None,
+        gate: TrainedGate | None = None,
         plugins: Mapping[SourceName, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = ANY_TOKEN,
@@ -91,7 +93,7 @@ class Hierarchy(Pinned):
         self._prediction: TokenLog
         self.budget = budget or FixedBudget()
         self._trained = trained
-        self._gate = None if isinstance(self.budget, FixedBudget) else TrainedGate()
+        self._gate = None if isinstance(self.budget, FixedBudget) else gate or TrainedGate()
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began = time.perf_counter()

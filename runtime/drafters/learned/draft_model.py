@@ -13,7 +13,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.learned.draft_passes import on_host
 from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
+from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.proposal import BEST
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, Ranked, SequentialDrafter
 from hdtool.runtime.model.load import load
@@ -31,7 +31,7 @@ def draft_model_drafter(
 ) -> SequentialDrafter:
     """A drafter of the named model; measured, it drafts as far as that pays. ``tokenizer`` is the target's."""
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
-    pace = MeasuredPace() if is_measured else FixedPace()
+    pace = pace_for(target, name, is_measured=is_measured)
     return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
 
 

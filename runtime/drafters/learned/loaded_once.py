@@ -1,4 +1,4 @@
-"""Keeps what was loaded for a target: the drafters of a batch, and later ones, share its weights."""
+"""Keeps what was loaded or measured for a target: the drafters of a batch, and later ones, share it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.learned.draft_passes import DraftPasses, causal_mask
 from hdtool.runtime.drafters.learned.library_mtp import LibraryMtp, load_mtp
 from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
+from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.proposal import BEST, NONE, Proposal, TrainedDrafter
 from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, SequentialDrafter
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -39,7 +39,7 @@ def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
         columns = target.watch_hidden()
     if layers.number > 1:
         return MtpLayersInTurn(layers, target, columns)
-    pace = MeasuredPace() if is_measured else FixedPace()
+    pace = pace_for(target, NAME, is_measured=is_measured)
     return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
 
 

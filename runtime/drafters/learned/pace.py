@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.kernels.compiled import Array
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.pass_log import PassLog
+    from hdtool.runtime.model.target import Target
 
 LEARNING_RATE = 0.03
 MOST_ABOVE = 3.0
 """How many times the expected seconds a single pass or step may count."""
-FEWEST_STEPS = 4
-"""Steps before speed decides."""
+MOST_ROWS = 16
+"""Passes over more rows, such as those over prompts, tell nothing of those that extend a draft."""
 
 
 class Pace(Protocol):
@@ -48,23 +53,31 @@ class FixedPace:
 class MeasuredPace:
     """As many as bring more expected tokens for the time of the pass than steps bring in the same time."""
 
-    def __init__(self) -> None:
-        self._costs = LinearCost()
+    def __init__(self, costs: LinearCost, log: PassLog) -> None:
+        """``costs`` are those of the drafter's passes, and ``log`` tells of the passes of its target."""
+        self._costs, self._log = costs, log
         self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._last: float | None = None
 
     def rows(self, path_probs: Array, certainty: float) -> int:
-        if self._steps < FEWEST_STEPS:
+        if not self._costs.observed:
             return len(path_probs)
-        speed, best, found, gain = self._tokens / self._seconds, 0.0, 0, 0.0
+        speed, best, found, gain = self._speed, 0.0, 0, 0.0
         for number, prob in enumerate(path_probs.tolist(), start=1):
             gain += prob * certainty
             if (won := gain - speed * self._costs.of(number)) > best:
                 best, found = won, number
         return found
 
+    @property
+    def _speed(self) -> float:
+        """Tokens per second: those of the steps so far, and at least one for the time of the last pass."""
+        passes = 1 / self._log.last_seconds if self._log.last_seconds else 0.0
+        return max(passes, self._tokens / self._seconds) if self._steps else passes
+
     def note_pass(self, rows: int, seconds: float) -> None:
-        self._costs.observe(rows, seconds)
+        if rows <= MOST_ROWS:
+            self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
         """Update the tokens per second of steps, their drafts included."""
@@ -85,18 +98,26 @@ class MeasuredPace:
         self._last = None
 
 
+def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
+    """The pace of a drafter; measured, it begins with the costs that other drafters of this name have seen."""
+    if not is_measured:
+        return FixedPace()
+    return MeasuredPace(loaded_once(target, f"{name}: costs of passes", LinearCost), target.log)
+
+
 class LinearCost:
     """The seconds of a pass as a base and seconds for each row: a regression that forgets."""
 
     def __init__(self) -> None:
-        self._observed = 0
+        self.observed = 0
+        """Passes that were observed."""
         self._rows = self._seconds = self._variance = self._covariance = 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
-        if self._observed:
+        if self.observed:
             seconds = min(seconds, MOST_ABOVE * self.of(rows))
-        self._observed += 1
-        share = max(LEARNING_RATE, 1 / self._observed)
+        self.observed += 1
+        share = max(LEARNING_RATE, 1 / self.observed)
         off_rows, off_seconds = rows - self._rows, seconds - self._seconds
         self._rows += share * off_rows
         self._seconds += share * off_seconds

@@ -17,7 +17,7 @@ from hdtool.runtime.drafters.learned.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.learned.library_mtp import mtp_layers_of
 from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.mtp import mtp_drafter
-from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
+from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.published_drafter import ASSISTANT, DFLASH, MODEL, PublishedDrafter
 from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter, StaticTree
@@ -56,7 +56,7 @@ def published_drafter(
     kind = published.kind
     if kind == MODEL:
         return draft_model_drafter(name, target, tokenizer, is_measured=is_measured)
-    pace = MeasuredPace() if is_measured else FixedPace()
+    pace = pace_for(target, name, is_measured=is_measured)
     with target.changing():
         if kind == DFLASH:
             return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)

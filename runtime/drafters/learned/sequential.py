@@ -103,7 +103,7 @@ class SequentialDrafter:
         self._spent(started, len(tokens))
         first = 0
         for depth in range(1, min(self._passes, most - 1) + 1):
-            chosen = self._extended(first, rows)
+            chosen = self._extended(first, rows, most)
             if not len(chosen):
                 break
             began = time.perf_counter()
@@ -131,11 +131,16 @@ class SequentialDrafter:
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
-    def _extended(self, first: int, rows: int) -> Array:
-        """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first."""
-        paths = (self._path_probs[first:rows, None] * self._probs[first:rows]).ravel()
+    def _extended(self, first: int, rows: int, most: int) -> Array:
+        """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first.
+
+        None that is not among the ``most`` best nodes so far: what follows it is less probable still.
+        """
+        nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
+        bar = np.partition(nodes, -most)[-most] if len(nodes) > most else 0.0
+        paths = nodes[first * BEST :]
         best = np.argsort(-paths, kind="stable")[: self._width]
-        best = best[paths[best] > 0]
+        best = best[(paths[best] > 0) & (paths[best] >= bar)]
         certainty = float(self._probs[first:rows, 0].mean())
         return best[: self._pace.rows(paths[best], certainty)]
 
