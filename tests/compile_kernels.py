@@ -9,7 +9,7 @@ import sys
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, VllmConfig
+from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
@@ -28,7 +28,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 def compile_drafters() -> None:
     stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
     for method in METHODS:
-        if method not in NEED_HEADS:
+        if method not in TRAINED:
             drafter_within(FixedBudget, DecodeConfig(method), stores)
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
 

@@ -33,7 +33,6 @@ from hdtool.runtime.config.methods import (
     FIXED_BUDGET,
     LARGEST_BUDGET,
     METHODS,
-    NEED_HEADS,
     NEED_LOGITS,
     NEED_MODEL,
     OPTION_METHODS,

@@ -76,7 +76,6 @@ METHODS = {
 HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
 """Methods that draft from plug-ins as well."""
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
-NEED_HEADS = tuple(name for name in TRAINED if METHODS[name].trained == HEADS)
 TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS, MTP))
 """Methods that draft by what ``train-heads`` made."""
 NEED_MODEL = ("lade", *TRAINED)

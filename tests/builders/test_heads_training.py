@@ -373,7 +373,10 @@ def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> N
         processes.process_group(on_cpu=True)
 
 
-def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "method"), [("amphista", "amphista"), ("hydra++", "hydra"), ("mtp", "mtp")])
+def test_the_command_trains_heads_that_draft(
+    kind: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [json.loads(line) for line in demo.PROMPTS.read_text().splitlines()[:6]]
     path = written(
         tmp_path / "a.jsonl",
@@ -381,17 +384,18 @@ def test_the_command_trains_heads_that_draft(tmp_path: Path, capsys: pytest.Capt
     )
     out = tmp_path / "heads"
     asked = ["train-heads", "--from", str(path), "--out", str(out), "--epochs", "1", "--batch-size", "3", "--mlp", "32"]
-    assert run([*asked, "--quiet"]) == 0
+    assert run([*asked, "--kind", kind, "--quiet"]) == 0
     assert "head 4: top 1 " in capsys.readouterr().err
     assert sorted(each.name for each in out.iterdir()) == ["config.json", "heads.safetensors", "training.png"]
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     loaded = load(ModelConfig())
     saved = load_heads(out, loaded.target.model)
-    assert saved.heads.shape.mlp == 32 and saved.training["texts"] == 5
-    assert sum(weight.numel() for weight in load_file(out / "heads.safetensors").values()) > 10**6
+    assert saved.heads.shape.mlp == 32 and saved.training["texts"] == 5 and saved.heads.config.kind == kind
+    weights = sum(weight.numel() for weight in load_file(out / "heads.safetensors").values())
+    assert weights == sum(weight.numel() for weight in saved.heads.state_dict().values()) > 10**5
     plain, drafted = (
         _answer(capsys, "--method", method, *extra)
-        for method, extra in (("ar", ()), ("amphista", ("--heads", str(out), "--draft-tokens", "20")))
+        for method, extra in (("ar", ()), (method, ("--heads", str(out), "--draft-tokens", "20")))
     )
     assert plain["output_ids"] == drafted["output_ids"] and drafted["sources"]["heads"]["drafted"] > 0
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
+from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, tree_kernel, weight_table
@@ -232,7 +232,7 @@ def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) ->
         assert plain == generated(fused.model, prompt, 48)
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(NEED_HEADS) - {"rest"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TRAINED) - {"rest"}))
 def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     _, fused = both("qwen3")
     prompt = prompt_of(12) * 3

@@ -14,7 +14,7 @@ from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.store import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, NEED_HEADS, DecodeConfig, SamplingConfig
+from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.loop import Request
@@ -56,7 +56,7 @@ def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
 
 
 @pytest.mark.parametrize("layout", [never, direct], ids=["usual", "fixed"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in NEED_HEADS])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in TRAINED])
 def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: CaptureMaker, store_set: StoreSet) -> None:
     prompt = prompt_of(20)
     plain = answer(Target(model_of("llama"), never), prompt)

@@ -21,7 +21,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.learned.select_drafter import drafter_of
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -95,7 +95,9 @@ def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | 
     yield "none", None
     yield "lying drafter", liar(truth)
     yield "hd", hierarchy()
-    yield "heads", StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(24))
+    for kind in ("amphista", "hydra++", "mtp"):
+        saved = random_for(target, HeadsConfig(kind, rank=8).resolved)
+        yield f"heads of {kind}", StandaloneDrafter(drafter_of(saved, target, is_measured=False), FixedBudget(24))
 
 
 def batched(target: Target, *, drafts: bool) -> Answers:

@@ -55,8 +55,8 @@ class HydraModule:
         rows = 1 + WIDTH * self.passes
         self._before = heads.like.new_zeros((1, heads.shape.width))
         """What the heads read before the paths."""
-        self._paths = heads.like.new_zeros((rows + 1, heads.config.heads, heads.shape.embedding))
-        """The normed embeddings of each path; the last row takes those of padding."""
+        self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
+        """The normed embeddings of each path."""
         self._depths = [0]
         """Of each row."""
         reading, extending = target.new_recorder(), target.new_recorder()
@@ -94,8 +94,8 @@ class HydraModule:
         if not self._extending:
             return on_host(self._extended(depth, torch.tensor([parents, tokens, rows], device=self._device)))
         size = next(size for size in SIZES if size >= new)
-        padding, trash = [0] * (size - new), [len(self._paths) - 1] * (size - new)
-        self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + trash])
+        padding = [0] * (size - new)  # extends row 0 in place, of which only the first token is read
+        self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + padding])
         self._input.copy_(self._host, non_blocking=True)
         if (depth, size) not in self._captured:
             self._captured[depth, size] = self._record(depth, size)
