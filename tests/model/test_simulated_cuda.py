@@ -101,7 +101,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,sampled,heads,without_recovery,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,heads,mtp,without_recovery,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -201,6 +201,16 @@ def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> N
     assert len(steps) > 3
     for step in steps:
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) <= 2, found["lines"]
+
+
+def test_each_pass_of_a_layer_that_drafts_token_by_token_is_waited_for_once(others: dict[str, Any]) -> None:
+    found = others["mtp"]
+    assert not found["faults"]
+    assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2
+    steps: list[Counter[str]] = list(map(Counter, found["found"][1]["steps"]))
+    assert len(steps) > 3 and max(step[REPLAY] for step in steps) > 3
+    for step in steps:
+        assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step), found["lines"]
 
 
 def test_a_step_that_waits_is_refused_before_its_capture(others: dict[str, Any]) -> None:

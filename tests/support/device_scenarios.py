@@ -24,6 +24,7 @@ from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
@@ -38,7 +39,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
-from tests.support.heads import random_for
+from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
@@ -200,6 +201,17 @@ def heads() -> dict[str, Any]:
     install()
     target = Target(on_device(model))
     drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
+
+
+def mtp() -> dict[str, Any]:
+    """An answer with drafts of an MTP layer, whose passes are captured, too."""
+    model = model_of("llama")
+    expected = plain(model, GREEDY)
+    install()
+    target = Target(on_device(model))
+    saved = random_for(target, SEQUENTIAL["mtp"])
+    drafter = StandaloneDrafter(sequential_drafter(saved, target, is_measured=False), FixedBudget(NODES))
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
 
 
@@ -428,6 +440,7 @@ GROUPS = (
     captures,
     changes,
     heads,
+    mtp,
     mutations,
     reserved,
     sampled,
