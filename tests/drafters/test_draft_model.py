@@ -30,7 +30,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
-from tests.support.families import model_of
+from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
 
@@ -92,6 +92,23 @@ def test_a_draft_that_was_rejected_leaves_no_trace(family: str) -> None:
             assert found[0].tolist() == expected[0].tolist()
             for wrong in (5, 6, 7):
                 used.extend([0], [wrong])
+
+
+@pytest.mark.parametrize("family", ["OPT", "Llama"])
+def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(family: str) -> None:
+    """A model with learned positions has none after it. A later, shorter answer is drafted for again."""
+    target = Target(model_of("llama"))
+    shape = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
+    drafter = alone(Target(random_model(family, max_position_embeddings=48, **shape)), target)
+    for length in (30, 48, 60, 30):
+        plain = said(run(target, prompt_of(length), SamplingConfig(), most=30))
+        steps = run(target, prompt_of(length), SamplingConfig(), most=30, drafter=drafter)
+        assert said(steps) == plain
+        context, drafted = length, list[int]()
+        for step in steps:
+            drafted += [context + depth for depth in step.tree.depths[1:].tolist()]
+            context += len(step.tokens)
+        assert max(drafted, default=0) <= 49 and bool(drafted) is (length == 30)
 
 
 def test_the_drafters_of_a_batch_share_one_model() -> None:
