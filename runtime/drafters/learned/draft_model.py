@@ -110,8 +110,7 @@ class DraftModel:
         return logits
 
     def _ranked(self, logits: torch.Tensor) -> Ranked:
-        tokens, probs = on_host(best_of(logits[:, : self._vocabulary], BEST))
-        return tokens, np.nan_to_num(probs)
+        return on_host(best_of(logits[:, : self._vocabulary], BEST))
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
