@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, ModelError
@@ -14,8 +13,8 @@ from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.learned.draft_passes import on_host
 from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.pace import FixedPace, MeasuredPace
-from hdtool.runtime.drafters.learned.proposal import BEST, NONE
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.drafters.learned.sequential import DEEPEST, NO_RANKING, Ranked, SequentialDrafter
 from hdtool.runtime.model.load import load
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hdtool.runtime.model.target import Target
-
-NO_RANKING: Ranked = np.full((1, 1), NONE), np.zeros((1, 1))
-"""What follows is unknown: the context of the draft model is full."""
 
 
 def draft_model_drafter(
