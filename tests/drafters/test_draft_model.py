@@ -143,6 +143,27 @@ def test_models_that_cannot_draft_for_another_are_refused(tmp_path: Path) -> Non
         drafter_for(DecodeConfig("drafter", drafter=str(tmp_path / "none")), target, StoreSet())
 
 
+@pytest.mark.parametrize("method", ["drafter", "hd+drafter"])
+def test_another_tokenizer_is_noticed_where_no_store_is_opened(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load(str(demo.MODEL))
+    loaded.tokenizer.add_tokens(["<another>"])
+    loaded.tokenizer.save_pretrained(tmp_path)
+    loaded.target.model.save_pretrained(tmp_path)
+    options = ["--method", method, "--drafter", str(tmp_path), "--model-db", "none", "--corpus-db", "none"]
+    assert hdtool(["generate", "--prompt", "Hello", "--history", "none", *options]) == 1
+    assert "has another tokenizer than the model" in capsys.readouterr().err
+
+
+def test_tokens_that_a_draft_model_cannot_read_end_its_drafts() -> None:
+    target, draft = Target(model_of("llama")), Target(random_model("Llama", vocab_size=50))
+    for prompt in (prompt_of(20), [token % 50 for token in prompt_of(20)]):
+        plain = said(run(target, prompt, SamplingConfig(), most=20))
+        assert max(plain) >= 50
+        assert said(run(target, prompt, SamplingConfig(), most=20, drafter=alone(draft, target))) == plain
+
+
 def changed(tokenizer: TokenizerFingerprint) -> TokenizerFingerprint:
     return replace(tokenizer, vocab_size=tokenizer.vocab_size + 1)
 

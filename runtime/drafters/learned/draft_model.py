@@ -73,6 +73,8 @@ class DraftModel:
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._context += tokens
         self._drafted = 0
+        if max(tokens) >= self._model.vocabulary:
+            self._limit = 0  # it cannot read this answer any further
         if self._is_full():
             return NO_RANKING
         slot = self._cache.slots[0]
