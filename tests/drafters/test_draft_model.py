@@ -98,7 +98,7 @@ def test_a_draft_that_was_rejected_leaves_no_trace(family: str) -> None:
 def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(family: str) -> None:
     """A model with learned positions has none after it. A later, shorter answer is drafted for again."""
     target = Target(model_of("llama"))
-    shape = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
+    shape: dict[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
     drafter = alone(Target(random_model(family, max_position_embeddings=48, **shape)), target)
     for length in (30, 48, 60, 30):
         plain = said(run(target, prompt_of(length), SamplingConfig(), most=30))
