@@ -74,7 +74,7 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading))
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading), identified=True)
     timings: dict[str, Timing] = {}
     new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
     with bar(len(turns), "answers", quiet=quiet) as shown:

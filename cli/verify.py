@@ -69,7 +69,7 @@ def verify(
         stores,
         decoding.databases,
         model=loaded.checkpoint,
-        identified=decoding.keeps_history,
+        identified=decoding.identifies_tokenizer,
     )
     # The answers of a check are no history of the user's.
     history = history_for(decoding, loaded.target, store_set, read_only=True)

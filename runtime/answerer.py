@@ -53,7 +53,7 @@ class Answerer:
             store_set or StoresConfig(),
             decoding.databases,
             model=self.loaded.checkpoint,
-            identified=decoding.keeps_history,
+            identified=decoding.identifies_tokenizer,
         )
         self._threads = model.threads
         self._decoding = decoding

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hdtool.data.errors import FamilyError, HdtoolError
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.config.methods import DRAFTER, HEADS, HIERARCHIES, MTP
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
@@ -39,6 +40,7 @@ def with_offered(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) ->
 def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
     """The hierarchies with a trained drafter that is there and fits; a note says why another one does not."""
     found = []
+    tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
     for method in HIERARCHIES:
         if method not in there:
@@ -46,7 +48,7 @@ def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
         try:
             if METHODS[method].trained == DRAFTER and loaded.target.compiled:
                 _refuse_layers(str(decoding.drafter))
-            trained_drafter(replace(decoding, method=method), loaded.target)
+            trained_drafter(replace(decoding, method=method), loaded.target, tokenizer)
             found.append(method)
         except HdtoolError as error:
             print(f"note: {method} is left out: {error}", file=sys.stderr)

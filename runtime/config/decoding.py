@@ -102,6 +102,11 @@ class DecodeConfig(Settings):
         require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
 
     @property
+    def identifies_tokenizer(self) -> bool:
+        """Whether the tokenizer is compared with others, even if no store is opened."""
+        return self.keeps_history or self.drafter is not None
+
+    @property
     def keeps_history(self) -> bool:
         """Whether the history is kept on the disk."""
         return HISTORY_LETTER in self.drafts_from and self.history != MEMORY

@@ -111,7 +111,9 @@ class Plan:
         compute_with(self.bench.threads)
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
-        store_set = StoreSet.for_tokenizer(loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint)
+        store_set = StoreSet.for_tokenizer(
+            loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint, identified=True
+        )
         if other:
             check_same_model(other, loaded)
         runnable = [name for name, reason in obstacles.items() if not reason]

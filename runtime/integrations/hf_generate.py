@@ -128,7 +128,7 @@ class Generator:
             if target not in opened:  # all drafters share its history
                 model = checkpoint_in_memory(target.model)
                 stores = StoreSet.for_tokenizer(
-                    tokenizer, chosen, config.databases, model=model, identified=config.keeps_history
+                    tokenizer, chosen, config.databases, model=model, identified=config.identifies_tokenizer
                 )
                 opened[target] = replace(stores, history=history_for(config, target, stores))
             return drafters_for(replace(config, batch_size=rows), target, opened[target])

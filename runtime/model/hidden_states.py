@@ -24,36 +24,17 @@ class HiddenStates:
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
         """Watch a model from now on; ``run`` makes a forward pass of it, and ``kind`` names it in errors."""
-        mine = weakref.ref(self)  # the model may outlive its target
-
-        def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
-            if (watcher := mine()) and (found := hidden_in(returned)) is not None:
-                parts = [found, *(watcher._of_layer[layer] for layer in watcher.layers)]
-                watcher.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else found
-
-        record.only_watches = True  # type: ignore[attr-defined]
-        module_of_hidden(model, kind, run).register_forward_hook(record)
+        module_of_hidden(model, kind, run).register_forward_hook(Recorder(self))
         self.is_watched = True
 
     def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
         """Watch the output of decoder layers, too, from now on."""
-        own, mine = getattr(decoder, "layers", ()), weakref.ref(self)
+        own = getattr(decoder, "layers", ())
         if not layers or not all(0 <= layer < len(own) for layer in layers):
             raise FamilyError(f"layers {', '.join(map(str, layers))} are asked for, and this model has {len(own)}")
-
-        def watch(layer: int) -> None:
-            def record(module: torch.nn.Module, inputs: object, returned: object) -> None:
-                if watcher := mine():
-                    found = returned[0] if isinstance(returned, tuple) else returned
-                    assert isinstance(found, torch.Tensor)
-                    watcher._of_layer[layer] = found
-
-            record.only_watches = True  # type: ignore[attr-defined]
-            own[layer].register_forward_hook(record)
-
         for layer in dict.fromkeys(layers):
             if layer not in self.layers:
-                watch(layer)
+                own[layer].register_forward_hook(Recorder(self, layer))
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
@@ -70,6 +51,16 @@ class HiddenStates:
                 return slice(self._width * (1 + first), self._width * (1 + first + len(layers)))
         return None
 
+    def record(self, layer: int | None, returned: object) -> None:
+        """Note what a layer of a pass returned, or the module that returns the output layer's input."""
+        if layer is not None:
+            found = returned[0] if isinstance(returned, tuple) else returned
+            assert isinstance(found, torch.Tensor)
+            self._of_layer[layer] = found
+        elif (found := hidden_in(returned)) is not None:
+            parts = [found, *(self._of_layer[layer] for layer in self.layers)]
+            self.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else found
+
     def rows_of(self, slot: int) -> torch.Tensor:
         """Those of one slot of the last pass, ``[tokens, width]``."""
         assert self.of_pass is not None
@@ -78,6 +69,23 @@ class HiddenStates:
     def of_slot(self, slot: int, rows: int) -> torch.Tensor | None:
         """The first rows of one slot of the last pass; None if they are not watched."""
         return self.rows_of(slot)[:rows] if self.is_watched else None
+
+
+class Recorder:
+    """A hook that records what a module returns. In copies of the model, and where it is loaded, it does nothing."""
+
+    only_watches = True
+
+    def __init__(self, watcher: HiddenStates | None = None, layer: int | None = None) -> None:
+        self._watcher = weakref.ref(watcher) if watcher else None  # the model may outlive its target
+        self._layer = layer
+
+    def __call__(self, module: torch.nn.Module, inputs: object, returned: object) -> None:
+        if self._watcher and (watcher := self._watcher()):
+            watcher.record(self._layer, returned)
+
+    def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
+        return Recorder, ()
 
 
 def only_watches(hook: object) -> bool:

@@ -30,7 +30,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
-from tests.support.families import model_of
+from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
 
@@ -94,6 +94,23 @@ def test_a_draft_that_was_rejected_leaves_no_trace(family: str) -> None:
                 used.extend([0], [wrong])
 
 
+@pytest.mark.parametrize("family", ["OPT", "Llama"])
+def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(family: str) -> None:
+    """A model with learned positions has none after it. A later, shorter answer is drafted for again."""
+    target = Target(model_of("llama"))
+    shape: dict[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
+    drafter = alone(Target(random_model(family, max_position_embeddings=48, **shape)), target)
+    for length in (30, 48, 60, 30):
+        plain = said(run(target, prompt_of(length), SamplingConfig(), most=30))
+        steps = run(target, prompt_of(length), SamplingConfig(), most=30, drafter=drafter)
+        assert said(steps) == plain
+        context, drafted = length, list[int]()
+        for step in steps:
+            drafted += [context + depth for depth in step.tree.depths[1:].tolist()]
+            context += len(step.tokens)
+        assert max(drafted, default=0) <= 49 and bool(drafted) is (length == 30)
+
+
 def test_the_drafters_of_a_batch_share_one_model() -> None:
     loaded = load(str(demo.MODEL))
     target, stores = loaded.target, StoreSet(tokenizer=TokenizerFingerprint.of(loaded.tokenizer))
@@ -124,6 +141,27 @@ def test_models_that_cannot_draft_for_another_are_refused(tmp_path: Path) -> Non
         DecodeConfig("hd+drafter")
     with pytest.raises(ModelError):
         drafter_for(DecodeConfig("drafter", drafter=str(tmp_path / "none")), target, StoreSet())
+
+
+@pytest.mark.parametrize("method", ["drafter", "hd+drafter"])
+def test_another_tokenizer_is_noticed_where_no_store_is_opened(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load(str(demo.MODEL))
+    loaded.tokenizer.add_tokens(["<another>"])
+    loaded.tokenizer.save_pretrained(tmp_path)
+    loaded.target.model.save_pretrained(tmp_path)
+    options = ["--method", method, "--drafter", str(tmp_path), "--model-db", "none", "--corpus-db", "none"]
+    assert hdtool(["generate", "--prompt", "Hello", "--history", "none", *options]) == 1
+    assert "has another tokenizer than the model" in capsys.readouterr().err
+
+
+def test_tokens_that_a_draft_model_cannot_read_end_its_drafts() -> None:
+    target, draft = Target(model_of("llama")), Target(random_model("Llama", vocab_size=50))
+    for prompt in (prompt_of(20), [token % 50 for token in prompt_of(20)]):
+        plain = said(run(target, prompt, SamplingConfig(), most=20))
+        assert max(plain) >= 50
+        assert said(run(target, prompt, SamplingConfig(), most=20, drafter=alone(draft, target))) == plain
 
 
 def changed(tokenizer: TokenizerFingerprint) -> TokenizerFingerprint:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.learned.library_mtp import load_mtp, mtp_layers_of, patterns_of
-from hdtool.runtime.drafters.learned.mtp import IteratedMtp, mtp_drafter
+from hdtool.runtime.drafters.learned.loaded_once import LOADED
+from hdtool.runtime.drafters.learned.mtp import NAME, IteratedMtp, mtp_drafter
 from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
 from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
@@ -218,6 +221,30 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     steps = run(target, prompt_of(20), SamplingConfig(), most=20, drafter=alone)
     assert said(steps) == said(run(target, prompt_of(20), SamplingConfig(), most=20))
     assert set(passes) == {0} and all(step.tree.depths.max() <= 1 for step in steps)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("glm4_moe", 1), ("deepseek_v3", 3)])
+def test_layers_that_overflow_change_no_token(kind: str, layers: int, tmp_path: Path) -> None:
+    target = Target(with_mtp(kind, tmp_path, layers))
+    plain = said(run(target, prompt_of(20), SamplingConfig(), most=20))
+    for method in METHODS:
+        drafter = drafter_of(method, target)
+        for parameter in LOADED[target][NAME].own.parameters():
+            parameter.fill_(torch.nan)
+        assert said(run(target, prompt_of(20), SamplingConfig(), most=20, drafter=drafter)) == plain
+
+
+def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: Path) -> None:
+    """And passes of a copy are not recorded as those of the model."""
+    target = Target(with_mtp("glm4_moe", tmp_path))
+    drafter_of("mtp", target)
+    for made in (copy.deepcopy(target.model), pickle.loads(pickle.dumps(target.model))):
+        before = target.hidden.of_pass
+        made(torch.tensor([prompt_of(9)]))
+        assert target.hidden.of_pass is before
+        copied = Target(made)
+        plain = said(run(target, prompt_of(20), SamplingConfig(), most=20))
+        assert said(run(copied, prompt_of(20), SamplingConfig(), most=20, drafter=drafter_of("mtp", copied))) == plain
 
 
 def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> None:

@@ -257,6 +257,9 @@ def test_drafters_of_other_models_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(HeadsError, match=r"reads layers \[0, 9\], and this model has 6"):
         folder = str(dflash(tmp_path / "deep", small, target_layer_ids=[0, 9]))
         drafter_for(DecodeConfig("drafter", drafter=folder), target, StoreSet())
+    with pytest.raises(HeadsError, match="reads token 97 in place of drafts, and this model has tokens 0 to 96"):
+        folder = str(dflash(tmp_path / "mask", small, mask_token_id=97, vocab_size=98))
+        drafter_for(DecodeConfig("drafter", drafter=folder), target, StoreSet())
     same_width = Target(random_model("Llama", hidden_size=64, head_dim=16).eval())
     with pytest.raises(FamilyError, match="reads layers of kinds full_attention, sliding_attention"):
         drafter_for(DecodeConfig("drafter", drafter=str(tmp_path / "own")), same_width, StoreSet())

@@ -80,7 +80,7 @@ class Tenants:
             replace(stores, namespace=namespace),
             decoding.databases,
             model=loaded.checkpoint,
-            identified=decoding.keeps_history,
+            identified=decoding.identifies_tokenizer,
         )
         return replace(opened, history=history_for(decoding, loaded.target, opened, tenant=tenant))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
@@ -12,7 +11,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.learned.draft_passes import on_host
 from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.learned.sequential import DEEPEST, NO_RANKING, WIDTH, Ranked, SequentialDrafter
 from hdtool.runtime.model.cache.kv_cache import NOTHING
 from hdtool.runtime.verified import Verified
 
@@ -116,6 +115,3 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
             f"{target.config.model_type!r} do not have: name a drafter of this model"
         )
     return model.to(target.device, target.dtype).requires_grad_(False).eval()
-
-
-NO_RANKING: Ranked = np.full((1, 1), -1, np.int64), np.zeros((1, 1))

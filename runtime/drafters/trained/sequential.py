@@ -26,6 +26,8 @@ LAST_CALIBRATED = 7
 
 Ranked = tuple[Array, Array]
 """The best tokens of each row, and their probabilities."""
+NO_RANKING: Ranked = np.full((1, 1), NONE), np.zeros((1, 1))
+"""In place of the ranking of a single row: what follows is unknown."""
 
 
 class SequentialModule(Protocol):

@@ -51,7 +51,8 @@ class Calibration:
 
 
 def bucket_of(probs: Array) -> npt.NDArray[np.int64]:
-    """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above."""
+    """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN is 0."""
+    probs = np.nan_to_num(probs)
     complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
     high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
     low = np.floor(-BUCKETS_PER_HALVING * np.log2(np.clip(probs, 2.0**-8, 1.0)))

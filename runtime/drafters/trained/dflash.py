@@ -121,4 +121,9 @@ def load_dflash(published: PublishedDrafter, target: Target) -> Any:
         raise HeadsError(
             f"drafter {published.name} reads layers {layers}, and this model has {number}: name a drafter of this model"
         )
+    if not 0 <= (mask := int(model.config.mask_token_id)) < target.vocabulary:
+        raise HeadsError(
+            f"drafter {published.name} reads token {mask} in place of drafts, and this model has tokens 0 to "
+            f"{target.vocabulary - 1}: name a drafter of this model"
+        )
     return model.to(target.device, target.dtype).requires_grad_(False).eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, ModelError
@@ -15,7 +14,7 @@ from hdtool.runtime.drafters.learned.draft_passes import on_host
 from hdtool.runtime.drafters.learned.loaded_once import loaded_once
 from hdtool.runtime.drafters.learned.pace import pace_for
 from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.learned.sequential import DEEPEST, NO_RANKING, Ranked, SequentialDrafter
 from hdtool.runtime.model.load import load
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -66,11 +65,18 @@ class DraftModel:
     def begin(self, prompt: list[int]) -> None:
         self._model.notice_changes()
         self._context = list(prompt[:1])
+        self._limit = self._model.context_limit(max(1, len(prompt)))
+        """The most tokens that the model reads: after them, nothing is drafted."""
         self._accepted = 0
         """Tokens of the context that the cache holds."""
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._context += tokens
+        self._drafted = 0
+        if max(tokens) >= self._model.vocabulary:
+            self._limit = 0  # it cannot read this answer any further
+        if self._is_full():
+            return NO_RANKING
         slot = self._cache.slots[0]
         kept = self._accepted or slot.resumes_at(min(shared(slot.tokens, self._context), len(self._context) - 1))
         new = self._context[kept:]
@@ -85,7 +91,13 @@ class DraftModel:
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
         (token,) = tokens
+        self._drafted += 1
+        if self._is_full():
+            return NO_RANKING
         return self._ranked(self._verified(DraftTree.bare(token), ()))
+
+    def _is_full(self) -> bool:
+        return self._limit is not None and len(self._context) + self._drafted > self._limit
 
     def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
         """Read a chain of tokens after those of the cache; the logits after the last one."""
@@ -96,8 +108,7 @@ class DraftModel:
         return logits
 
     def _ranked(self, logits: torch.Tensor) -> Ranked:
-        tokens, probs = on_host(best_of(logits[:, : self._vocabulary], BEST))
-        return tokens, np.nan_to_num(probs)
+        return on_host(best_of(logits[:, : self._vocabulary], BEST))
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
