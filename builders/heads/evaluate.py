@@ -15,8 +15,8 @@ from hdtool.builders.heads.loss import Batch, draft_labels, head_labels, head_lo
 from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
-from hdtool.runtime.drafters.learned.calibration import BUCKETS, bucket_of, centre_of
-from hdtool.runtime.drafters.learned.proposal import BEST
+from hdtool.runtime.drafters.trained.calibration import BUCKETS, bucket_of, centre_of
+from hdtool.runtime.drafters.trained.proposal import BEST
 
 BATCH = 8
 """Examples in one pass."""

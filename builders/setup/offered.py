@@ -11,8 +11,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.config.methods import DRAFTER, HEADS, HIERARCHIES, MTP
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
-from hdtool.runtime.drafters.learned.published_drafter import DFLASH, EAGLE3, MODEL, PublishedDrafter
-from hdtool.runtime.drafters.learned.select_drafter import methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained.published_drafter import DFLASH, EAGLE3, MODEL, PublishedDrafter
+from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.load import Loaded
 

@@ -16,9 +16,6 @@ from hdtool.runtime.config.methods import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.learned.gate import TrainedGate
-from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.select_drafter import trained_alone, trained_drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
@@ -26,6 +23,9 @@ from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
+from hdtool.runtime.drafters.trained.gate import TrainedGate
+from hdtool.runtime.drafters.trained.loaded_once import loaded_once
+from hdtool.runtime.drafters.trained.select_drafter import trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.cache.position_moves import compile_moves
 from hdtool.runtime.model.target import Target

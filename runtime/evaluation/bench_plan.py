@@ -23,7 +23,7 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.drafters.learned.select_drafter import methods_with_drafters
+from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import compute_with, describe_environment
 from hdtool.runtime.evaluation.bench import Bench, hash_of, turns_of
 from hdtool.runtime.evaluation.lineup import Lineup

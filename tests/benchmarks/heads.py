@@ -36,8 +36,8 @@ from hdtool.runtime.config import METHODS, OPTION_METHODS, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import load_heads
 from hdtool.runtime.drafters.heads.select_heads import kind_of, method_of
-from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
-from hdtool.runtime.drafters.learned.select_drafter import drafter_of
+from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
+from hdtool.runtime.drafters.trained.select_drafter import drafter_of
 from hdtool.runtime.environment import machine
 from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree

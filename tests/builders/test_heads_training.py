@@ -35,7 +35,7 @@ from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
-from hdtool.runtime.drafters.learned.calibration import BUCKETS
+from hdtool.runtime.drafters.trained.calibration import BUCKETS
 from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target

@@ -17,12 +17,12 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.learned.draft_model import DraftModel, draft_model_drafter
-from hdtool.runtime.drafters.learned.loaded_once import LOADED
-from hdtool.runtime.drafters.learned.pace import FixedPace
-from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_drafter
+from hdtool.runtime.drafters.trained.loaded_once import LOADED
+from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target

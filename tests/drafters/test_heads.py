@@ -23,8 +23,8 @@ from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.learned.calibration import BUCKETS, Calibration, bucket_of, centre_of
-from hdtool.runtime.drafters.learned.proposal import Proposal, best_paths
+from hdtool.runtime.drafters.trained.calibration import BUCKETS, Calibration, bucket_of, centre_of
+from hdtool.runtime.drafters.trained.proposal import Proposal, best_paths
 from hdtool.runtime.model import hidden_states as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -22,9 +22,9 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
-from hdtool.runtime.drafters.learned.gate import TrainedGate
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.trained.gate import TrainedGate
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target

@@ -19,12 +19,12 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.learned.library_mtp import load_mtp, mtp_layers_of, patterns_of
-from hdtool.runtime.drafters.learned.loaded_once import LOADED
-from hdtool.runtime.drafters.learned.mtp import NAME, IteratedMtp, mtp_drafter
-from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.library_mtp import load_mtp, mtp_layers_of, patterns_of
+from hdtool.runtime.drafters.trained.loaded_once import LOADED
+from hdtool.runtime.drafters.trained.mtp import NAME, IteratedMtp, mtp_drafter
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.load import load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hdtool.runtime.drafters.learned.pace import FixedPace, LinearCost, MeasuredPace, pace_for
+from hdtool.runtime.drafters.trained.pace import FixedPace, LinearCost, MeasuredPace, pace_for
 from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of

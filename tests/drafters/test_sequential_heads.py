@@ -22,12 +22,12 @@ from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHead
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.heads.token_by_token import HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.learned.calibration import BUCKETS
-from hdtool.runtime.drafters.learned.pace import FixedPace
-from hdtool.runtime.drafters.learned.select_drafter import methods_with_drafters, trained_drafter
-from hdtool.runtime.drafters.learned.sequential import Ranked, SequentialDrafter
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.trained.calibration import BUCKETS
+from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.target import Target

@@ -21,9 +21,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.learned.select_drafter import drafter_of
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.trained.select_drafter import drafter_of
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target

@@ -26,8 +26,8 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model import captured_passes, cuda_graphs
 from hdtool.runtime.model.cache.kv_cache import KVTensors

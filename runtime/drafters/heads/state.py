@@ -12,9 +12,9 @@ from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import ParallelHeads, best_of
 from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.learned.proposal import BEST, Proposal
+from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.trained.proposal import BEST, Proposal
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.target import Target

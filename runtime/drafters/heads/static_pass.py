@@ -8,7 +8,7 @@ import torch
 
 from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache, IndexedHeadsKVCache
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads, best_of
-from hdtool.runtime.drafters.learned.ranked_block import RankedBlock
+from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cuda_graphs import Capture, Run
 from hdtool.runtime.model.static_steps import extent_for

@@ -11,12 +11,12 @@ from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHeads
 from hdtool.runtime.drafters.heads.static_pass import Best, FixedPass
-from hdtool.runtime.drafters.learned.draft_passes import CHUNK, DraftPasses, on_host
-from hdtool.runtime.drafters.learned.mtp import IteratedMtp
-from hdtool.runtime.drafters.learned.pace import pace_for
-from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.ranked_block import RankedBlock
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter, SequentialModule
+from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, on_host
+from hdtool.runtime.drafters.trained.mtp import IteratedMtp
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.proposal import BEST
+from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
+from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter, SequentialModule
 from hdtool.runtime.kernels.linear import compile_linear_layers
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from hdtool.runtime.drafters.hierarchy.proposed import TRAINED, no_proposal, not
 from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
 from hdtool.runtime.drafters.hierarchy.weights import new_weights, rows_of_weights
-from hdtool.runtime.drafters.learned.gate import TrainedGate
-from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
+from hdtool.runtime.drafters.trained.gate import TrainedGate
+from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.memory.no_copy import Pinned

@@ -11,7 +11,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import contribute
 from hdtool.runtime.drafters.hierarchy.evidence import BEFORE_ORDER, MILLION
 from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.weights import bucket_of_share
-from hdtool.runtime.drafters.learned.proposal import BEST, MOST_RANKINGS, NONE, Proposal
+from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, NONE, Proposal
 from hdtool.runtime.kernels.clock import lap
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.source_names import SourceName

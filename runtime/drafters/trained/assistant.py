@@ -9,14 +9,14 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.learned.draft_passes import on_host
-from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, NO_RANKING, WIDTH, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.draft_passes import on_host
+from hdtool.runtime.drafters.trained.proposal import BEST
+from hdtool.runtime.drafters.trained.sequential import DEEPEST, NO_RANKING, WIDTH, Ranked, SequentialDrafter
 from hdtool.runtime.model.cache.kv_cache import NOTHING
 from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
-    from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
+    from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
     from hdtool.runtime.model.cache.slots import Slot
     from hdtool.runtime.model.target import Target
 

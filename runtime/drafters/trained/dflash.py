@@ -13,15 +13,15 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.learned.draft_passes import on_host
-from hdtool.runtime.drafters.learned.proposal import BEST, MOST_RANKINGS, Proposal
+from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.trained.draft_passes import on_host
+from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, Proposal
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
-    from hdtool.runtime.drafters.learned.published_drafter import PublishedDrafter
+    from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
     from hdtool.runtime.model.target import Target
 
 

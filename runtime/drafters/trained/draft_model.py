@@ -10,11 +10,11 @@ from hdtool.data.errors import FamilyError, ModelError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.learned.draft_passes import on_host
-from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.pace import pace_for
-from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, NO_RANKING, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.draft_passes import on_host
+from hdtool.runtime.drafters.trained.loaded_once import loaded_once
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.proposal import BEST
+from hdtool.runtime.drafters.trained.sequential import DEEPEST, NO_RANKING, Ranked, SequentialDrafter
 from hdtool.runtime.model.load import load
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.drafters.learned.proposal import BEST
-from hdtool.runtime.drafters.learned.ranked_block import RankedBlock
+from hdtool.runtime.drafters.trained.proposal import BEST
+from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cuda_graphs import Run

@@ -10,14 +10,14 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.learned.draft_passes import DraftPasses, causal_mask
-from hdtool.runtime.drafters.learned.library_mtp import LibraryMtp, load_mtp
-from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.pace import pace_for
-from hdtool.runtime.drafters.learned.proposal import BEST, NONE, Proposal, TrainedDrafter
-from hdtool.runtime.drafters.learned.sequential import DEEPEST, WIDTH, SequentialDrafter
+from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, causal_mask
+from hdtool.runtime.drafters.trained.library_mtp import LibraryMtp, load_mtp
+from hdtool.runtime.drafters.trained.loaded_once import loaded_once
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.proposal import BEST, NONE, Proposal, TrainedDrafter
+from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH, SequentialDrafter
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.model.static_steps import extent_for

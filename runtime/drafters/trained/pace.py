@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from hdtool.runtime.drafters.learned.loaded_once import loaded_once
+from hdtool.runtime.drafters.trained.loaded_once import loaded_once
 from hdtool.runtime.kernels.compiled import Array
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.select_heads import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
-from hdtool.runtime.drafters.learned.assistant import AssistantDrafter, AssistantModule, load_assistant
-from hdtool.runtime.drafters.learned.dflash import DFlashDrafter, load_dflash
-from hdtool.runtime.drafters.learned.draft_model import draft_model_drafter
-from hdtool.runtime.drafters.learned.eagle3 import EagleModule, load_eagle3
-from hdtool.runtime.drafters.learned.library_mtp import mtp_layers_of
-from hdtool.runtime.drafters.learned.loaded_once import loaded_once
-from hdtool.runtime.drafters.learned.mtp import mtp_drafter
-from hdtool.runtime.drafters.learned.pace import pace_for
-from hdtool.runtime.drafters.learned.published_drafter import ASSISTANT, DFLASH, MODEL, PublishedDrafter
-from hdtool.runtime.drafters.learned.sequential import SequentialDrafter
-from hdtool.runtime.drafters.learned.standalone import StandaloneDrafter, StaticTree
+from hdtool.runtime.drafters.trained.assistant import AssistantDrafter, AssistantModule, load_assistant
+from hdtool.runtime.drafters.trained.dflash import DFlashDrafter, load_dflash
+from hdtool.runtime.drafters.trained.draft_model import draft_model_drafter
+from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.library_mtp import mtp_layers_of
+from hdtool.runtime.drafters.trained.loaded_once import loaded_once
+from hdtool.runtime.drafters.trained.mtp import mtp_drafter
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.published_drafter import ASSISTANT, DFLASH, MODEL, PublishedDrafter
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.source_names import SourceName
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.runtime.budget.node_budget import Budget
     from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-    from hdtool.runtime.drafters.learned.proposal import TrainedDrafter
+    from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
     from hdtool.runtime.model.target import Target
 
 STATIC = "static"

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.learned.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.learned.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.learned.pace import Pace
-from hdtool.runtime.drafters.learned.proposal import BEST, NONE, Proposal
+from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
+from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
+from hdtool.runtime.drafters.trained.pace import Pace
+from hdtool.runtime.drafters.trained.proposal import BEST, NONE, Proposal
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.verified import Verified

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.drafters.learned.proposal import MOST_RANKINGS, TrainedDrafter, best_paths
+from hdtool.runtime.drafters.trained.proposal import MOST_RANKINGS, TrainedDrafter, best_paths
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.verified import Verified
