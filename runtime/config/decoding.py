@@ -86,9 +86,9 @@ class DecodeConfig(Settings):
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
         require(
-            self.drafter is not None or method.trained != DRAFTER,
+            bool(self.drafter) or (self.drafter is None and method.trained != DRAFTER),
             "drafter",
-            None,
+            self.drafter or "nothing",
             f"the folder or name of a draft model with method {self.method}",
         )
         in_memory = self.method in HIERARCHIES or not method.history or self.history in (MEMORY, NO_HISTORY)

@@ -194,6 +194,15 @@ def test_checkpoints_without_usable_layers_are_refused(tmp_path: Path) -> None:
         load_mtp(with_states)
 
 
+def test_a_configuration_that_says_more_layers_than_there_are(tmp_path: Path) -> None:
+    model = with_mtp("deepseek_v3", tmp_path)
+    model.config.num_mtp_layers = 3
+    assert mtp_layers_of(model) == 1
+    target = Target(model)
+    plain = said(run(target, prompt_of(20), SamplingConfig(), most=12))
+    assert said(run(target, prompt_of(20), SamplingConfig(), most=12, drafter=drafter_of("mtp", target))) == plain
+
+
 def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     target = Target(with_mtp("glm4_moe", tmp_path))
     drafter = mtp_drafter(target, is_measured=True)

@@ -125,7 +125,9 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
     numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in NUMBERS]
     said = next((number for number in numbers if isinstance(number, int)), 0)
     expected = re.compile("|".join(patterns_of(model)))
-    return (said or 1) if any(map(expected.search, _tensors_of(model))) else 0
+    found = list(filter(expected.search, _tensors_of(model)))
+    numbers = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
+    return min(said or 1, len(numbers) or said or 1) if found else 0
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:

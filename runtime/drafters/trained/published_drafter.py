@@ -73,7 +73,7 @@ class PublishedDrafter:
                 found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
             raise HeadsError(
-                f"drafter {self.name} cannot be read ({file.name}: {reason_of(error)}): download it again"
+                f"drafter {self.name} cannot be read ({file.name}: {reason_of(error).split('. ')[0]}): download it again"
             ) from error
         if not found:
             raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
