@@ -126,8 +126,8 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
     said = next((number for number in numbers if isinstance(number, int)), 0)
     expected = re.compile("|".join(patterns_of(model)))
     found = list(filter(expected.search, _tensors_of(model)))
-    numbers = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
-    return min(said or 1, len(numbers) or said or 1) if found else 0
+    stored = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
+    return min(said or 1, len(stored) or said or 1) if found else 0
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:

@@ -72,8 +72,9 @@ class PublishedDrafter:
             for file in files:
                 found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
+            reason = reason_of(error).split(". ")[0]
             raise HeadsError(
-                f"drafter {self.name} cannot be read ({file.name}: {reason_of(error).split('. ')[0]}): download it again"
+                f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
             ) from error
         if not found:
             raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
