@@ -61,6 +61,11 @@ if [[ "$DEVICE" != cpu ]]; then
     step steps tests.benchmarks.gpu_step "$STEPS" --device "$DEVICE" --trace
 fi
 
+# Layers for multi-token prediction, alone and with databases: their passes are captured, too.
+rm -rf "$OUT/hybrid"
+step hybrid hdtool.cli bench data/demo/hybrid --device "$DEVICE" --questions data/demo/prompts.jsonl \
+    --num-prompts "$ANSWERS" --max-new-tokens "$TOKENS" --methods ar,mtp,hd,hd+mtp --out "$OUT/hybrid" --quiet
+
 # The shape in one run: the library, its static cache and compilation, ours plain, ours drafting.
 if [[ -z "${TRACES:-}" ]]; then
     TRACES="$OUT/answers.jsonl"
