@@ -342,7 +342,7 @@ class Hierarchy(Pinned):
             self._rankings.observe(accepted, verified, ranked)
         self._learning_seconds = time.perf_counter() - started
         if self._trained and self._gate and is_drafting and is_current and rows and nodes:
-            self._gate.observe(1 + float(self._probs[:nodes].sum()), time.perf_counter() - self._began)
+            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began)
 
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-LEARNING_RATE = 0.03
+LEARNING_RATE = 0.02
 """Learning rate of the averages of steps with, or without, the heads."""
-MIN_STEPS = 8
+MIN_STEPS = 16
 """Steps of each kind before they are compared."""
-LONGEST_PAUSE = 128
+LONGEST_PAUSE = 512
 """The longest pause, in steps, before the slower kind is tried again."""
-TRIAL_STEPS = 2
-"""Steps of a trial of the slower kind: the first pass after a pause also reads the tokens of the pause."""
+TRIAL_STEPS = 8
+"""Steps of a trial of the slower kind: single ones differ much, and the first pass after a pause reads all its tokens."""
 
 
 class TrainedGate:
@@ -27,7 +27,7 @@ class TrainedGate:
         self._faster = True
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """Update with the expected tokens and the seconds of the step that ``now`` decided."""
+        """Update with the tokens and the seconds of the step that ``now`` decided."""
         kind = int(self.now)
         share = max(LEARNING_RATE, 1 / (1 + self._observed[kind]))
         self._tokens[kind] += share * (tokens - self._tokens[kind])
