@@ -9,7 +9,7 @@ MIN_STEPS = 16
 LONGEST_PAUSE = 512
 """The longest pause, in steps, before the slower kind is tried again."""
 TRIAL_STEPS = 8
-"""Steps of a trial of the slower kind: single ones differ much, and the first pass after a pause reads all its tokens."""
+"""Steps of a trial of the slower kind: single ones differ much, and the first also reads the tokens of the pause."""
 
 
 class TrainedGate:
