@@ -96,7 +96,8 @@ class Hierarchy(Pinned):
         self._gate = None if isinstance(self.budget, FixedBudget) else gate or TrainedGate()
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
-        self._began = time.perf_counter()
+        self._began: float | None = None
+        """When the draft began that no outcome was observed of yet."""
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -204,6 +205,7 @@ class Hierarchy(Pinned):
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
         self._nodes = 0
+        self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
         new = self.table.read(prompt)
@@ -276,11 +278,11 @@ class Hierarchy(Pinned):
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
-        self._began = time.perf_counter()
         most = min(self.budget.most, LARGEST_TREE)
         if not most:
             self.work["expected"] = self._nodes = 0
             return 0
+        self._began = time.perf_counter()
         self._catch_up()
         self.work["position"] = len(context)
         if self._trained and (not self._gate or self._gate.now):
@@ -329,6 +331,9 @@ class Hierarchy(Pinned):
         is_ranked = is_current and rows == nodes + 1
         self._pending += accepted.tokens
         is_drafting = self.budget.most > 0
+        if self._trained and self._gate and self._began is not None:
+            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began)
+        self._began = None
         if not is_drafting and not nodes:
             return
         started = time.perf_counter()
@@ -341,8 +346,6 @@ class Hierarchy(Pinned):
             # After the weights have learned, so that they do not learn from these very logits.
             self._rankings.observe(accepted, verified, ranked)
         self._learning_seconds = time.perf_counter() - started
-        if self._trained and self._gate and is_drafting and is_current and rows and nodes:
-            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began)
 
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is deferred while drafting does not pay."""
