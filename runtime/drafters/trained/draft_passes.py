@@ -6,7 +6,7 @@ On a device they have fixed shapes, each captured once and then replayed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,16 +26,32 @@ CHUNK = 512
 """Accepted tokens that are read in one pass."""
 SIZES = (1, 2, 4, 8, 16)
 """Rows of a captured pass."""
-WORDS = 6
-"""Integers of each row of a captured pass: its token, the position that it writes to, its place after the accepted
-positions, the drafted positions that it sees, the row of the hidden state before it, and where its own one goes."""
 HEADER = 2
-"""Integers before them: the positions of accepted tokens, and the row that the last of them has."""
+"""Integers before those of the rows: the number of accepted positions, and the row of the last accepted token."""
+READS_NOTHING = -1
 
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
 """Hidden states after tokens ``[1, rows]``, from hidden states before them, positions, a cache and a mask."""
 Best = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The best tokens after hidden states ``[rows, width]``, and their probabilities."""
+
+
+class Rows(NamedTuple):
+    """The rows of a captured pass, padded to its size."""
+
+    tokens: list[int]
+    places: list[int]
+    """How many positions each is after the accepted ones."""
+    seen: list[int]
+    """A bit for each drafted position that it sees."""
+    parents: list[int]
+    """The row of the hidden state before it."""
+    written: list[int]
+    """The row that its own hidden state becomes."""
+
+
+WORDS = len(Rows._fields) + 1
+"""Integers of a row: those, and the position that its keys and values are written to."""
 
 
 class DraftPasses:
@@ -124,11 +140,11 @@ class DraftPasses:
         end = base + rows.stop - 1
         self._make_room(end)
         seen, places = torch.tensor([self._ancestors[first:], self._places[first:]])
-        indices = torch.arange(base + first - 1, end)
-        cache = IndexedKVCache(self._storage, indices[None].to(self._device), end)
+        indices = torch.arange(base + first - 1, end, device=self._device)
+        cache = IndexedKVCache(self._storage, indices[None], end)
         mask = draft_mask(torch.tensor(base), seen, places, end, self._window, self._states)
-        positions = (base + 1 + places)[None]
-        states = self._module(torch.tensor([tokens]), self._states[parents][None], positions, cache, mask)[0]
+        ids, positions = torch.tensor([tokens], device=self._device), (base + 1 + places)[None].to(self._device)
+        states = self._module(ids, self._states[parents][None], positions, cache, mask)[0]
         self._states[first : first + new] = states
         return on_host(self._best_of(states))
 
@@ -148,49 +164,32 @@ class DraftPasses:
         size = next(size for size in SIZES if size >= new)
         self._new_hidden[:new].copy_(hidden)
         self._new_hidden[new:size] = 0  # a mask hides padding only if it is finite
-        places = list(range(size))
+        places, nothing = list(range(size)), [0] * size
         seen = [(2 << place) - 1 for place in places]
-        found = self._replay(True, size, [*tokens, *[0] * (size - new)], places, seen, new - 1)
+        rows = Rows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
+        found = self._replay(rows, first=0, last=new - 1)
         self._length += new
         return found[0][:1], found[1][:1]
 
     def _extend_captured(self, rows: range, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        size = next(size for size in SIZES if size >= len(rows))
-        padding = size - len(rows)
-        trash = len(self._states) - 1
-        seen = [*self._ancestors[rows.start :], *[0] * padding]
-        places = [*self._places[rows.start :], *[0] * padding]
-        found = self._replay(
-            False,
-            size,
-            [*tokens, *[0] * padding],
-            places,
-            seen,
-            0,
-            first=rows.start - 1,
-            parents=[*parents, *[0] * padding],
-            written=[*rows, *[trash] * padding],
+        padding = [0] * (next(size for size in SIZES if size >= len(rows)) - len(rows))
+        padded = Rows(
+            [*tokens, *padding],
+            [*self._places[rows.start :], *padding],
+            [*self._ancestors[rows.start :], *padding],
+            [*parents, *padding],
+            [*rows, *[len(self._states) - 1] * len(padding)],
         )
+        found = self._replay(padded, first=rows.start - 1)
         return found[0][: len(rows)], found[1][: len(rows)]
 
-    def _replay(
-        self,
-        is_read: bool,
-        size: int,
-        tokens: list[int],
-        places: list[int],
-        seen: list[int],
-        last: int,
-        first: int = 0,
-        parents: list[int] | None = None,
-        written: list[int] | None = None,
-    ) -> tuple[Array, Array]:
-        self._make_room(self._length + first + size)
-        extent = min(extent_for(self._length + first + size), self._storage.capacity)
-        indices = list(range(self._length + first, self._length + first + size))
-        nothing = [0] * size
-        words = torch.tensor([tokens, indices, places, seen, parents or nothing, written or nothing])
-        self._host[:HEADER] = torch.tensor([self._length, last])
+    def _replay(self, rows: Rows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
+        """A pass over rows that are written after ``first`` drafted ones; of accepted ones, ``last`` is the last."""
+        size, start = len(rows.tokens), self._length + first
+        self._make_room(start + size)
+        extent, is_read = min(extent_for(start + size), self._storage.capacity), last != READS_NOTHING
+        words = torch.tensor([*rows, list(range(start, start + size))])
+        self._host[:HEADER] = torch.tensor([self._length, max(0, last)])
         self._host[HEADER : HEADER + WORDS * size] = words.flatten()
         self._input.copy_(self._host, non_blocking=True)
         key = is_read, size, extent
@@ -202,7 +201,7 @@ class DraftPasses:
     def _record(self, is_read: bool, size: int, extent: int) -> Run:
         assert self._capture is not None
         given = self._input
-        tokens, indices, places, seen, parents, written = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
+        tokens, places, seen, parents, written, indices = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
 
         def run() -> None:
             cache = IndexedKVCache(self._storage, indices[None], extent)
