@@ -20,12 +20,13 @@ from hdtool.runtime.answer import Answer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
+from tests.support.methods import OF_DEMO, drafter_for
 from tests.support.processes import read_until, start
 
 TALKS: list[list[str]] = [
@@ -72,11 +73,12 @@ def alone() -> dict[SamplingConfig, Any]:
 @pytest.mark.each_value
 @pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in METHODS), ("hd", 2), ("hd", 8)])
+@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in OF_DEMO), ("hd", 2), ("hd", 8)])
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:
-    answerer = Answerer(ModelConfig(), DecodeConfig(method, LONGEST, batch_size=size), sampling)
+    decoding = DecodeConfig(method, LONGEST, batch_size=size, drafter=drafter_for(method))
+    answerer = Answerer(ModelConfig(), decoding, sampling)
     for _ in range(2):  # drafters have learned something when they are used again
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from hdtool.runtime.config import METHODS, DecodeConfig
+from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import methods
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
 
-SHIPPED = {"medusa", "amphista", "hd+amphista"}
 """Methods whose heads ship with the demo model."""
 
 LATE = """
@@ -34,6 +33,8 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.verified import Verified
+from tests.support.methods import WITHOUT_MODEL
+from tests.support.methods import WITHOUT_MODEL
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
@@ -68,7 +69,7 @@ for method in sys.argv[1:]:
     [
         ("hd+logitspec",),
         pytest.param(
-            tuple(name for name, method in METHODS.items() if name != "ar" and (not method.trained or name in SHIPPED)),
+            tuple(name for name in WITHOUT_MODEL if name != "ar"),
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -8,12 +8,13 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
 from hdtool.data.spec_bench import AnsweredQuestion
-from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.evaluation.bench import Bench
 from hdtool.runtime.evaluation.contenders import Contender, GenerateContender
 from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.support.methods import OF_DEMO
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def embedded() -> Loaded:
 IN_SHORT = ("hd+logitspec", "lade", "amphista")
 """One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""
 METHODS_THAT_DRAFT = [
-    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in METHODS if name != "ar"
+    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in OF_DEMO if name != "ar"
 ]
 
 
@@ -32,7 +33,7 @@ METHODS_THAT_DRAFT = [
 def all_methods(embedded: Loaded) -> Lineup:
     """All methods with the demo's stores and heads; a fixed number of nodes, so that no time decides on a tree."""
     stores = StoresConfig(model_db=str(demo.MODEL_STORE), corpus_db=str(demo.CORPUS_INDEX))
-    decoding = DecodeConfig(draft_tokens=8, max_new_tokens=48)
+    decoding = DecodeConfig(draft_tokens=8, max_new_tokens=48, drafter=str(demo.MODEL))
     store_set = StoreSet.for_tokenizer(embedded.tokenizer, stores)
     return Lineup(embedded, store_set, ModelConfig(), decoding, SamplingConfig())
 

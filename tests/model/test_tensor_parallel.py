@@ -144,7 +144,7 @@ def test_options_that_do_not_go_together(attempt: object, said_so: str) -> None:
     ("asked", "said_so"),
     [
         (DecodeConfig(batch_size=2), "batch-size is 2"),
-        (DecodeConfig("hd+amphista"), "drafts by heads"),
+        (DecodeConfig("hd+amphista"), "drafts by a trained drafter"),
         (DecodeConfig(history="folder"), "history is folder"),
     ],
 )
