@@ -15,8 +15,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import methods
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
-
-"""Methods whose heads ship with the demo model."""
+from tests.support.methods import WITHOUT_MODEL
 
 LATE = """
 import gc, sys
@@ -33,8 +32,6 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.verified import Verified
-from tests.support.methods import WITHOUT_MODEL
-from tests.support.methods import WITHOUT_MODEL
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}
