@@ -54,15 +54,20 @@ def with_mtp(kind: str, folder: Path, number: int = 1) -> PreTrainedModel:
             parameter.copy_(
                 torch.randn_like(parameter) * 0.2 if parameter.dim() > 1 else 1 + 0.1 * torch.randn_like(parameter)
             )
-    own = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
-    tensors = load_file(folder / SINGLE)
-    tensors |= {_stored_as(name, model): tensor.contiguous() for name, tensor in own.items()}
-    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    add_layers(folder, model, layers)
     loaded: PreTrainedModel = type(model).from_pretrained(folder)
     loaded.eval()
     loaded.generation_config.eos_token_id = None
     loaded.generation_config.pad_token_id = 0
     return loaded
+
+
+def add_layers(folder: Path, model: Any, layers: Any) -> None:
+    """Add the layers of the library to the checkpoint of a model."""
+    own = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
+    tensors = load_file(folder / SINGLE)
+    tensors |= {_stored_as(name, model): tensor.contiguous() for name, tensor in own.items()}
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
 
 
 def _stored_as(name: str, model: Any) -> str:
