@@ -1,8 +1,8 @@
 """An MTP layer by transformers and by hdtool: ``python -m tests.benchmarks.mtp_library``.
 
 The embedded demo model, which has attention alone, gets a layer for multi-token prediction: it is trained here on the
-texts of the demo's corpus index, with the model frozen. Then held-out prompts are answered by the library's ``use_mtp``,
-which drafts one token, and by hdtool, in turn.
+texts of the demo's corpus index, with the model frozen. Then held-out prompts are answered by the library, which drafts
+one token, and by hdtool, in turn.
 """
 
 from __future__ import annotations
