@@ -186,7 +186,7 @@ class TorchOperations:
             normed = [self._normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)]
             turned = torch.cat(normed, dim=1)
         if rotary:
-            turned = _rotated(turned, rotary)
+            turned = _rotated(turned, rotary).to(qkv.dtype)  # some models rotate in float32
         for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
         queries: torch.Tensor = turned.flatten(1)
