@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.gate import TrainedGate
+from hdtool.runtime.drafters.trained.gate import MIN_STEPS, TrainedGate
 from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
@@ -292,6 +292,14 @@ def test_heads_run_only_if_they_pay() -> None:
             asked.append(asking.now)
             asking.observe(*((gain, seconds) if asking.now else (1.8, 1.0)))
         assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
+
+
+def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
+    gate = TrainedGate()
+    while gate.now:
+        gate.observe(3.0, 1.0, used=True)
+    gate.observe(100.0, 1.0, used=True)  # this step began before the switch
+    assert gate._observed == [0, MIN_STEPS + 1]
 
 
 def test_the_gate_follows_a_change() -> None:

@@ -98,6 +98,8 @@ class Hierarchy(Pinned):
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began: float | None = None
         """When the draft began that no outcome was observed of yet."""
+        self._used_trained = False
+        """Whether the trained drafter took part in it."""
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -285,7 +287,8 @@ class Hierarchy(Pinned):
         self._began = time.perf_counter()
         self._catch_up()
         self.work["position"] = len(context)
-        if self._trained and (not self._gate or self._gate.now):
+        self._used_trained = self._trained is not None and (not self._gate or self._gate.now)
+        if self._trained and self._used_trained:
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(most))
         if self._plugins:
             self._note_plugins(context)
@@ -332,7 +335,7 @@ class Hierarchy(Pinned):
         self._pending += accepted.tokens
         is_drafting = self.budget.most > 0
         if self._trained and self._gate and self._began is not None:
-            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began)
+            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used_trained)
         self._began = None
         if not is_drafting and not nodes:
             return

@@ -26,9 +26,12 @@ class TrainedGate:
         self._pause, self._steps_left = MIN_STEPS, MIN_STEPS
         self._faster = True
 
-    def observe(self, tokens: float, seconds: float) -> None:
-        """Update with the tokens and the seconds of the step that ``now`` decided."""
-        kind = int(self.now)
+    def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
+        """Update with the tokens and the seconds of a step, which ``used`` the drafter or not: by default as ``now``.
+
+        Answers of a batch share a gate, which another one may have switched since the step began.
+        """
+        kind = int(self.now if used is None else used)
         share = max(LEARNING_RATE, 1 / (1 + self._observed[kind]))
         self._tokens[kind] += share * (tokens - self._tokens[kind])
         self._seconds[kind] += share * (seconds - self._seconds[kind])
