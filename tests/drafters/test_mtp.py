@@ -35,6 +35,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.verified import Verified
 from tests.support.decoding import run, said
 from tests.support.families import model_of
+from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.mtp import TYPES, WITH_STATES, with_mtp
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, direct
@@ -68,15 +69,8 @@ def test_drafts_are_those_of_the_library(
 ) -> None:
     """Step for step, with tokens that are accepted and others that are not."""
     model = few_words(with_mtp(kind, tmp_path, layers))
-    prompt, library = prompt_of(20), dict[int, list[int]]()
-    drafts = MTPCandidateGenerator.get_candidates
-
-    def recorded(self: Any, input_ids: Any, *given: Any, **named: Any) -> Any:
-        candidates = drafts(self, input_ids, *given, **named)
-        library[input_ids.shape[1]] = candidates[0][0, input_ids.shape[1] :].tolist()
-        return candidates
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
+    prompt = prompt_of(20)
+    library = drafts_of_library(monkeypatch, MTPCandidateGenerator)
     # The library knows the place of the layers by the published sizes of a type alone.
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns_of(model))
     ids: Any = torch.tensor([prompt])
@@ -84,26 +78,10 @@ def test_drafts_are_those_of_the_library(
 
     target = Target(model)
     drafter = drafter_of("mtp", target, layers)
-    ours = dict[int, list[int]]()
-    propose, context = drafter.trained.propose, list(prompt)
-
-    def noted(most: int) -> Any:
-        proposal = propose(most)
-        ours[len(context)] = proposal.tokens[:, 0].tolist()
-        return proposal
-
-    drafter.trained.propose = noted
-    accepted = 0
-    draft = drafter.draft
-
-    def chain_of(known: list[int]) -> Any:
-        context[:] = known
-        return draft(known).first_chain()
-
-    drafter.draft = chain_of
-    for step in run(target, prompt, SamplingConfig(), most=90, drafter=drafter):
-        accepted += len(step.tokens) - 1
-    assert context[20:] == generated[0, 20 : len(context)].tolist()
+    ours = best_chains(drafter)
+    steps = run(target, prompt, SamplingConfig(), most=90, drafter=drafter)
+    accepted, answer = sum(len(step.tokens) - 1 for step in steps), said(steps)
+    assert answer == generated[0, 20 : 20 + len(answer)].tolist() and len(answer) == 90
     shared = sorted(set(ours) & set(library))[:-1]
     assert accepted > 2 and len(shared) > 15
     assert [ours[place] for place in shared] == [library[place][: len(ours[place])] for place in shared]

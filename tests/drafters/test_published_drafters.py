@@ -31,6 +31,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import run, said
 from tests.support.families import random_model
+from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.oracle import prompt_of
 from tests.support.published_drafters import assistant, dflash, eagle3
 from tests.support.rehearsed import Rehearsed, direct
@@ -116,16 +117,9 @@ def test_drafts_are_those_of_the_library(
     """Of an assistant, the first one: later ones of the library read the keys of a token that was rejected."""
     made, make = PAIRS[pair]
     model = few_words(made())
-    folder, prompt, library = make(tmp_path, model), prompt_of(length), dict[int, list[int]]()
+    folder, prompt = make(tmp_path, model), prompt_of(length)
     kind: Any = DFlashTokenCandidateGenerator if pair == "dflash" else SinglePositionMultiTokenCandidateGenerator
-    drafts = kind.get_candidates
-
-    def recorded(self: Any, input_ids: Any, *given: Any, **named: Any) -> Any:
-        candidates = drafts(self, input_ids, *given, **named)
-        library[input_ids.shape[1]] = candidates[0][0, input_ids.shape[1] :].tolist()
-        return candidates
-
-    monkeypatch.setattr(kind, "get_candidates", recorded)
+    library = drafts_of_library(monkeypatch, kind)
     auto: Any = AutoModel if pair == "dflash" else AutoModelForCausalLM
     other = auto.from_pretrained(folder).eval()
     if pair == "assistant":
@@ -136,23 +130,7 @@ def test_drafts_are_those_of_the_library(
 
     target = Target(model)
     drafter: Any = drafter_for(DecodeConfig("drafter", draft_tokens=4, drafter=str(folder)), target, StoreSet())
-    ours, context = dict[int, list[int]](), list(prompt)
-    propose, draft = drafter.trained.propose, drafter.draft
-
-    def noted(most: int) -> Any:
-        proposal = propose(most)
-        chain, at = list[int](), 0
-        while at >= 0:
-            chain.append(int(proposal.tokens[at, 0]))
-            at = int(proposal.after[at, 0])
-        ours[len(context)] = chain
-        return proposal
-
-    def chain_of(known: list[int]) -> Any:
-        context[:] = known
-        return draft(known).first_chain()
-
-    drafter.trained.propose, drafter.draft = noted, chain_of
+    ours = best_chains(drafter)
     accepted = sum(len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), most=60, drafter=drafter))
     assert accepted > 0
     shared = sorted(set(ours) & set(library))[:-1]
