@@ -67,7 +67,7 @@ class LayerParts(Generic[Matmul]):
     around: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP."""
     head_norms: tuple[Module, ...]
-    """Of queries and keys, if there are any."""
+    """The norms of queries and keys, if there are any."""
     heads: int
     """Heads of keys and values."""
     groups: int

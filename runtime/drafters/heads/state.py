@@ -55,11 +55,14 @@ class HeadsState:
         """Start another answer. Its first input is the prompt, which the target prefills next."""
         self._cache.restart()
         self._accepted.begin(prompt)
-        self._is_calibrated = True
+        self._proposed: Proposal | None = None
+        """What the next accepted tokens are compared with."""
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the calibration and queue the target's hidden states of the accepted path."""
-        self._calibrate(accepted)
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None:
+            self.calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
@@ -75,10 +78,10 @@ class HeadsState:
             self.tokens, probs = self._read(hidden, torch.tensor(tokens, device=hidden.device))
         self._buckets = bucket_of(probs)
         self.probs = self.calibration(self._buckets)
-        self._is_calibrated = False
         self.seconds += time.perf_counter() - started
         self.passes += 1
-        return Proposal.in_parallel(self.tokens, self.probs)
+        self._proposed = Proposal.in_parallel(self.tokens, self.probs)
+        return self._proposed
 
     def _read(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[Array, Array]:
         self._cache.make_room(self._cache.length + len(tokens))
@@ -88,11 +91,3 @@ class HeadsState:
             logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
         found, probs = best_of(logits, BEST, self.heads.token_ids)
         return found.cpu().numpy(), probs.cpu().numpy()
-
-    def _calibrate(self, accepted: Accepted) -> None:
-        """Update the calibration once per pass; heads after the first rejected token have no observation."""
-        if self._is_calibrated:
-            return
-        self._is_calibrated = True
-        for head, token in enumerate(accepted.tokens[: len(self.tokens)]):
-            self.calibration.update(head, self._buckets[head], self.tokens[head] == token)

@@ -12,11 +12,10 @@ from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHeads
 from hdtool.runtime.drafters.heads.static_pass import Best, FixedPass
 from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, on_host
-from hdtool.runtime.drafters.trained.mtp import IteratedMtp
 from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import BEST
 from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
-from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH, Ranked, SequentialDrafter, SequentialModule
+from hdtool.runtime.drafters.trained.sequential import WIDTH, Ranked, SequentialDrafter, SequentialModule
 from hdtool.runtime.kernels.linear import compile_linear_layers
 
 if TYPE_CHECKING:
@@ -58,14 +57,14 @@ class HydraModule:
         self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
         """The normed embeddings of each path."""
         self._depths = [0]
-        """Of each row."""
+        """How far each row is from row 0."""
         reading, extending = target.new_recorder(), target.new_recorder()
         self._reading = FixedPass(heads, self._embed, BEST, reading, self._begun) if reading else None
         self._extending = extending
         pinned = self._device.type == "cuda"
         self._host = torch.zeros((3, WIDTH), dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
-        """Of each row of a captured pass: the row that it extends, its token, and its own row."""
+        """The rows that a captured pass extends, their new tokens, and the rows that it writes."""
         self._captured: dict[tuple[int, int], Run] = {}
         self._result = RankedBlock(WIDTH, min(BEST, heads.vocabulary), self._device)
 
@@ -133,7 +132,7 @@ class HydraModule:
         return self._extending.record(run)
 
 
-class TrainedMtp(IteratedMtp):
+class TrainedMtp(DraftPasses):
     """A layer that ``train-heads`` made, and that drafts as a layer of a checkpoint does."""
 
     def __init__(self, heads: MtpHeads, target: Target) -> None:
@@ -144,12 +143,11 @@ class TrainedMtp(IteratedMtp):
         ) -> torch.Tensor:
             return heads.run(embed(tokens), hidden, positions, cache, mask)
 
-        self._passes = DraftPasses(
+        super().__init__(
             run,
             lambda hidden: best_of(heads.output(0)(hidden), BEST, heads.token_ids),
             heads.shapes(),
             width=heads.shape.width,
-            rows=1 + WIDTH * DEEPEST,
             window=None,
             target=target,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.drafters.trained.proposal import Proposal
 from hdtool.runtime.kernels.compiled import Array
 
 BUCKETS = 28
@@ -31,8 +32,11 @@ class Calibration:
         return self._probs(np.arange(len(buckets))[:, None], buckets)
 
     def at(self, head: int, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The probabilities of the best tokens of several rankings of one head ``[rankings, best]``, best first."""
-        return self._probs(head, buckets)
+        """The probabilities of the best tokens of several rankings of one head ``[rankings, best]``, best first.
+
+        Heads beyond the last one are calibrated like it.
+        """
+        return self._probs(min(head, len(self._observed) - 1), buckets)
 
     def _probs(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
@@ -48,6 +52,12 @@ class Calibration:
         hits[buckets] *= decay
         np.add.at(observed, buckets, 1.0)
         np.add.at(hits, buckets, accepted)
+
+    def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
+        """Update the rates by the rankings along emitted tokens; those after another path have no observation."""
+        for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
+            head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
+            self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
 
 
 def bucket_of(probs: Array) -> npt.NDArray[np.int64]:

@@ -54,8 +54,7 @@ class DFlashDrafter:
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
         if proposed is not None:
-            for place, token in enumerate(accepted.tokens[: len(proposed.tokens)]):
-                self._calibration.update(place, self._buckets[place], proposed.tokens[place] == token)
+            self._calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()

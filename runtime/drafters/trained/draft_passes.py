@@ -12,6 +12,7 @@ import torch
 
 from hdtool.runtime.drafters.trained.proposal import BEST
 from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
+from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cuda_graphs import Run
@@ -61,6 +62,8 @@ class DraftPasses:
     positions, and those of drafted rows after them, which the next accepted ones overwrite.
     """
 
+    passes = DEEPEST
+
     def __init__(
         self,
         module: Module,
@@ -69,7 +72,6 @@ class DraftPasses:
         *,
         width: int,
         read_width: int | None = None,
-        rows: int,
         window: int | None,
         target: Target,
     ) -> None:
@@ -77,7 +79,7 @@ class DraftPasses:
         self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
         self._device = target.device
         self._storage = KVTensors.for_layers(shapes, 0)
-        self._states = torch.zeros((rows + 1, width), dtype=target.dtype, device=self._device)
+        self._states = torch.zeros((2 + WIDTH * DEEPEST, width), dtype=target.dtype, device=self._device)
         """The hidden state of each row; the last one takes those of padding."""
         self._host = torch.zeros(HEADER + WORDS * SIZES[-1], dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._input = self._host.to(self._device, copy=True)
@@ -85,10 +87,10 @@ class DraftPasses:
         self._capture = target.new_recorder()
         self._captured: dict[tuple[bool, int, int], Run] = {}
         self._result = RankedBlock(SIZES[-1], BEST, self._device)
-        self.restart()
+        self.begin([])
 
     @torch.inference_mode()
-    def restart(self) -> None:
+    def begin(self, prompt: list[int]) -> None:
         """Forget all that was read. Old values are zeroed, because a mask hides them only if they are finite."""
         for tensor in self._storage.tensors:
             tensor.zero_()
@@ -98,7 +100,7 @@ class DraftPasses:
 
     def _forget_rows(self) -> None:
         self._ancestors, self._places = [0], [-1]
-        """Of each row: a bit for each drafted row that it sees, and its place after the accepted positions."""
+        """The drafted rows that each row sees, a bit for each, and its place after the accepted positions."""
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
         """Read accepted tokens; the best tokens after the last one."""

@@ -17,7 +17,6 @@ from hdtool.runtime.drafters.heads.modules import Norm, best_of
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.proposal import BEST
 from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
-from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH, Ranked
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:
@@ -151,33 +150,21 @@ class Eagle3(nn.Module):
         return found
 
 
-class EagleModule:
+class EagleModule(DraftPasses):
     """An EAGLE-3 drafter that extends drafts by reading its own hidden states."""
-
-    passes = DEEPEST
 
     def __init__(self, drafter: Eagle3, target: Target) -> None:
         shape, like = drafter.shape, drafter.fc.weight
         keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
-        self._passes = DraftPasses(
+        super().__init__(
             drafter,
             lambda hidden: best_of(drafter.logits(hidden), BEST, drafter.token_ids),
             [LayerShape(keys, keys)],
             width=shape.width,
             read_width=3 * shape.target_width,
-            rows=1 + WIDTH * DEEPEST,
             window=None,
             target=target,
         )
-
-    def begin(self, prompt: list[int]) -> None:
-        self._passes.restart()
-
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        return self._passes.read(hidden, tokens)
-
-    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        return self._passes.extend(parents, tokens)
 
 
 def layers_of(settings: dict[str, Any], number: int) -> list[int]:

@@ -12,12 +12,12 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
 from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, causal_mask
+from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, causal_mask
 from hdtool.runtime.drafters.trained.library_mtp import LibraryMtp, load_mtp
 from hdtool.runtime.drafters.trained.loaded_once import loaded_once
 from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import BEST, NONE, Proposal, TrainedDrafter
-from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH, SequentialDrafter
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.model.static_steps import extent_for
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 NAME = "MTP layers"
-CHUNK = 512
-"""Tokens of a prompt that are read in one pass."""
 
 
 def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
@@ -50,30 +48,18 @@ def _loaded(target: Target) -> LibraryMtp:
     return layers
 
 
-class IteratedMtp:
+class IteratedMtp(DraftPasses):
     """A single MTP layer, which extends drafts by reading its own hidden states."""
 
-    passes = DEEPEST
-
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
-        self._passes = DraftPasses(
+        super().__init__(
             lambda tokens, hidden, positions, cache, mask: layers.run(0, tokens, hidden, positions, cache, mask),
             lambda hidden: best_of(layers.logits(hidden), BEST),
             layers.shapes,
             width=layers.width,
-            rows=1 + WIDTH * DEEPEST,
             window=layers.window(0),
             target=target,
         )
-
-    def begin(self, prompt: list[int]) -> None:
-        self._passes.restart()
-
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self._passes.read(hidden, tokens)
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self._passes.extend(parents, tokens)
 
 
 class MtpLayersInTurn:
@@ -106,8 +92,7 @@ class MtpLayersInTurn:
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
         if proposed is not None:
-            for token, ranking in zip(accepted.tokens, proposed.along(accepted.tokens), strict=False):
-                self._calibration.update(ranking, self._buckets[ranking], proposed.tokens[ranking] == token)
+            self._calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
     tokens: Array
     """``[rankings, best]``, most probable first."""
     probs: Array
-    """Of each token, given that the path before it is accepted."""
+    """The probability of each token, given that the path before it is accepted."""
     after: Array
     """The ranking that follows each token, or ``NONE``."""
     after_others: Array

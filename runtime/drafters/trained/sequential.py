@@ -77,7 +77,6 @@ class SequentialDrafter:
         self._pace, self._width = pace, width
         self._passes = min(module.passes, DEEPEST)
         self._calibration = Calibration(odds, LAST_CALIBRATED + 1)
-        self._last_calibrated = len(odds) - 1 if odds else LAST_CALIBRATED
         self._accepted = AcceptedTokens(columns)
         rankings = 1 + width * self._passes
         self._tokens, self._after = np.zeros((2, rankings, BEST), np.int64)
@@ -128,8 +127,7 @@ class SequentialDrafter:
         self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = NONE, 0, NONE
         buckets = bucket_of(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
-        level = min(depth, self._last_calibrated)
-        self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(level, buckets))
+        self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(depth, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
@@ -156,6 +154,4 @@ class SequentialDrafter:
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return
-        for token, ranking in zip(accepted.tokens, proposed.along(accepted.tokens), strict=False):
-            level = min(int(self._depths[ranking]), self._last_calibrated)
-            self._calibration.update(level, self._buckets[ranking], self._tokens[ranking] == token)
+        self._calibration.learn(proposed, self._buckets, accepted.tokens)

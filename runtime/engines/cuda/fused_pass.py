@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 SIZES = torch.tensor([[1e-3], [1.0]])
-"""Of rows by which norms are compared: of the smaller one, the epsilon is a part."""
+"""Sizes of the rows by which norms are compared: in the smaller one, the epsilon counts."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""

@@ -50,7 +50,7 @@ class Residual:
     before: Norm | None
     """The norm of the sum, which the next matmul reads."""
     multiplier: float = 1.0
-    """Of what is added."""
+    """The factor of what is added."""
 
 
 class Rotary(NamedTuple):
@@ -65,7 +65,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Of cosines and sines by halves, as the library's modules give them."""
+        """From cosines and sines by halves, as the library's modules give them."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:
