@@ -23,9 +23,7 @@ from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.rest import CorpusDrafter
-from hdtool.runtime.drafters.trained.gate import TrainedGate
-from hdtool.runtime.drafters.trained.loaded_once import loaded_once
-from hdtool.runtime.drafters.trained.select_drafter import trained_alone, trained_drafter
+from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.cache.position_moves import compile_moves
 from hdtool.runtime.model.target import Target
@@ -134,7 +132,7 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
     if METHODS[config.method].trained:
         assert target is not None
         trained = trained_drafter(config, target, store_set.tokenizer)
-        gate = loaded_once(target, f"{config.method}: gate", TrainedGate)
+        gate = gate_for(config, target)
     return Hierarchy(
         store_set.model if "M" in config.drafts_from else None,
         store_set.corpus if "S" in config.drafts_from else None,

@@ -23,7 +23,6 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.gate import MIN_STEPS, TrainedGate
 from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter, StaticTree
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
@@ -282,29 +281,3 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
         tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
         assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
         feed(drafter.address, np.array([7]))
-
-
-def test_heads_run_only_if_they_pay() -> None:
-    for gain, seconds, worth in ((3.0, 1.5, True), (2.2, 1.5, False)):
-        asking = TrainedGate()
-        asked = []
-        for _ in range(3000):
-            asked.append(asking.now)
-            asking.observe(*((gain, seconds) if asking.now else (1.8, 1.0)))
-        assert np.mean(asked[1000:]) > 0.95 if worth else np.mean(asked[1000:]) < 0.05
-
-
-def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
-    gate = TrainedGate()
-    while gate.now:
-        gate.observe(3.0, 1.0, used=True)
-    gate.observe(100.0, 1.0, used=True)  # this step began before the switch
-    assert gate._observed == [0, MIN_STEPS + 1]
-
-
-def test_the_gate_follows_a_change() -> None:
-    asking = TrainedGate()
-    for bring in (3.0, 1.0, 3.0):
-        for _ in range(2000):
-            asking.observe(bring if asking.now else 1.5, 1.2 if asking.now else 1.0)
-        assert asking.now == (bring > 1.8) or asking._steps_left <= 2

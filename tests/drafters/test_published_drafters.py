@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
     SinglePositionMultiTokenCandidateGenerator,
@@ -33,7 +33,7 @@ from tests.support.decoding import run, said
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import assistant, dflash, eagle3
+from tests.support.published_drafters import assistant, dflash, eagle3, let_all_layers_share
 from tests.support.rehearsed import Rehearsed, direct
 from tests.sweep.models import tiny_model
 
@@ -43,14 +43,7 @@ Maker = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def _all_layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.23 makes no configuration whose layers all read the keys and values of others."""
-    modes = Gemma4TextConfig.kv_sharing_modes.fget  # type: ignore[attr-defined]
-
-    def every(config: Any) -> Any:
-        shares_all = config.num_kv_shared_layers == config.num_hidden_layers
-        return ["reuse"] * config.num_hidden_layers if shares_all else modes(config)
-
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(every))
+    let_all_layers_share(monkeypatch)
 
 
 def six_layers(kind: str) -> PreTrainedModel:

@@ -92,6 +92,9 @@ class Checked:
         self._context = prompt[:1]
         self._module.begin(prompt)
 
+    def skip(self, tokens: int) -> None:
+        raise AssertionError("no answer here has a pause")
+
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._context += tokens
         self._paths: list[list[int]] = [[]]

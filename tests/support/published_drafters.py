@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, PreTrainedModel
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from tests.support.families import SHAPE, VOCABULARY
@@ -16,6 +17,17 @@ from tests.support.families import SHAPE, VOCABULARY
 DRAFTED = 40
 """Tokens that a tiny EAGLE-3 drafter can draft."""
 HEADS, KEY_HEADS, HEAD, MLP = 4, 2, 8, 48
+
+
+def let_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 makes no configuration whose layers all read the keys and values of others."""
+    modes = Gemma4TextConfig.kv_sharing_modes.fget  # type: ignore[attr-defined]
+
+    def every(config: Any) -> Any:
+        shares_all = config.num_kv_shared_layers == config.num_hidden_layers
+        return ["reuse"] * config.num_hidden_layers if shares_all else modes(config)
+
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(every))
 
 
 def eagle3(folder: Path, model: PreTrainedModel, *, speculators: bool = False, **changes: Any) -> Path:

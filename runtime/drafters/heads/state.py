@@ -69,7 +69,9 @@ class HeadsState:
     def propose(self, most: int) -> Proposal:
         """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
         started = time.perf_counter()
-        hidden, tokens = self._accepted.take()
+        hidden, tokens, skipped = self._accepted.take()
+        if skipped:
+            self._cache.restart()
         if not self.heads.layers:
             hidden, tokens = hidden[-1:], tokens[-1:]
         if self._fixed and self._fixed.fits(len(tokens)):

@@ -71,6 +71,9 @@ class HydraModule:
     def begin(self, prompt: list[int]) -> None:
         self._cache.restart()
 
+    def skip(self, tokens: int) -> None:
+        self._cache.restart()
+
     @torch.inference_mode()
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._depths = [0]

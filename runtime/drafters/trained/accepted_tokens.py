@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from hdtool.runtime.accept import Accepted
@@ -10,6 +12,19 @@ from hdtool.runtime.verified import Verified
 
 NO_HIDDEN = torch.empty((0, 0))
 """Where the target's hidden states are not watched."""
+LONG_PAUSE = 32
+"""Steps without a pass of the drafter after which it forgets what it had read."""
+READ_AFTER_PAUSE = 128
+"""The last tokens, which it reads then."""
+
+
+class Unread(NamedTuple):
+    """Accepted tokens, and the hidden states before them ``[tokens, width]``."""
+
+    hidden: torch.Tensor
+    tokens: list[int]
+    skipped: int
+    """Tokens before these that are not read, after a long pause."""
 
 
 class AcceptedTokens:
@@ -39,9 +54,12 @@ class AcceptedTokens:
         rows = [0, *(node + 1 for node in accepted.path)]
         self._queued.append((hidden if hidden is NO_HIDDEN else picked(hidden, rows), accepted.tokens))
 
-    def take(self) -> tuple[torch.Tensor, list[int]]:
-        """All that is queued, in one piece: hidden states ``[tokens, width]`` and their tokens."""
-        hidden = torch.cat([rows for rows, _ in self._queued]) if len(self._queued) > 1 else self._queued[0][0]
+    def take(self) -> Unread:
+        """What is queued, in one piece; after a long pause, the last tokens of it."""
+        steps = len(self._queued)
+        hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
         self._queued.clear()
-        return hidden, tokens
+        if steps <= LONG_PAUSE or len(tokens) <= READ_AFTER_PAUSE:
+            return Unread(hidden, tokens, 0)
+        return Unread(hidden[-READ_AFTER_PAUSE:], tokens[-READ_AFTER_PAUSE:], len(tokens) - READ_AFTER_PAUSE)

@@ -40,6 +40,9 @@ class AssistantModule:
     def begin(self, prompt: list[int]) -> None:
         self.slot, self._length = None, 0
 
+    def skip(self, tokens: int) -> None:
+        self._length += tokens  # their keys are the target's
+
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._length += len(tokens)
         slot = self.slot

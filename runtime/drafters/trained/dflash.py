@@ -42,14 +42,17 @@ class DFlashDrafter:
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
+        self._accepted.begin(prompt)
+        self._restart()
+        self._proposed = None
+
+    def _restart(self) -> None:
         from transformers.cache_utils import DFlashCache
 
-        self._accepted.begin(prompt)
         self._cache = DFlashCache(config=self._model.config)
         self._cache.activate_past_recording()
         self._length = 0
         """Accepted positions that were read."""
-        self._proposed = None
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
@@ -60,7 +63,9 @@ class DFlashDrafter:
     @torch.inference_mode()
     def propose(self, most: int) -> Proposal:
         started = time.perf_counter()
-        hidden, tokens = self._accepted.take()
+        hidden, tokens, skipped = self._accepted.take()
+        if skipped:
+            self._restart()
         new = len(tokens)
         self._cache.set_previous_accepted_tokens(new)
         if self._length:

@@ -70,6 +70,9 @@ class DraftModel:
         self._accepted = 0
         """Tokens of the context that the cache holds."""
 
+    def skip(self, tokens: int) -> None:
+        self.begin([])
+
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._context += tokens
         self._drafted = 0

@@ -98,6 +98,9 @@ class DraftPasses:
         """Accepted positions."""
         self._forget_rows()
 
+    def skip(self, tokens: int) -> None:
+        self.begin([])
+
     def _forget_rows(self) -> None:
         self._ancestors, self._places = [0], [-1]
         """The drafted rows that each row sees, a bit for each, and its place after the accepted positions."""

@@ -82,12 +82,15 @@ class MtpLayersInTurn:
 
     def begin(self, prompt: list[int]) -> None:
         self._accepted.begin(prompt)
+        self._restart()
+        self._proposed = None
+
+    def _restart(self) -> None:
         self._settled = 0
         """Positions that all layers have read with real tokens."""
         self._hidden: torch.Tensor | None = None
         self._tokens: list[int] = []
         """Hidden states and tokens of the accepted positions after these."""
-        self._proposed = None
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
@@ -98,7 +101,9 @@ class MtpLayersInTurn:
     @torch.inference_mode()
     def propose(self, most: int) -> Proposal:
         started = time.perf_counter()
-        new, tokens = self._accepted.take()
+        new, tokens, skipped = self._accepted.take()
+        if skipped:
+            self._restart()
         self._tokens += tokens
         self._hidden = new if self._hidden is None else torch.cat([self._hidden, new])
         number = min(self._layers.number, most)

@@ -14,6 +14,7 @@ from hdtool.runtime.drafters.trained.assistant import AssistantDrafter, Assistan
 from hdtool.runtime.drafters.trained.dflash import DFlashDrafter, load_dflash
 from hdtool.runtime.drafters.trained.draft_model import draft_model_drafter
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
+from hdtool.runtime.drafters.trained.gate import TrainedGate
 from hdtool.runtime.drafters.trained.library_mtp import mtp_layers_of
 from hdtool.runtime.drafters.trained.loaded_once import loaded_once
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
@@ -79,11 +80,17 @@ def trained_alone(
     config: DecodeConfig, target: Target, budget: Budget, tokenizer: TokenizerFingerprint | None = None
 ) -> StandaloneDrafter:
     """The drafter of a method that has no other source."""
+    gate = None if config.draft_tokens else gate_for(config, target)
     if config.method not in OPTION_METHODS["tree"]:
-        return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget)
+        return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget, gate=gate)
     saved = heads_for(config.method, config.heads, target.model)
     static = StaticTree(saved) if config.tree == STATIC else None
-    return StandaloneDrafter(HeadsState(saved, target), budget, static)
+    return StandaloneDrafter(HeadsState(saved, target), budget, static, gate)
+
+
+def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
+    """The gate that drafters of one method share."""
+    return loaded_once(target, f"{config.method}: gate", TrainedGate)
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:

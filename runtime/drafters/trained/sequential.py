@@ -42,6 +42,10 @@ class SequentialModule(Protocol):
         """Forget all that was read; another answer begins."""
         ...
 
+    def skip(self, tokens: int) -> None:
+        """Forget all that was read, and go on after so many tokens that are not."""
+        ...
+
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         """Read accepted tokens, the first of the prompt excepted, with the hidden states before them.
 
@@ -99,7 +103,9 @@ class SequentialDrafter:
     @torch.inference_mode()
     def propose(self, most: int) -> Proposal:
         started = time.perf_counter()
-        hidden, tokens = self._accepted.take()
+        hidden, tokens, skipped = self._accepted.take()
+        if skipped:
+            self.module.skip(skipped)
         rows = self._noted(self.module.read(hidden, tokens), 0, 0, 1.0)
         self._spent(started, len(tokens))
         first = 0

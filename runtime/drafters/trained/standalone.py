@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
+from hdtool.runtime.drafters.trained.gate import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import MOST_RANKINGS, TrainedDrafter, best_paths
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
@@ -22,8 +24,20 @@ if TYPE_CHECKING:
 class StandaloneDrafter:
     """The methods that draft from one trained drafter."""
 
-    def __init__(self, trained: TrainedDrafter, budget: Budget, static: StaticTree | None = None) -> None:
+    def __init__(
+        self,
+        trained: TrainedDrafter,
+        budget: Budget,
+        static: StaticTree | None = None,
+        gate: TrainedGate | None = None,
+    ) -> None:
+        """With a ``gate``, the drafter runs while it pays; by default, in every step."""
         self.trained, self.budget = trained, budget
+        self._gate = gate
+        self._began: float | None = None
+        """When the draft began that no outcome was observed of yet."""
+        self._used = True
+        """Whether the drafter ran for it."""
         self._static = static
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)
@@ -44,7 +58,9 @@ class StandaloneDrafter:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         most = min(self.budget.most, LARGEST_TREE)
-        if not most:
+        self._began = time.perf_counter() if most and self._gate else None
+        self._used = self._gate is None or self._gate.now
+        if not most or not self._used:
             return DraftTree.bare(context[-1])
         before = self.trained.seconds
         proposal = self.trained.propose(most)
@@ -62,6 +78,9 @@ class StandaloneDrafter:
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         self.trained.observe(accepted, verified)
+        if self._gate and self._began is not None:
+            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used)
+        self._began = None
 
 
 class StaticTree:
