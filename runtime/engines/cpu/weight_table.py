@@ -18,6 +18,7 @@ from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
 from hdtool.runtime.engines.cpu.layer_record import bits
+from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.linear import form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
@@ -54,6 +55,8 @@ class WeightTable:
         """Copies of the buffers that the rotary positions were computed from."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
         """The last KV cache, and the table of layers with its addresses."""
+        self.mixers = MixerTable.of(parts)
+        """What the layers' records have of mixers beside attention, if there are any."""
         self._fill()
 
     def _fill(self) -> None:
@@ -84,7 +87,7 @@ class WeightTable:
 
         Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
         """
-        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part)), self._head]:
+        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part).values()), self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
@@ -105,7 +108,8 @@ class WeightTable:
 
     def shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> layers.Numbers:
         """The shapes of a pass over so many sequences and new rows of each."""
-        keys, part, family = storage.layers[0][0], self._parts.layers[0], self._parts.family
+        part, family = self._parts.attending, self._parts.family
+        keys = storage.layers[self._parts.layers.index(part)][0]
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
         inner = max(layer.inner for layer in self._parts.layers)
         shape[: layers.INNER + 1] = slots, new, part.heads, part.groups, part.width, part.hidden, inner
@@ -119,6 +123,9 @@ class WeightTable:
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
+        shape[layers.GATES_HEADS] = family.gates_heads
+        if self.mixers:
+            self.mixers.fill_shape(shape)
         shape[layers.NORMS_ALL], shape[layers.TANH_GATE] = family.norms_all_heads, part.activation == "gelu_tanh"
         return shape
 
@@ -129,6 +136,8 @@ class WeightTable:
         table = self._layers.copy()
         for row, (keys, values) in zip(table, storage.layers, strict=True):
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+        if self.mixers and storage.states:
+            self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
         return table
 
@@ -156,14 +165,15 @@ class WeightTable:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
         for row, part, window, kind in zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True):
-            for number, matmul in enumerate(matmuls_of(part)):
-                first = number * layers.MATMUL_FIELDS
+            for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
             norms = *part.around, *(part.head_norms or (None, None))
             row[layers.NORM_BEFORE : layers.NORM_K + 1] = [_address_of(norm, "weight") for norm in norms]
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
+        if self.mixers:
+            self.mixers.fill_layers(table)
         return table
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
@@ -176,9 +186,11 @@ class WeightTable:
             called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
         return called.address, matrix, rows.end - rows.first, layer.in_features, bias
 
-    def check_rotary(self) -> None:
-        """Discard the rotary positions if their frequencies were written in place."""
-        buffers = list(self._parts.rotary.buffers())
+    def check_copies(self) -> None:
+        """Renew what was computed from weights and buffers that may have been written in place."""
+        if self.mixers:
+            self.mixers.copy_weights()
+        buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
         if not (len(buffers) == len(self._frequencies) and all(map(torch.equal, buffers, self._frequencies))):
             self._frequencies = [buffer.clone() for buffer in buffers]
             self._rotary = torch.empty(0)
@@ -189,6 +201,9 @@ class WeightTable:
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(FEWEST_POSITIONS, positions + positions // 4)
             of_none = torch.empty(0, dtype=torch.float32)
+            if not self._kinds:
+                self._rotary = torch.empty(0, 2, count, 0)
+                return self._rotary
             found = [rotary_of(self._parts, of_none, torch.arange(count)[None], kind) for kind in self._kinds]
             self._rotary = torch.stack([torch.stack((each.cos, each.sin)) for each in found])
             self.version += 1  # other passes have the addresses of the old ones
