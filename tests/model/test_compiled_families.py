@@ -16,10 +16,9 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.model.test_fused_families import CHANGES, WRONG
 from tests.support import families
 from tests.support.decoding import run, said
-from tests.support.described import MODELS, assert_right, model_of
+from tests.support.described import CHANGES, MODELS, WRONG, assert_right, model_of
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
