@@ -1,4 +1,4 @@
-"""Tiny models of the families that are described beside Llama, wrong descriptions of them, and a comparison with ``forward``."""
+"""Tiny models of the families that are described beside Llama, right and wrong ones."""
 
 from __future__ import annotations
 
