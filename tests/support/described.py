@@ -58,8 +58,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2_moe": lambda: random_model(
         "Qwen2Moe", **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
-    "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16),
-    "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16, mlp_only_layers=[0]),
+    "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64),
+    "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64, mlp_only_layers=[0]),
     "smollm3": lambda: random_model("SmolLM3", no_rope_layers=[1, 0]),
 }
 

@@ -15,6 +15,7 @@ from numba import cfunc, types
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, query_blocks
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
+    EXPERTS,
     FIELDS,
     GROUPS,
     HEAD_STRIDE,
@@ -34,11 +35,13 @@ from hdtool.runtime.engines.cpu.layer_record import (
     NORM_MIXED,
     NORM_Q,
     NORMS_ALL,
+    OF_EXPERTS,
     OFFSET,
     PAIRED,
     PART,
     PASS_FIELDS,
     PLACES,
+    RENORMS,
     RESIDUAL,
     ROTARY,
     ROTATED,
@@ -57,6 +60,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
+    TOP,
     TURNED,
     VALUES,
     WIDTH,
@@ -73,6 +77,8 @@ from hdtool.runtime.kernels.elementwise import (
     rotate_pairs,
     silu_in_place,
 )
+from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
@@ -225,7 +231,8 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
     rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
-    return rows * of_row + _attention_parts(shape) * attention_numbers(positions, width)  # type: ignore[no-any-return]
+    of_attention = _attention_parts(shape) * attention_numbers(positions, width)
+    return rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])  # type: ignore[no-any-return]
 
 
 @compiled
@@ -242,6 +249,20 @@ def _compute(
     team = shape[TEAM] if work >= LEAST_NUMBERS else 0
     of_layer = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
     compute_together(team, shape[THREADS], shape[PART], *of_layer, part, one, two, three, units, 1)
+
+
+@compiled
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
+    """The experts of a layer; ``outputs`` may be ``inputs``."""
+    experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
+    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
+    _multiply(shape, layer, TO_GATE, inputs, rows, scratch)
+    route(logits, layer[RENORMS] != 0, chosen, shares)
+    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
+    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
+    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
 
 
 @compiled
@@ -272,10 +293,13 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
-        _multiply(shape, layer, TO_GATE, read, rows, gate)
-        _multiply(shape, layer, TO_UP, read, rows, up)
-        _compute(shape, layer, starts, GATE, gate, up, 0, rows, inner_numbers)
-        _multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[EXPERTS]:
+            _mix(shape, layer, read, rows, normed, rest)
+        else:
+            _multiply(shape, layer, TO_GATE, read, rows, gate)
+            _multiply(shape, layer, TO_UP, read, rows, up)
+            _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
+            _multiply(shape, layer, TO_DOWN, gate, rows, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
 
 

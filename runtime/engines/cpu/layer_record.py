@@ -15,10 +15,12 @@ MATMUL_FIELDS = 5
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
+EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
 keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
-the number of the kind of rotary positions, -1 for none."""
-FIELDS = ROTARY + 1
+the number of the kind of rotary positions, -1 for none. In place of an MLP, the address of a record of experts, how
+many of them each row has, and whether their shares add up to 1; the first matmul of the MLP gives their scores then."""
+FIELDS = RENORMS + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
 """Of a pass: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
@@ -28,10 +30,11 @@ that are rotated, and whether their pairs are side by side."""
 SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW, TEAM, THREADS, PART = range(11, 19)
 """Numbers from one sequence, head or row of the mask to the next; the open team of threads, 0 for none, and their
 number; the address of ``part_function``."""
-SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE = range(19, 26)
+SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, OF_EXPERTS = range(19, 27)
 """The factor of scores, and what bounds them; of norms, the epsilon and what is added to weights; the factor of what is
-added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU."""
-PASS_FIELDS = TANH_GATE + 1
+added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU; the numbers of
+scratch memory that experts need for a row."""
+PASS_FIELDS = OF_EXPERTS + 1
 
 Numbers = npt.NDArray[np.int64]
 
