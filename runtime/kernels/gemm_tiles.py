@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
 from hdtool.runtime.kernels.compiled import generated
+from hdtool.runtime.kernels.matrix_kind import MatrixKind, type_of
 from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks, Expand
 from hdtool.runtime.kernels.tile_choice import Tile, cases
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
-FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
-"""Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits
-stand for them."""
-NUMBERS = {types.float32: (FLOAT, 4), types.int16: (SHORT, 2), types.uint16: (HALF, 2)}
+FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
+NUMBERS = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
 PREFETCHED = 8192
 """Bytes from what is read to what is prefetched, unless the rows of a tile are longer. A pass of four rows through
 SmolLM2 on Zen 5 took 8.5 ms with one tile, 1,440 bytes, 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with
@@ -189,7 +187,7 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
             places = [code.after(start, LANES * place) for place in range(beside * number)]
             kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
             before = [builder.select(first, _zero(code), one) for one in kept]
-            read = _Numbers(code, types.float32, CACHE_LINE // LANES)
+            read = _Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
             found = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )
