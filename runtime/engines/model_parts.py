@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.nn import Dropout, Module, ModuleList
+from torch.nn import Dropout, Embedding, Module, ModuleList
 
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -169,7 +170,7 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     names = [name for name in vars(decoder) if OTHER_CODE.search(name) and name != family.embedding]
     ends = (decoder, decoder.norm, decoder.rotary_emb, decoder.embed_tokens)
     package = package_of(decoder)
-    own = all(is_of_package(one, package) or type(one) is torch.nn.Embedding for one in ends)
+    own = all(is_of_package(one, package) or type(one) in (Embedding, CompactEmbedding) for one in ends)
     return own and not names and family.holds_for(model, decoder.config)
 
 

@@ -19,6 +19,7 @@ from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.slots import Cache, Slot
     from hdtool.runtime.model.pass_log import PassLog
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 class CompiledModel:
     """The compiled passes of one model, as long as it stays the one that was compiled."""
 
-    def __init__(self, parts: CompiledParts, log: PassLog) -> None:
+    def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
-        self.table = WeightTable(parts)
+        self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
         """By the number of slots for which a pass has memory."""
         self.is_current = False
@@ -39,7 +40,7 @@ class CompiledModel:
 
     def record(self) -> None:
         """Take the model as it is now for the compiled one."""
-        self._recorded = RecordedModel(self._parts.model)
+        self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
         self._found(is_same=True)
         self.check(again=False)
 
@@ -47,10 +48,13 @@ class CompiledModel:
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
         if again:
             self._found(self._recorded.is_same())
-        config: Any = self._parts.model.config
         if self._is_same:
             self.table.check_rotary()
-        self.is_current = self._is_same and attention_of(config.get_text_config(decoder=True)) == "sdpa"
+        self.is_current = self._is_same and self._attention_now() == self._attention
+
+    def _attention_now(self) -> str:
+        config: Any = self._parts.model.config
+        return attention_of(config.get_text_config(decoder=True))
 
     def _found(self, is_same: bool) -> None:
         self._is_same = is_same

@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama kind in compiled code: matmuls, and what lies between them.
+"""Decoder layers in compiled code: matmuls, and what lies between them.
 
 Each row is computed by itself, in an order of operations that its own numbers determine, so its bits depend neither on
 other rows nor on the number of threads.
@@ -10,38 +10,76 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.layer_record import (
+    EPSILON,
+    FIELDS,
+    GROUPS,
+    HEAD_STRIDE,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KEYS,
+    MASK,
+    MASK_ROW,
+    MASK_SLOT,
+    MATMUL_FIELDS,
+    NEW,
+    NORM_BEFORE,
+    NORM_END,
+    NORM_K,
+    NORM_MIDDLE,
+    NORM_MIXED,
+    NORM_Q,
+    NORMS_ALL,
+    OFFSET,
+    PAIRED,
+    PART,
+    PASS_FIELDS,
+    PLACES,
+    RESIDUAL,
+    ROTARY,
+    ROTATED,
+    SCALE,
+    SINKS,
+    SLOT_STRIDE,
+    SLOTS,
+    SOFTCAP,
+    TANH_GATE,
+    TEAM,
+    THREADS,
+    TO_DOWN,
+    TO_GATE,
+    TO_KEYS,
+    TO_OUTPUT,
+    TO_QUERIES,
+    TO_UP,
+    TO_VALUES,
+    TURNED,
+    VALUES,
+    WIDTH,
+    WINDOW,
+    Numbers,
+)
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import add_in_place, gate_in_place, norm_row, norm_rows, rotate_head
+from hdtool.runtime.kernels.elementwise import (
+    add_in_place,
+    gelu_in_place,
+    norm_row,
+    norm_rows,
+    rotate_head,
+    rotate_pairs,
+    silu_in_place,
+)
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
-"""The matmuls of a layer."""
-MATMUL_FIELDS = 5
-"""Addresses of the compiled matmul and of the matrix, rows and columns of it, address of the bias."""
-NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 6)
-"""Addresses of the weights of norms, 0 for none, and of the layer's keys and values."""
-FIELDS = VALUES + 1
-
-SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW = range(
-    14
-)
-TEAM, THREADS, PART, SCALE, EPSILON = range(14, 19)
-"""Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
-head or row of the mask to the next; then the open team of threads, 0 for none, and their number; the address of
-``part_function``; and the bits of the factor of scores and of the epsilon of norms."""
-PASS_FIELDS = EPSILON + 1
-
-NORM, APPEND, ATTEND, ADD_AND_NORM, GATE, ADD = range(6)
+NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END = range(6)
 """The parts of a layer between its matmuls."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 @cache
@@ -54,65 +92,89 @@ def part_function() -> Any:
     ) -> None:
         shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
         starts = array_at(of_starts, (shape[SLOTS],), types.int64)
-        epsilon = _number_at(of_pass + EPSILON * WORD_SIZE)
-        width, inner = shape[HIDDEN], shape[INNER]
+        width, inner = shape[HIDDEN], layer[TO_GATE * MATMUL_FIELDS + 2]
         rows, at, at_inner = end - first, first * width * ITEM_SIZE, first * inner * ITEM_SIZE
         if part == NORM:
-            norm_rows(one + at, rows, width, layer[NORM_BEFORE], epsilon, two + at)
+            _norm(shape, layer[NORM_BEFORE], one + at, rows, two + at)
         elif part == APPEND:
-            _append(shape, layer, starts, epsilon, one, two, three, first, end)
+            _append(shape, layer, starts, one, two, three, first, end)
         elif part == ATTEND:
             _attend(shape, layer, starts, one, two, three, first, end)
-        elif part == ADD_AND_NORM:
-            add_in_place(one + at, two + at, rows * width)
-            norm_rows(one + at, rows, width, layer[NORM_AFTER], epsilon, three + at)
+        elif part == ADD_MIXED:
+            _add(shape, layer[NORM_MIXED], one + at, two + at, rows)
+            _norm(shape, layer[NORM_MIDDLE], one + at, rows, three + at)
         elif part == GATE:
-            gate_in_place(one + at_inner, two + at_inner, rows * inner)
+            if shape[TANH_GATE]:
+                gelu_in_place(one + at_inner, two + at_inner, rows * inner)
+            else:
+                silu_in_place(one + at_inner, two + at_inner, rows * inner)
         else:
-            add_in_place(one + at, two + at, rows * width)
+            _add(shape, layer[NORM_END], one + at, two + at, rows)
 
     return compute_part
 
 
 @compiled
-def _number_at(address: int) -> Any:
-    return array_at(address, (1,), types.float32)[0]
+def _float_of(shape: Numbers, field: int) -> Any:
+    return array_at(shape.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
+
+
+@compiled
+def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
+    """What a matmul reads of hidden states; nothing is written where it reads them as they are."""
+    if weight:
+        epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+        norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
+
+
+@compiled
+def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> None:
+    _norm(shape, weight, added, rows, added)
+    add_in_place(hidden, added, rows * shape[HIDDEN], _float_of(shape, RESIDUAL))
 
 
 @compiled
 def _append(
-    shape: Numbers,
-    layer: Numbers,
-    starts: Numbers,
-    epsilon: Any,
-    queries: int,
-    keys: int,
-    values: int,
-    first: int,
-    end: int,
+    shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
     """Rotate queries and keys of some rows, and append keys and values to the cache after ``starts``.
 
-    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries are changed in place.
+    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries and keys are changed in place.
     """
     new, heads, width = shape[NEW], shape[HEADS], shape[WIDTH]
     query_heads, size = heads * shape[GROUPS], width * ITEM_SIZE
     for row in range(first, end):
         slot, place = row // new, row % new
         kept_slot = slot * shape[SLOT_STRIDE]
-        cos, sin = shape[COS] + row * size, shape[SIN] + row * size
-        for head in range(query_heads):
-            at = queries + (row * query_heads + head) * size
-            if layer[NORM_Q]:
-                norm_row(at, layer[NORM_Q], width, epsilon, at)
-            rotate_head(at, cos, sin, width, at)
+        _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
+        _prepare_heads(shape, layer, layer[NORM_K], row, heads, keys + row * heads * size)
         for head in range(heads):
             at = (row * heads + head) * size
             kept = (kept_slot + head * shape[HEAD_STRIDE] + (starts[slot] + place) * width) * ITEM_SIZE
-            if layer[NORM_K]:
-                norm_row(keys + at, layer[NORM_K], width, epsilon, keys + at)
-            rotate_head(keys + at, cos, sin, width, layer[KEYS] + kept)
+            copy_numbers(keys + at, width, layer[KEYS] + kept)
             copy_numbers(values + at, width, layer[VALUES] + kept)
+
+
+@compiled
+def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
+    """Norm and rotate the queries or the keys of a row."""
+    width, turned = shape[WIDTH], shape[TURNED] * ITEM_SIZE
+    epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+    if norm and shape[NORMS_ALL]:
+        norm_row(at, norm, offset, heads * width, epsilon, at)
+    rows = shape[SLOTS] * shape[NEW]
+    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * turned
+    sin = cos + rows * turned
+    for head in range(heads):
+        of_head = at + head * width * ITEM_SIZE
+        if norm and not shape[NORMS_ALL]:
+            norm_row(of_head, norm, offset, width, epsilon, of_head)
+        if layer[ROTARY] < 0:
+            continue
+        if shape[PAIRED]:
+            rotate_pairs(of_head, cos, sin, shape[TURNED], of_head)
+        else:
+            rotate_head(of_head, cos, sin, shape[TURNED], of_head)
 
 
 @compiled
@@ -121,7 +183,6 @@ def _attend(
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
     new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
-    scale = _number_at(shape.ctypes.data + SCALE * WORD_SIZE)
     blocks, memory = heads * query_blocks(new, groups), attention_numbers(starts.max() + new, width)
     # Rounded up, this is the number of the part: each of them has memory of its own.
     own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
@@ -138,10 +199,14 @@ def _attend(
             layer[KEYS] + kept,
             layer[VALUES] + kept,
             shape[HEAD_STRIDE],
-            starts[slot] + new,
+            starts[slot],
             mask,
             shape[MASK_ROW],
-            scale,
+            _float_of(shape, SCALE),
+            _float_of(shape, SOFTCAP),
+            layer[WINDOW],
+            shape[PLACES] + slot * new * WORD_SIZE,
+            layer[SINKS],
             own,
             written + at,
             max(first - slot * blocks, 0),
@@ -180,7 +245,7 @@ def _compute(
 
 
 @compiled
-def compute_layers(shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, hidden: int, scratch: int) -> None:
+def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
     rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
     query_numbers, key_numbers = rows * heads * shape[GROUPS] * width, rows * heads * width
@@ -198,18 +263,20 @@ def compute_layers(shape: Numbers, layers: npt.NDArray[np.int64], starts: Number
     for number in range(len(layers)):
         layer = layers[number]
         _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
-        _multiply(shape, layer, TO_QUERIES, normed, rows, queries)
-        _multiply(shape, layer, TO_KEYS, normed, rows, keys)
-        _multiply(shape, layer, TO_VALUES, normed, rows, values)
+        read = normed if layer[NORM_BEFORE] else hidden
+        _multiply(shape, layer, TO_QUERIES, read, rows, queries)
+        _multiply(shape, layer, TO_KEYS, read, rows, keys)
+        _multiply(shape, layer, TO_VALUES, read, rows, values)
         _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
         _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
         _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
-        _compute(shape, layer, starts, ADD_AND_NORM, hidden, normed, normed, rows, numbers)
-        _multiply(shape, layer, TO_GATE, normed, rows, gate)
-        _multiply(shape, layer, TO_UP, normed, rows, up)
+        _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
+        read = normed if layer[NORM_MIDDLE] else hidden
+        _multiply(shape, layer, TO_GATE, read, rows, gate)
+        _multiply(shape, layer, TO_UP, read, rows, up)
         _compute(shape, layer, starts, GATE, gate, up, 0, rows, inner_numbers)
         _multiply(shape, layer, TO_DOWN, gate, rows, normed)
-        _compute(shape, layer, starts, ADD, hidden, normed, 0, rows, numbers)
+        _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
 
 
 def compile_layers() -> None:

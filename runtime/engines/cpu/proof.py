@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch.nn import ModuleList
 
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED, CompiledParts
+from hdtool.runtime.engines.around_layers import (
+    kinds_of_positions,
+    rotary_kinds,
+    rotary_of,
+    small_parts_hold,
+    windows_of_layers,
+)
+from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.layer_kernel import COS, SIN, TEAM, compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_record import PLACES, ROTATED, TEAM
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.team import team_of
-from hdtool.runtime.model.attention_masks import FULL, Mask
+from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.library import cache_argument
@@ -36,8 +46,9 @@ LENGTHS = (0, 37, 150)
 SHORT = 5
 """Tokens of a context or a piece for the whole model: a large one takes a second for 40 on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
-Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask]
-"""A cache, the positions of a pass, and its mask."""
+Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None]
+"""A cache, the positions of a pass, its masks for the library, and that without windows, which compiled code reads."""
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
@@ -48,18 +59,30 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
-    parts = model_parts(target.model, COMPILED)
-    if parts is None or [one.kind for one in target.stock.windows] != [FULL] or not _fit_cache(parts, target):
+    parts, windows = model_parts(target.model, COMPILED), windows_of_layers(target)
+    if parts is None or windows is None or not _is_compiled(parts) or not _fit_cache(parts, target):
+        return None
+    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
         return None
     compile_layers()
     compile_passes()
     compile_tree_passes()
-    made = CompiledModel(parts, target.log)
+    made = CompiledModel(parts, windows, target.log)
     if proved:
         return made
     with target.changing(), target.log.unchanged():
-        holds = _LayerProof(target, made.table, parts).holds() and _has_same_logits(target, made, parts)
+        holds = _LayerProof(target, made.table, parts, windows).holds() and _has_same_logits(target, made, parts)
     return made if holds else None
+
+
+def _is_compiled(parts: CompiledParts) -> bool:
+    """Whether all that is in the layers of a family has compiled code."""
+    kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
+    none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
+    turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
+    return all(layer.experts is None and layer.activation in ACTIVATIONS for layer in parts.layers) and (
+        len(set(turned)) < 2 and all(width % LANES == 0 for width in turned)
+    )
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
@@ -73,8 +96,12 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
 class _LayerProof:
     """Compares layers in compiled code with those of the library, on hidden states of the model."""
 
-    def __init__(self, target: Target, table: WeightTable, parts: CompiledParts) -> None:
+    def __init__(
+        self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
+    ) -> None:
         self._target, self._table, self._parts = target, table, parts
+        self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
+        self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
         self._random = torch.Generator().manual_seed(0)
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
@@ -97,7 +124,8 @@ class _LayerProof:
         cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length)
+        own: Any = self._masks.of_tree(tree, length)
+        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), own
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -105,30 +133,31 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        return storage, SlotKVCache(storage, lengths, rows), positions, target.stock.masks.of_batch(trees, lengths)
+        masks, own = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
+        return storage, SlotKVCache(storage, lengths, rows), positions, masks, own
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
-        storage, _, positions, _ = case
+        storage, _, positions, *_ = case
         for tensor in storage.tensors:
             tensor.normal_(generator=self._random)
         for number in numbers:
             rows = self._states[number].flatten(0, 1)
             chosen = torch.arange(positions.numel()) % len(rows)
             hidden = rows[chosen].view(*positions.shape, -1)
-            rotary = self._parts.rotary(hidden, positions)
-            expected = self._expected(number, hidden, rotary, case)
+            expected = self._expected(number, hidden, case)
             if expected is None:
                 return False
             if number + 1 == len(self._states):
                 self._states.append(expected)
         return True
 
-    def _expected(
-        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
-    ) -> torch.Tensor | None:
+    def _expected(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor | None:
         """The output of the library's layer; None if the compiled one has other numbers."""
-        storage, cache, positions, mask = case
+        storage, cache, positions, masks, _ = case
         keys_values, layer = storage.layers[number], self._parts.layers[number].layer
+        mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
+        kind = filter(None, [kinds_of_positions(self._parts)[number]])
+        rotary: Rotation = self._parts.rotary(hidden, positions, *kind)
         before = [tensor.clone() for tensor in keys_values]
         given = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions, "use_cache": True}
         expected = layer(hidden, **given, **cache_argument(layer, cache))
@@ -137,21 +166,22 @@ class _LayerProof:
         written = [tensor.clone() for tensor in keys_values]
         for tensor, old in zip(keys_values, before, strict=True):
             tensor.copy_(old)
-        found = self._compiled(number, hidden, rotary, case)
+        found = self._compiled(number, hidden, case)
         distances = [distance(found, expected, expected - hidden)]
         distances += [distance(tensor, new, new) for tensor, new in zip(keys_values, written, strict=True)]
         return expected if all(one <= TOLERANCE for one in distances) else None
 
-    def _compiled(
-        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
-    ) -> torch.Tensor:
+    def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
         """The output of one compiled layer, which writes to the KV cache."""
-        storage, cache, positions, mask = case
+        storage, cache, positions, _, mask = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
         shape = self._table.shape_of(slots, new, mask, storage)
-        cos, sin = (one.expand(slots, -1, -1).contiguous() for one in rotary)
-        shape[COS], shape[SIN] = cos.data_ptr(), sin.data_ptr()
+        places = positions.expand(slots, -1).contiguous()
+        kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
+        found = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
+        tables = torch.stack([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
+        shape[PLACES], shape[ROTATED] = places.data_ptr(), tables.data_ptr()
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         scratch = torch.empty(scratch_numbers(shape, max(starts) + new), dtype=torch.float32)
         layer = self._table.with_cache(storage)[number : number + 1]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.engines.cpu.layer_kernel import (
+from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
     MASK,
     MASK_ROW,

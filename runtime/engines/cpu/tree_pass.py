@@ -164,7 +164,7 @@ class TreePass:
         memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            memory["scratch"] = torch.empty(pass_numbers(shape, capacity), dtype=torch.float32).numpy()
+            memory["scratch"] = torch.empty(pass_numbers(shape, table.kinds, capacity), dtype=torch.float32).numpy()
             # Pages that nobody writes take no memory.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
         for name, part in memory.items():
