@@ -115,6 +115,9 @@ class Family:
     """The setting that bounds the logits."""
     experts: str = ""
     """The class of a mixture of experts in place of the MLP, which the pass calls as it is."""
+    router: str = ""
+    """The class of what chooses experts by the largest of their probabilities, which are made to add up to 1 if it says
+    so."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()
@@ -202,12 +205,13 @@ FAMILIES: Mapping[str, Family] = {
         logit_divisor="logits_scaling",
         settings=frozenset({"attention_multiplier"}),
     ),
-    "mixtral": Family(experts="MixtralSparseMoeBlock", settings=OF_EXPERTS),
+    "mixtral": Family(experts="MixtralSparseMoeBlock", router="MixtralTopKRouter", settings=OF_EXPERTS),
     "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
         experts="OlmoeSparseMoeBlock",
+        router="OlmoeTopKRouter",
         settings=OF_EXPERTS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
@@ -222,7 +226,9 @@ FAMILIES: Mapping[str, Family] = {
         experts="Qwen2MoeSparseMoeBlock",
         settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
-    "qwen3_moe": Family(experts="Qwen3MoeSparseMoeBlock", settings=OF_EXPERTS | {"use_sliding_window"}),
+    "qwen3_moe": Family(
+        experts="Qwen3MoeSparseMoeBlock", router="Qwen3MoeTopKRouter", settings=OF_EXPERTS | {"use_sliding_window"}
+    ),
     "smollm3": Family(
         rotates=lambda attention: bool(attention.use_rope),
         attributes=frozenset({"use_rope"}),

@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
 from hdtool.runtime.kernels.compiled import generated
+from hdtool.runtime.kernels.matrix_kind import MatrixKind, type_of
 from hdtool.runtime.kernels.memory.raw_memory import BYTES
 from hdtool.runtime.kernels.packed.formats import OF_TYPE
 from hdtool.runtime.kernels.packed.registers import Blocks, Expand
 from hdtool.runtime.kernels.tile_choice import Tile, cases
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
-FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
-"""Arguments whose type states the format of a matrix. Compiled code has no type for 16-bit floats: integers of 16 bits
-stand for them."""
-NUMBERS = {types.float32: (FLOAT, 4), types.int16: (SHORT, 2), types.uint16: (HALF, 2)}
+FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
+NUMBERS = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
 PREFETCHED = 8192
 """Bytes from what is read to what is prefetched, unless the rows of a tile are longer. A pass of four rows through
 SmolLM2 on Zen 5 took 8.5 ms with one tile, 1,440 bytes, 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with
@@ -38,7 +36,9 @@ PART_COLUMNS = 1024
 SUMS = 16 if LANES == 16 else 8
 """Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers, ARM needs four for
 what AVX-512 has in one."""
-MOST_OUTS, MOST_ROWS = 8, 8
+SUMS_OF_PAIR = 24 if LANES == 16 else 8
+"""Those of a tile of one or two matrix rows, beside which the numbers of both fit as well."""
+MOST_OUTS, MOST_ROWS = 8, max(8, SUMS_OF_PAIR // 2)
 """Matrix rows of which a tile multiplies a divisor, and input rows of a tile, at most."""
 FEW_ROWS = 4
 """Input rows of a tile up to which they are read where they are; more of them are interleaved, vector by vector."""
@@ -144,7 +144,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 def outs_beside(rows: int) -> int:
     """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``."""
-    return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
+    return max(outs for outs in (1, 2, 4) if outs * rows <= (SUMS_OF_PAIR if outs <= 2 else SUMS) or outs == 1)
 
 
 def tile(outs: int, rows: int, *, interleaved: bool = False) -> Tile:
@@ -189,7 +189,7 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
             places = [code.after(start, LANES * place) for place in range(beside * number)]
             kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
             before = [builder.select(first, _zero(code), one) for one in kept]
-            read = _Numbers(code, types.float32, CACHE_LINE // LANES)
+            read = _Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
             found = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )
@@ -239,12 +239,12 @@ def _sums(
             code.prefetch(builder.inttoptr(builder.add(address, column), BYTES))
         for place in range(read.vectors):
             at = builder.add(column, INDEX(place * LANES))
-            factors = _factors(code, numbers, at, columns, rows, interleaved)
-            for out, expand in enumerate(expanders):
-                weights = expand(place)
-                for row, factor in enumerate(factors):
+            weights = [expand(place) for expand in expanders]
+            for row, address in enumerate(_input_places(code, numbers, at, columns, rows, interleaved)):
+                factor = code.load(address, code.vector, ITEM_SIZE)
+                for out, weight in enumerate(weights):
                     sum_ = out * rows + row
-                    sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+                    sums[sum_] = code.multiply_add(weight, factor, sums[sum_])
         return sums
 
     found: list[Any] = read.loop(places, columns, first, multiply)
@@ -266,15 +266,13 @@ def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any
             builder.store(found, builder.bitcast(where, found.type.as_pointer())).align = ITEM_SIZE
 
 
-def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
-    """The numbers of each input row at a column."""
+def _input_places(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
+    """The addresses of each input row's numbers at a column."""
     builder = code.builder
     if interleaved:
         first = code.after(inputs, builder.mul(at, INDEX(rows)))
-        places = [code.after(first, row * LANES) for row in range(rows)]
-    else:
-        places = [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
-    return [code.load(place, code.vector, ITEM_SIZE) for place in places]
+        return [code.after(first, row * LANES) for row in range(rows)]
+    return [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
 
 
 def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:

@@ -5,15 +5,15 @@ Compiled code that multiplies matrices of several formats, known only when it ru
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.gemm_tiles import block_numbers
+from hdtool.runtime.kernels.matrix_kind import MatrixKind
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.small_batch_gemm import multiply
 from hdtool.runtime.kernels.vector_code import INDEX, ITEM_SIZE
@@ -23,14 +23,9 @@ ARGUMENTS = 9
 row to multiply, and the end, between which are whole panels unless it is that of the matrix."""
 
 
-def matmul_of(kind: Any, size: int) -> Any:
-    """The matmul for a format; it must be kept as long as its address is used."""
-    return _made(cast(Hashable, type(kind)), size)  # formats differ by the type of ``kind``: they are equal as numbers
-
-
 @cache
-def _made(kind_type: Hashable, size: int) -> Any:
-    kind: Any = cast(Any, kind_type)(0)
+def matmul_of(kind: MatrixKind, size: int) -> Any:
+    """The matmul for a format; it must be kept as long as its address is used."""
 
     @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
     def matmul(

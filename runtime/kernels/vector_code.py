@@ -47,6 +47,14 @@ LANES = 16 if has_feature("avx512f") else 8 if has_feature("avx") else 4
 """Numbers in a vector register."""
 
 
+TABLE_SIZE = 16
+LOOK_UP_ARM = "llvm.aarch64.neon.tbl1.v16i8"
+LOOK_UP_X86 = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}
+"""By the bytes of its registers."""
+LOOK_UP = LOOK_UP_ARM if machine().lower() in ("aarch64", "arm64") else LOOK_UP_X86[16] if has_feature("avx") else None
+"""The instruction that takes 16 octets from a table of 16; None where there is none that is known."""
+
+
 class VectorCode:
     """Adds instructions on vectors of ``LANES`` numbers to a function that numba compiles."""
 
@@ -84,6 +92,31 @@ class VectorCode:
         """Some lanes of a vector."""
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
+
+    def looked_up(
+        self, table: Sequence[int], indices: Any, instruction: str | None = LOOK_UP, size: int = TABLE_SIZE
+    ) -> Any:
+        """Octets of a table of 16, at indices of four bits; ``size`` is that of the instruction's registers."""
+        if instruction is None:
+            return self._selected(table, indices)
+        octets = self.integers([number % 256 for number in table] * (size // TABLE_SIZE), OCTET)
+        found = [
+            self.call(instruction, octets.type, octets, self.part(indices, first, size))
+            for first in range(0, indices.type.count, size)
+        ]
+        while len(found) > 1:
+            found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
+    def _selected(self, table: Sequence[int], indices: Any) -> Any:
+        """The same without an instruction for it: each bit of an index halves what is left of the table."""
+        lanes = indices.type.count
+        left = [self.integers([number % 256] * lanes, OCTET) for number in table]
+        for bit in range(len(table).bit_length() - 1):
+            one = self.builder.and_(indices, self.integers([1 << bit] * lanes, OCTET))
+            is_set = self.builder.icmp_unsigned("!=", one, self.integers([0] * lanes, OCTET))
+            left = [self.builder.select(is_set, *pair) for pair in zip(left[1::2], left[::2], strict=True)]
+        return left[0]
 
     def joined(self, first: Any, second: Any) -> Any:
         """The lanes of two vectors, one vector's after the other's."""

@@ -23,6 +23,7 @@ from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash,
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import packed_place, place_of
@@ -166,6 +167,7 @@ def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: P
         if outline_of(model) == proof.outline:
             compact_weights(model, dict(proof.compact))
             compile_linear_layers(model)
+            compile_experts(model)
             target = Target(model, shapes=proof.shapes)
             target.compiled = compile_cpu(target, proved=True)
             if target.compiled and logits_hash(target) == proof.logits:
@@ -192,6 +194,7 @@ def _proved_now(config: ModelConfig, settings: Any, device: torch.device, kept: 
     if is_compact or (config.dtype == "auto" and pack_weights(model)):
         compact_weights(model, compact)
     compile_linear_layers(model)
+    compile_experts(model)
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:

@@ -12,13 +12,13 @@ import argparse
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
 from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
 from hdtool.runtime.kernels.small_batch_gemm import multiply, unpack
+from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
@@ -26,18 +26,8 @@ SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 NUMBERS = 75_000_000
 """Weights of all layers of a shape together: more than the last cache holds."""
 REPEATS = 7
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has numbers in float16."""
 Side = tuple[Any, int, list[torch.Tensor]]
 """The format, the bytes of a number or block, and the matrices."""
-
-
-def random_blocks(outs: int, columns: int, format: BlockFormat) -> torch.Tensor:
-    blocks = np.random.randint(0, 256, (outs * columns // format.numbers, format.bytes), dtype=np.uint8)
-    for first in SCALES[format.name]:
-        numbers = (0.01 * np.random.rand(len(blocks), 1)).astype(np.float16)
-        blocks[:, first : first + 2] = numbers.view(np.uint8)
-    return torch.from_numpy(blocks.reshape(outs, -1))
 
 
 def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> torch.Tensor:
@@ -61,7 +51,7 @@ def sides_of(shape: tuple[int, int], number: int) -> dict[str, Side]:
     }
     for one in FORMATS.values():
         if shape[1] % one.numbers == 0:
-            sides[one.name] = one.kind, one.bytes, [random_blocks(*shape, one) for _ in range(number)]
+            sides[one.name] = one.kind, one.bytes, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
     return sides
 
 

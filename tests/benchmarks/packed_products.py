@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
 def sides_of(weights: list[torch.Tensor]) -> dict[str, Side]:
     found = {"float32, torch": Side([partial(linear, weight=weight) for weight in weights], weights[0])}
-    for name in ("Q8_0", "Q4_1"):
+    for name in ("Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"):
         kind = GGMLQuantizationType[name]
         blocks = [quantize(weight.numpy(), kind) for weight in weights]
         expanded = torch.from_numpy(dequantize(blocks[0], kind))

@@ -12,19 +12,20 @@ from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.model_families import FAMILIES
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.model.test_fused_families import CHANGES, WRONG
 from tests.support import families
 from tests.support.decoding import run, said
-from tests.support.described import MODELS, assert_right, model_of
+from tests.support.described import CHANGES, MODELS, WRONG, assert_right, model_of
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
-WITH_EXPERTS = {"glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe, some dense"}
-DENSE = [name for name in MODELS if name not in WITH_EXPERTS]
+OF_THE_LIBRARY = {"glm4_moe", "gpt_oss", "qwen2_moe"}
+"""Models whose experts are chosen, or computed, in another way."""
+COMPILED_ONES = [name for name in MODELS if name not in OF_THE_LIBRARY]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,7 @@ def target_of(name: str) -> Target:
     model = model_of(name)
     model.generation_config.eos_token_id = None
     compile_linear_layers(model)
+    compile_experts(model)
     return Target(model)
 
 
@@ -48,14 +50,14 @@ def compiled_of(name: str) -> Target:
     return target
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPILED_ONES)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
     assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
     assert compiled(target).is_current and compiled(target).passes >= 6
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPILED_ONES)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     target = compiled_of(name)
     of_tree = logits_of(target, prompt_of(40))
@@ -67,7 +69,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
         assert torch.equal(found[0], of_tree[node + 1])
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPILED_ONES)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
@@ -75,7 +77,7 @@ def test_answers_are_those_of_plain_decoding(name: str) -> None:
         assert said(run(target, prompt_of(30), sampling, most=20)) == expected
 
 
-@pytest.mark.parametrize("fault", [fault for fault, (name, _) in WRONG.items() if name in DENSE])
+@pytest.mark.parametrize("fault", [fault for fault, (name, _) in WRONG.items() if name in COMPILED_ONES])
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = WRONG[fault]
     known = FAMILIES[name]
@@ -93,7 +95,12 @@ def test_a_model_that_differs_is_not_compiled(change: str) -> None:
     assert compile_cpu(target) is None
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_other_experts_are_the_librarys(name: str) -> None:
+    assert compile_cpu(target_of(name)) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe"])
 def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
     found = []
     for is_compact in (False, True):
@@ -103,6 +110,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
         if is_compact:
             compact_weights(model)
         compile_linear_layers(model)
+        compile_experts(model)
         target = Target(model)
         target.compiled = compile_cpu(target)
         assert target.compiled

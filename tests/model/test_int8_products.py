@@ -19,6 +19,7 @@ from hdtool.runtime.engines.cpu.int8.panels import TOGETHER, Panels
 from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
@@ -54,15 +55,16 @@ def assert_is_product(
     st.sampled_from(ALL_FORMATS),
     st.integers(1, 3 * MOST_ROWS),
     st.integers(1, 3 * PANEL_ROWS),
-    st.integers(1, 3),
+    st.integers(1, 10),
     st.booleans(),
     st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None)
 def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    matrix = some_matrix(format, outs, wholes * LONGEST_BLOCK, seed)
-    numbers, added = torch.randn(rows, wholes * LONGEST_BLOCK), torch.randn(outs) if bias else None
+    columns = wholes * max(COLUMN_MULTIPLE, format.numbers)
+    matrix = some_matrix(format, outs, columns, seed)
+    numbers, added = torch.randn(rows, columns), torch.randn(outs) if bias else None
     found = int8_linear(numbers, Panels(matrix.blocks, format), added)
     assert_is_product(found, numbers, matrix, added)
     for row in range(rows):
@@ -86,6 +88,8 @@ def test_sums_never_overflow(format: BlockFormat) -> None:
     blocks = torch.full((PANEL_ROWS, 2 * LONGEST_BLOCK // format.numbers, format.bytes), 255, dtype=torch.uint8)
     if format.name in ("Q8_0", "int8"):
         blocks[:, :, format.bytes - format.numbers :] = 127
+    if format.name == "MXFP4":
+        blocks[:, :, 1:] = 0x77  # its largest number is not the last one
     flat = blocks.view(-1, format.bytes).numpy()
     for first in SCALES[format.name]:
         set_scales(flat, format, first, torch.ones(len(flat)).numpy())
@@ -137,7 +141,11 @@ def _tile(dot: str | None) -> object:
     return multiply
 
 
-@pytest.mark.parametrize("format", [one for one in ALL if one.id in ("Q4_1", "Q8_0", "Q6_K", "int8")])
+VARIED = ("Q4_1", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "MXFP4", "int8")
+"""Formats that use all instructions between them."""
+
+
+@pytest.mark.parametrize("format", [one for one in ALL if one.id in VARIED])
 def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
     matrix, numbers = some_matrix(format, PANEL_ROWS, LONGEST_BLOCK), torch.randn(1, LONGEST_BLOCK)
     panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD, dtype=torch.uint8)

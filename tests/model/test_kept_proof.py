@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,15 @@ def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
     assert first.shapes == second.shapes and first.compiled is not None and second.compiled is not None
     assert has_compact_weights(second.model)
     assert first.model.generation_config.to_dict() == second.model.generation_config.to_dict()
+
+
+def test_an_outline_has_the_numbers_of_buffers(file: Path) -> None:
+    """Of those without dimensions, too, as Gemma has one for its embeddings."""
+    model: Any = load(ModelConfig(str(file), device="cpu")).target.model
+    model.register_buffer("scale", torch.tensor(8.0))
+    before = kept_proof.outline_of(model)
+    model.scale.fill_(9.0)
+    assert kept_proof.outline_of(model) != before
 
 
 def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Target]) -> None:

@@ -223,7 +223,7 @@ def test_blocks_are_mapped_and_not_copied(tmp_path: Path) -> None:
 
 
 def test_formats_that_no_matmul_takes_are_expanded(tmp_path: Path) -> None:
-    file = file_of(tmp_path, "Q5_0")
+    file = file_of(tmp_path, "TQ2_0")
     packed, wide = both(file)
     assert not packed_names(packed.model)
     assert torch.equal(all_logits(packed.model, 9), all_logits(wide.model, 9))

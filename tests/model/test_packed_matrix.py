@@ -23,7 +23,7 @@ from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, FORMATS, BlockFormat
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
@@ -74,11 +74,20 @@ def test_all_bytes_at_all_places(format: BlockFormat, scale: float) -> None:
     assert_same_bits(matrix.float().numpy(), expected(matrix))
 
 
+def test_all_exponents_and_all_numbers_of_mxfp4() -> None:
+    format = BY_NAME["MXFP4"]
+    blocks = (np.arange(256)[:, None] + 17 * np.arange(format.bytes)[None]).astype(np.uint8)
+    blocks = np.repeat(blocks, 256, 0)
+    blocks[:, 0] = np.tile(np.arange(256), 256)
+    matrix = PackedMatrix(torch.from_numpy(blocks), format)
+    assert_same_bits(matrix.float().numpy(), expected(matrix))
+
+
 @given(
     st.sampled_from(ALL_FORMATS),
-    st.integers(1, MOST_IN_REGISTERS + 20),
+    st.integers(1, 40),
     st.integers(1, 3 * MOST_OUTS),
-    st.integers(1, 3),
+    st.integers(1, 10),
     st.booleans(),
     st.integers(0, 2**32 - 1),
 )
@@ -87,8 +96,9 @@ def test_results_have_the_bits_of_float32(
     format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    matrix = some_matrix(format, outs, wholes * LONGEST_BLOCK, seed)
-    numbers, added = torch.randn(rows, wholes * LONGEST_BLOCK), torch.randn(outs) if bias else None
+    columns = wholes * max(COLUMN_MULTIPLE, format.numbers)
+    matrix = some_matrix(format, outs, columns, seed)
+    numbers, added = torch.randn(rows, columns), torch.randn(outs) if bias else None
     wide = torch.from_numpy(expected(matrix))
     found = compiled_linear(numbers, matrix, added)
     assert torch.equal(found, compiled_linear(numbers, wide, added))
@@ -161,7 +171,7 @@ print(LANES)
     ("features", "lanes"),
     [(["avx", "avx2", "fma", "f16c"], 8), pytest.param(["sse4.2", "f16c"], 4, marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize("names", [["Q5_K"], pytest.param(list(BY_NAME), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("names", [["Q5_1", "IQ4_NL"], pytest.param(list(BY_NAME), marks=pytest.mark.exhaustive)])
 def test_narrower_registers_give_the_same_bits(
     names: list[str], features: list[str], lanes: int, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ def write_gguf(
 ) -> Path:
     """Write a model; ``kind`` is the format of its matrices, and ``settings`` are added to those of the file.
 
-    The library cannot quantize to formats with blocks of 256: there, matrices are random.
+    The library cannot quantize to all formats: in others, matrices are random.
     ``divisors`` are those of the rotary frequencies.
     """
     writer = GGUFWriter(path, "llama")
@@ -94,7 +94,7 @@ def write_gguf(
 
 
 def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    if kind.name.endswith("_K"):
+    if kind.name.endswith("_K") or kind.name == "IQ4_NL":
         return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], seed=len(weight)).blocks.numpy()
     return quantize(weight, kind)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,9 +17,10 @@ from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, INT4, INT8, Block
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 NAMES = {one.name: one for one in ALL_FORMATS}
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES: dict[str, tuple[int, ...]] = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "MXFP4": (0,)}
 SCALES |= {"int8": (0,), "int4": (0, 4)}
-"""Where a block has numbers in float16, or in float32 for torchao."""
+"""Where a block has numbers in float16, in float32 for torchao, or an exponent in 8 bits for MXFP4."""
 LONGEST_BLOCK = 256
 
 
@@ -31,8 +34,17 @@ def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0) -> 
 
 
 def set_scales(blocks: npt.NDArray[np.uint8], format: BlockFormat, first: int, scales: npt.ArrayLike) -> None:
-    numbers = np.asarray(scales, np.float32 if format in (INT8, INT4) else np.float16).reshape(-1, 1)
+    numbers = _stored(format, scales).reshape(-1, 1)
     blocks[:, first : first + numbers.itemsize] = numbers.view(np.uint8)
+
+
+def _stored(format: BlockFormat, scales: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Numbers as a format has them; MXFP4 has the next lower power of 2, and what is larger than all is the largest."""
+    if format.name != "MXFP4":
+        return np.asarray(scales, np.float32 if format in (INT8, INT4) else np.float16)
+    size = np.nan_to_num(np.abs(np.asarray(scales, np.float64)), nan=np.inf)
+    with np.errstate(divide="ignore"):
+        return np.clip(np.floor(np.log2(size)) + 128, 0, 255).astype(np.uint8)
 
 
 def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:

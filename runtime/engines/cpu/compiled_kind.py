@@ -11,9 +11,10 @@ from torch.nn import Embedding, Module, Parameter
 
 from hdtool.runtime.engines.cpu.layer_record import FOURTH, MATMUL_FIELDS, TO_GATE, TO_OUTPUT
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
-from hdtool.runtime.engines.model_families import FAMILIES, package_of
+from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
+from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.vector_code import LANES
 
@@ -72,11 +73,29 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     """The matmuls of a decoder layer by the first of their fields in its record."""
     keys, inner = part.heads * part.width, part.inner
     inputs = _split(part.qkv, (keys * part.groups, keys, keys))
-    dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
+    dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH]
     found = dict(zip(fields, inputs, strict=False))
     found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
     return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
+
+
+def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
+    """Whether a layer has no experts, or such that are chosen and computed as compiled code does it."""
+    block: Any = part.experts
+    if block is None:
+        return True
+    if not family.router or set(block._modules) != {"gate", "experts"} or type(block.experts) is not CompiledExperts:
+        return False
+    gate = block.gate
+    is_known = type(gate).__name__ == family.router and is_of_package(gate, package_of(part.layer))
+    return is_known and set(gate._parameters) == {"weight"} and not gate._buffers and _fits(gate.weight)
+
+
+def router_of(part: LayerParts[CompiledLinear]) -> tuple[Any, int, bool]:
+    """The weight of what chooses the experts, how many a row has, and whether their shares add up to 1."""
+    gate = cast(Any, part.experts).gate
+    return gate.weight, int(gate.top_k), bool(getattr(gate, "norm_topk_prob", True))
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:

@@ -147,7 +147,7 @@ def outline_of(model: Module) -> str:
         for own, buffer in module._buffers.items():
             digest.update(f"{own} {_form(buffer, places)}\n".encode())
             if buffer is not None:
-                digest.update(buffer.detach().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     settings: Any = model.config
     digest.update(json.dumps(settings.to_dict(), sort_keys=True, default=str).encode())
     return digest.hexdigest()

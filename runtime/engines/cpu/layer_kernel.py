@@ -18,6 +18,7 @@ from hdtool.runtime.engines.cpu.layer_calls import float_of as _float_of
 from hdtool.runtime.engines.cpu.layer_calls import multiply as _multiply
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
+    EXPERTS,
     FIELDS,
     GATES_HEADS,
     GROUPS,
@@ -39,11 +40,13 @@ from hdtool.runtime.engines.cpu.layer_record import (
     NORM_MIXED,
     NORM_Q,
     NORMS_ALL,
+    OF_EXPERTS,
     OFFSET,
     PAIRED,
     PART,
     PASS_FIELDS,
     PLACES,
+    RENORMS,
     RESIDUAL,
     ROTARY,
     ROTATED,
@@ -53,6 +56,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SLOTS,
     SOFTCAP,
     TANH_GATE,
+    TEAM,
     THREADS,
     TO_DOWN,
     TO_GATE,
@@ -61,6 +65,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
+    TOP,
     TURNED,
     VALUES,
     WIDTH,
@@ -79,6 +84,8 @@ from hdtool.runtime.kernels.elementwise import (
     rotate_pairs,
     silu_in_place,
 )
+from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
@@ -232,8 +239,9 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * shape[HEADS] * shape[GROUPS] * width
-    of_attention = rows * of_row + _attention_parts(shape) * attention_numbers(positions, width)
-    return max(of_attention, rows * shape[HIDDEN] + mixer_numbers(shape))
+    of_attention = _attention_parts(shape) * attention_numbers(positions, width)
+    whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
+    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))
 
 
 @compiled
@@ -241,6 +249,20 @@ def _compute(
     shape: Numbers, layer: Numbers, starts: Numbers, part: int, one: int, two: int, three: int, units: int, work: int
 ) -> None:
     compute_part(shape, shape[PART], layer, starts, part, one, two, three, units, work)
+
+
+@compiled
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
+    """The experts of a layer; ``outputs`` may be ``inputs``."""
+    experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
+    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
+    _multiply(shape, layer, TO_GATE, inputs, rows, scratch)
+    route(logits, layer[RENORMS] != 0, chosen, shares)
+    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
+    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
+    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
 
 
 @compiled
@@ -279,10 +301,13 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
             _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
-        _multiply(shape, layer, TO_GATE, read, rows, gate)
-        _multiply(shape, layer, TO_UP, read, rows, up)
-        _compute(shape, layer, starts, GATE, gate, up, 0, rows, inner_numbers)
-        _multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[EXPERTS]:
+            _mix(shape, layer, read, rows, normed, rest)
+        else:
+            _multiply(shape, layer, TO_GATE, read, rows, gate)
+            _multiply(shape, layer, TO_UP, read, rows, up)
+            _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
+            _multiply(shape, layer, TO_DOWN, gate, rows, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
 
 

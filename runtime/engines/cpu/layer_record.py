@@ -15,10 +15,12 @@ MATMUL_FIELDS = 5
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
+EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
 keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
-the number of the kind of rotary positions, -1 for none."""
-MIXER = ROTARY + 1
+the number of the kind of rotary positions, -1 for none. In place of an MLP, the address of a record of experts, how
+many of them each row has, and whether their shares add up to 1; the first matmul of the MLP gives their scores then."""
+MIXER = RENORMS + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
@@ -42,10 +44,11 @@ that are rotated, and whether their pairs are side by side."""
 SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW, TEAM, THREADS, PART = range(11, 19)
 """Numbers from one sequence, head or row of the mask to the next; the open team of threads, 0 for none, and their
 number; the address of ``part_function``."""
-SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE = range(19, 26)
+SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, OF_EXPERTS = range(19, 27)
 """The factor of scores, and what bounds them; of norms, the epsilon and what is added to weights; the factor of what is
-added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU."""
-GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(26, 34)
+added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU; the numbers of
+scratch memory that experts need for a row."""
+GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(27, 35)
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""

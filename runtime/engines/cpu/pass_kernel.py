@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numba import cfunc, types
@@ -28,6 +27,7 @@ from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
+from hdtool.runtime.kernels.matrix_kind import MatrixKind
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
 from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
@@ -47,14 +47,9 @@ IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
 
 
-def embedding_of(kind: Any, size: int) -> Any:
-    """The function that writes rows of a matrix in a format; it must be kept as long as its address is used."""
-    return _made(cast(Hashable, type(kind)), size)  # formats differ by the type of ``kind``: they are equal as numbers
-
-
 @cache
-def _made(kind_type: Hashable, size: int) -> Any:
-    kind: Any = cast(Any, kind_type)(0)
+def embedding_of(kind: MatrixKind, size: int) -> Any:
+    """The function that writes rows of a matrix in a format; it must be kept as long as its address is used."""
 
     @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
     def embed(

@@ -17,7 +17,7 @@ from hdtool.runtime.engines.around_layers import (
     small_parts_hold,
     windows_of_layers,
 )
-from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts
+from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import ADVANCES, JOURNAL, ORIGINS, PLACES, ROTATED, TEAM
@@ -89,8 +89,13 @@ def _is_compiled(parts: CompiledParts) -> bool:
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
-    return all(layer.experts is None and layer.activation in ACTIVATIONS for layer in parts.layers) and (
-        len(set(turned)) < 2 and all(width % LANES == 0 for width in turned)
+    dense = {layer.activation for layer in parts.layers if not layer.experts}
+    return (
+        len(dense) < 2
+        and dense <= {*ACTIVATIONS}
+        and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
+        and len(set(turned)) < 2
+        and all(width % LANES == 0 for width in turned)
     )
 
 

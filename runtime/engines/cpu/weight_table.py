@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,13 +13,14 @@ import torch
 from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
-from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, scale_of
+from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, router_of, scale_of
 from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
 from hdtool.runtime.engines.cpu.layer_record import bits
 from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.kernels.compact_weight import stored_of
+from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
 from hdtool.runtime.kernels.linear import form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.model_parts import LayerParts
+    from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
 
@@ -123,10 +126,13 @@ class WeightTable:
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
+        of_experts = [one[NUMBER] + one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        shape[layers.OF_EXPERTS] = max(of_experts, default=0)
+        shape[layers.NORMS_ALL] = family.norms_all_heads
+        shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
         shape[layers.GATES_HEADS] = family.gates_heads
         if self.mixers:
             self.mixers.fill_shape(shape)
-        shape[layers.NORMS_ALL], shape[layers.TANH_GATE] = family.norms_all_heads, part.activation == "gelu_tanh"
         return shape
 
     def with_cache(self, storage: KVTensors) -> layers.Numbers:
@@ -164,6 +170,7 @@ class WeightTable:
     def _layer_rows(self) -> layers.Numbers:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
+        self._experts: list[layers.Numbers] = []
         for row, part, window, kind in zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True):
             for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
@@ -172,9 +179,19 @@ class WeightTable:
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
+            if part.experts:
+                self._fill_experts(row, part)
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
+
+    def _fill_experts(self, row: layers.Numbers, part: LayerParts[CompiledLinear]) -> None:
+        weight, top, renorms = router_of(part)
+        first = layers.TO_GATE * layers.MATMUL_FIELDS
+        router = matmul_of(*form_of(weight)).address, weight.data_ptr(), *weight.shape, 0
+        row[first : first + layers.MATMUL_FIELDS] = router
+        self._experts.append(experts_record(cast(Any, part.experts).experts))
+        row[layers.EXPERTS : layers.RENORMS + 1] = self._experts[-1].ctypes.data, top, renorms
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from hdtool.runtime.kernels.memory.raw_memory import WORD
-from hdtool.runtime.kernels.packed.formats import BlockFormat
+from hdtool.runtime.kernels.packed.formats import TABLES, TINIEST_SCALE, TINY_SCALES, BlockFormat
 from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, VectorCode
 
 Expand = Callable[[int], Any]
@@ -22,10 +22,12 @@ Expand = Callable[[int], Any]
 Scale = Callable[[int], Any]
 """One of the block's scales, in all lanes."""
 FLOAT_SIZE = 4
+MANTISSA_BITS = 23
+"""Of a float32."""
 LEVELS = [float(level) for level in range(16)]
 """The numbers of four bits."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
-SCALES_AHEAD = {"Q4_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
+SCALES_AHEAD = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
 """The scales of a block, and what is added to scaled weights, in formats of which a tile computes them for many blocks
 ahead: from memory, a number fills a register without a shuffle, and shuffles limit a tile of few input rows. With a
 single scale, or one in float32, a block is faster without."""
@@ -43,7 +45,7 @@ class Blocks:
 
     def write_scales(self, block: Any, written: Any) -> None:
         """Write the scales that ``expander`` reads."""
-        if self._format.name == "Q4_1":
+        if self.scales == 2:
             # One instruction converts four numbers; the last two are no scales.
             four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
             found = self.code.part(four, 0, self.scales)
@@ -82,6 +84,53 @@ class Blocks:
             half, byte = divmod(place * LANES, 16)
             level = self._float(self._plus(self._bits(self._bytes(block, first + byte), 4 * half, 4), int(levels[0])))
             return self._scaled(level, scale, minimum)
+
+        return expand
+
+    def _q5_0(self, block: Any, _: Scale) -> Expand:
+        scale = self._half(block, 0)
+        return lambda place: self._scaled(self._level_of_5_bits(block, 2, place, -16), scale, None)
+
+    def _q5_1(self, block: Any, scale: Scale) -> Expand:
+        return lambda place: self._scaled(self._level_of_5_bits(block, 4, place, 0), scale(0), scale(1))
+
+    def _level_of_5_bits(self, block: Any, first: int, place: int, lowest: int) -> Any:
+        """The highest bits of 32 numbers, then half bytes as those of ``_by_level``."""
+        half, byte = divmod(place * LANES, 16)
+        low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
+        of_all = self.code.splat(self.code.load(self.code.after(block, first), WORD))
+        masks = [1 << bit for bit in range(place * LANES, (place + 1) * LANES)]
+        one = self.builder.and_(of_all, self.code.integers(masks))
+        is_set = self.builder.icmp_unsigned("!=", one, self.code.every(0))
+        high = self.builder.select(is_set, self.code.every(lowest + 16), self.code.every(lowest))
+        return self._float(self.builder.add(low, high))
+
+    def _iq4_nl(self, block: Any, _: Scale) -> Expand:
+        return self._by_table(block, 2, self._half(block, 0))
+
+    def _mxfp4(self, block: Any, _: Scale) -> Expand:
+        builder = self.builder
+        exponent = builder.zext(self.code.load(block, OCTET), WORD)
+        tiny = builder.shl(WORD(TINIEST_SCALE), exponent)
+        usual = builder.shl(builder.sub(exponent, WORD(1)), WORD(MANTISSA_BITS))
+        is_tiny = builder.icmp_unsigned("<", exponent, WORD(TINY_SCALES))
+        scale = builder.bitcast(builder.select(is_tiny, tiny, usual), FLOAT)
+        return self._by_table(block, 1, self.code.splat(scale))
+
+    def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
+        """Half bytes that are places in a table, in the order of ``_by_level``."""
+        table = TABLES[self._format.name]
+        if LANES == 16:
+            return self._by_level(block, first, [float(number) for number in table], scale, None)
+        octets = self.code.load(self.code.after(block, first), ir.VectorType(OCTET, 16))
+        low = self.builder.and_(octets, self.code.integers([15] * 16, OCTET))
+        high = self.builder.lshr(octets, self.code.integers([4] * 16, OCTET))
+        halves = [self.code.looked_up(table, indices) for indices in (low, high)]
+
+        def expand(place: int) -> Any:
+            half, byte = divmod(place * LANES, 16)
+            level = self.builder.sext(self.code.part(halves[half], byte, LANES), self.code.words)
+            return self._scaled(self._float(level), scale, None)
 
         return expand
 

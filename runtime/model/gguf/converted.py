@@ -19,7 +19,7 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
-from hdtool.runtime.model.gguf.manifest import FORMAT, Manifest, manifests, remove, remove_unfinished
+from hdtool.runtime.model.gguf.manifest import FORMAT, PACKING, Manifest, manifests, remove, remove_unfinished
 from hdtool.runtime.model.gguf.packing import packable
 
 FINGERPRINT_DIGITS = 16
@@ -105,7 +105,7 @@ def _complete(
     file = conversion.file
     if packed and not manifest.has_packed:
         print(f"note: finding the packed weights of {file}, once", file=sys.stderr)
-        manifest = _with_weights(conversion.write_packed, file, folder, manifest, signature)
+        manifest = _with_weights(conversion.write_packed, file, folder, replace(manifest, packing=PACKING), signature)
     if weights and not manifest.has_weights:
         _check_room(conversion, folder)
         print(f"note: converting the weights of {file}, once: {conversion.bytes:,} bytes in {folder}", file=sys.stderr)

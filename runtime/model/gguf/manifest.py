@@ -19,6 +19,8 @@ from hdtool.runtime.model.gguf.file_identity import Signature
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
+PACKING = 2
+"""Changes with the formats of blocks that are computed with as they are: weights in a new one need not be expanded."""
 """Where the file has the weights that stay packed, and all others."""
 FORMAT = 1
 MOST_SEEN = 16
@@ -37,6 +39,8 @@ class Manifest:
     seen: tuple[Signature, ...] = ()
     """Files that are known to have this content."""
     format: int = FORMAT
+    packing: int = 0
+    """The ``PACKING`` of the files for packed use, if there are any."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -44,7 +48,7 @@ class Manifest:
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**one) for one in row["seen"])
-            found = cls(row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"])
+            found = cls(row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"], row.get("packing", 0))
             whole = all((folder / name).stat().st_size == size for name, size in found.files.items())
         except (OSError, KeyError, TypeError, ValueError):
             return None
@@ -56,7 +60,7 @@ class Manifest:
 
     @property
     def has_packed(self) -> bool:
-        return PLAN in self.files and REST in self.files
+        return PLAN in self.files and REST in self.files and self.packing == PACKING
 
     @property
     def is_current(self) -> bool:

@@ -5,6 +5,7 @@ The results are integers, so they are the same with any of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from platform import machine
 from typing import Any
@@ -15,7 +16,15 @@ from numba.core.registry import cpu_target
 from hdtool.runtime.engines.cpu.int8.arm_dot import has_dot_of_octets
 from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PLANE, QUAD
 from hdtool.runtime.kernels.memory.raw_memory import WORD
-from hdtool.runtime.kernels.vector_code import FLOAT, OCTET, SHORT, VectorCode, has_feature
+from hdtool.runtime.kernels.vector_code import (
+    FLOAT,
+    LOOK_UP_ARM,
+    LOOK_UP_X86,
+    OCTET,
+    SHORT,
+    VectorCode,
+    has_feature,
+)
 
 FLOATS = ir.VectorType(FLOAT, PANEL_ROWS)
 WORDS = ir.VectorType(WORD, PANEL_ROWS)
@@ -92,6 +101,14 @@ class IntegerCode(VectorCode):
         while len(found) > 1:
             found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
         return found[0]
+
+    def of_table(self, table: Sequence[int], indices: Any) -> Any:
+        """Octets of a table of 16, at indices of four bits."""
+        if self.dot == ANY_PROCESSOR:
+            return self.looked_up(table, indices, None)
+        if self.dot == DOT_OF_SIGNED:
+            return self.looked_up(table, indices, LOOK_UP_ARM)
+        return self.looked_up(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def scaled(self, weights: Any, factor: Any, added: Any) -> Any:
         return self.call(f"llvm.fmuladd.v{PANEL_ROWS}f32", FLOATS, weights, factor, added)

@@ -5,9 +5,8 @@ A row has the same bits alone and beside others, as each has its own scales and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
 from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_bytes, panel_tile
 from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, add_bias
+from hdtool.runtime.kernels.matrix_kind import MatrixKind
 from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.tile_choice import by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -24,14 +24,9 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 _tile = by_rows({rows: panel_tile(rows) for rows in range(1, MOST_ROWS + 1)})
 
 
-def int8_matmul_of(kind: Any) -> Any:
-    """The matmul for the panels of a format as a C function; it must be kept as long as its address is used."""
-    return _made(cast(Hashable, type(kind)))  # formats differ by the type of ``kind``: they are equal as numbers
-
-
 @cache
-def _made(kind_type: Hashable) -> Any:
-    kind: Any = cast(Any, kind_type)(0)
+def int8_matmul_of(kind: MatrixKind) -> Any:
+    """The matmul for the panels of a format as a C function; it must be kept as long as its address is used."""
 
     @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
     def matmul(

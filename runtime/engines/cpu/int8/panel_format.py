@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hdtool.runtime.kernels.packed.formats import BlockFormat
+from hdtool.runtime.kernels.packed.formats import TABLES, BlockFormat
 from hdtool.runtime.kernels.vector_code import has_feature
 
 PANEL_ROWS = 16 if has_feature("avx512bw") else 8
@@ -24,7 +24,9 @@ QUAD = 4
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
 """Bytes of a vector of octets."""
-HALF_SIZE, FLOAT_SIZE = 2, 4
+LOW_BITS = 4
+"""Bits of a level that are apart from the others."""
+EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,13 @@ class PanelFormat:
     has_factors: bool = False
     """Whether a part has integers by which it multiplies the scales and minima of its header."""
     scale_size: int = HALF_SIZE
-    """Bytes of a scale in the header: of a float16 or a float32."""
+    """Bytes of a scale in the header: of an exponent, a float16 or a float32."""
+    table: tuple[int, ...] = ()
+    """What stands for the four bits of a level; empty where they are the level itself."""
+
+    @property
+    def level_bits(self) -> int:
+        return max(self.table).bit_length() if self.table else LOW_BITS + self.high_bits
 
     @property
     def header(self) -> int:
@@ -70,13 +78,21 @@ class PanelFormat:
         return columns // PART // self.parts * self.group
 
 
+def _without_sign(name: str, offset: int) -> tuple[int, ...]:
+    return tuple(number + offset for number in TABLES[name])
+
+
 PANEL_FORMATS = {
     "Q4_0": PanelFormat(0, offset=8),
     "Q4_1": PanelFormat(0, has_minima=True),
+    "Q5_0": PanelFormat(1, offset=16),
+    "Q5_1": PanelFormat(1, has_minima=True),
     "Q8_0": PanelFormat(4, offset=128),
     "Q4_K": PanelFormat(0, has_minima=True, parts=8, has_factors=True),
     "Q5_K": PanelFormat(1, has_minima=True, parts=8, has_factors=True),
     "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2, has_factors=True),
+    "IQ4_NL": PanelFormat(0, offset=128, table=_without_sign("IQ4_NL", 128)),
+    "MXFP4": PanelFormat(0, offset=12, scale_size=EXPONENT_SIZE, table=_without_sign("MXFP4", 12)),
     "int4": PanelFormat(0, offset=8, has_minima=True, parts=2, scale_size=FLOAT_SIZE),
     "int8": PanelFormat(4, offset=128, parts=2, scale_size=FLOAT_SIZE),
 }

@@ -18,7 +18,9 @@ from hdtool.runtime.engines.cpu.int8.integer_code import (
     best_dot,
 )
 from hdtool.runtime.engines.cpu.int8.panel_format import (
+    EXPONENT_SIZE,
     FLOAT_SIZE,
+    LOW_BITS,
     PANEL_ROWS,
     PART,
     PLANE,
@@ -29,13 +31,14 @@ from hdtool.runtime.engines.cpu.int8.panel_format import (
 from hdtool.runtime.engines.cpu.int8.quantized_rows import CORRECTIONS, RECORD, SCALE, SCALED_SUM
 from hdtool.runtime.kernels.compiled import generated
 from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
-from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from hdtool.runtime.kernels.packed.formats import OF_TYPE, TINIEST_SCALE, TINY_SCALES
 from hdtool.runtime.kernels.tile_choice import Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
-LOW_BITS = 4
 SIGN = 128
 """The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
+MOST_BITS_OF_PAIRS = 6
+"""Bits of levels whose products, added by two, fit into 16 bits with any inputs."""
 PREFETCHED = 8192
 """Bytes from what is read to what is prefetched."""
 PREFETCHED_BY_ONE_ROW = 1024 if CPU in ("znver3", "znver4") else PREFETCHED
@@ -76,7 +79,21 @@ class _Part:
     def _scale(self, address: Any) -> Any:
         if self._form.scale_size == FLOAT_SIZE:
             return self._code.load(address, FLOATS)
+        if self._form.scale_size == EXPONENT_SIZE:
+            return self._power_of_2(self._code.load(address, ir.VectorType(OCTET, PANEL_ROWS)))
         return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
+
+    def _power_of_2(self, exponents: Any) -> Any:
+        """The scales of MXFP4."""
+        builder, code = self._code.builder, self._code
+        words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
+
+        def every(number: int) -> Any:
+            return code.everywhere(number, WORD, PANEL_ROWS)
+
+        tiny, usual = builder.shl(every(TINIEST_SCALE), words), builder.shl(builder.sub(words, every(1)), every(23))
+        is_tiny = builder.icmp_unsigned("<", words, every(TINY_SCALES))
+        return builder.bitcast(builder.select(is_tiny, tiny, usual), FLOATS)
 
     def _factor(self, address: Any) -> Any:
         builder, words = self._code.builder, ir.VectorType(WORD, PANEL_ROWS)
@@ -89,17 +106,27 @@ class _Part:
 
         There are two vectors where the sums of whole levels would not fit into 16 bits: the lower and the upper bits.
         """
-        split = self._form.high_bits == LOW_BITS
+        table, split = self._form.table, self._form.high_bits == LOW_BITS
         for first in range(QUADS // 2):
             pair = self._bits(first * PLANE)
             upper = self._bits((QUADS // 2 + first) * PLANE) if split else (None, None)
             for quad, low, high in zip((first, QUADS // 2 + first), pair, upper, strict=True):
-                if not split:
+                if table:
+                    yield quad, self._of_table(table, low)
+                elif not split:
                     yield quad, [self._joined(low, quad)]
                 elif self._code.dot == DOT_OF_PAIRS:
                     yield quad, [low, high]
                 else:
                     yield quad, [self._eight_bits(low, high)]
+
+    def _of_table(self, table: tuple[int, ...], indices: Any) -> list[Any]:
+        if self._signed:
+            return [self._code.of_table([level - SIGN for level in table], indices)]
+        if self._form.level_bits > MOST_BITS_OF_PAIRS and self._code.dot == DOT_OF_PAIRS:
+            parts = [level & 15 for level in table], [level >> LOW_BITS for level in table]
+            return [self._code.of_table(part, indices) for part in parts]
+        return [self._code.of_table(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
         """Levels of eight bits; those that have a sign are already less the offset."""
@@ -172,8 +199,8 @@ def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
     """The integer sums of each input row, by the scales of the part."""
-    planes = 2 if form.high_bits == LOW_BITS and code.dot == DOT_OF_PAIRS else 1
-    bits = LOW_BITS if planes == 2 else LOW_BITS + form.high_bits
+    planes = 2 if form.level_bits > MOST_BITS_OF_PAIRS and code.dot == DOT_OF_PAIRS else 1
+    bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1
     dots = [[[DotProduct(code, largest) for _ in range(planes)] for _ in range(form.scales)] for _ in read]
     for quad, levels in weights.quads():

@@ -98,7 +98,11 @@ def _levels(rows: Bytes, name: str) -> Any:
         return np.bitwise_xor(rows[..., 4:].reshape(*rows.shape[:2], 2, PART), np.uint8(128))
     if name == "int4":
         return _nibbles(rows[..., 8:].reshape(*rows.shape[:2], 2, PART // 2)).reshape(*rows.shape[:2], 2, PART)
-    if name in ("Q4_0", "Q4_1"):
+    if name in ("Q5_0", "Q5_1"):
+        low = _nibbles(rows[..., -PART // 2 :][..., None, :]).reshape(*rows.shape[:2], 1, PART)
+        high = np.unpackbits(rows[..., -PART // 2 - 4 : -PART // 2], axis=-1, bitorder="little")
+        return np.bitwise_or(low, high[..., None, :] << 4)
+    if name in ("Q4_0", "Q4_1", "IQ4_NL", "MXFP4"):
         return _nibbles(rows[..., -PART // 2 :][..., None, :]).reshape(*rows.shape[:2], 1, PART)
     if name == "Q6_K":
         low = _nibbles(rows[..., :128].reshape(*rows.shape[:2], 2, 2 * PART))
