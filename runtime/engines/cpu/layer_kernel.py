@@ -241,7 +241,7 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
         of_row += 2 * shape[HEADS] * shape[GROUPS] * width
     of_attention = _attention_parts(shape) * attention_numbers(positions, width)
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
-    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))
+    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
 
 @compiled
