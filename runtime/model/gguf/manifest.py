@@ -48,7 +48,9 @@ class Manifest:
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**one) for one in row["seen"])
-            found = cls(row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"], row.get("packing", 0))
+            found = cls(
+                row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"], row.get("packing", 0)
+            )
             whole = all((folder / name).stat().st_size == size for name, size in found.files.items())
         except (OSError, KeyError, TypeError, ValueError):
             return None
