@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -89,9 +88,3 @@ def remove(folder: Path, manifest: Manifest) -> None:
         for name in manifest.files:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed conversion to this folder left; its lock must be held."""
-    for place in folder.parent.glob(f".{folder.name}.*.tmp"):
-        shutil.rmtree(place, ignore_errors=True)
