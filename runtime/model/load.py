@@ -33,8 +33,11 @@ from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.gguf.manifest import MANIFEST as CONVERSION
+from hdtool.runtime.model.gguf.manifest import Manifest
 from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
 from hdtool.runtime.model.gguf.packing import read_weights
+from hdtool.runtime.model.gguf.which_file import gguf_file
+from hdtool.runtime.model.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
 from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
@@ -56,11 +59,6 @@ T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """How the names of tokenizers' files begin."""
-NO_INT8 = (
-    "--activations int8 needs a GGUF file with packed weights, or weights of torchao, on a CPU, with layers that "
-    "hdtool computes in compiled code (of the Llama kind, without --no-fused-layers, --attn-implementation or another "
-    "--dtype): leave it out"
-)
 NO_BLOCKS = (
     "--quantization {scheme} is for one process on a CPU that converts float16: leave it out, or take int8 or nf4, "
     "which libraries compute with"
@@ -127,11 +125,13 @@ def load(config: ModelConfig | str) -> Loaded:
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
     device = pick_device(config.device)
+    if config.activations == INT8:
+        if config.device_map or device.type != "cpu" or leader():
+            raise OptionError(NO_INT8)
+        refuse_by_file(config)
     settings = load_settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    if config.activations == INT8 and (config.device_map or device.type != "cpu" or leader()):
-        raise OptionError(NO_INT8)
     if config.quantization in BLOCKS and (device.type != "cpu" or leader() or not EXPANDS_FLOAT16):
         raise OptionError(NO_BLOCKS.format(scheme=config.quantization))
     if group := leader():
@@ -149,6 +149,8 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     if device.type != "cpu":
         model = _on_one_device(config, settings, device)
         return _attempt(config.name, f"on {device}", lambda: Target(model))
+    if config.activations == INT8:
+        refuse_by_settings(config, settings)
     packed = _packed(config, settings)
     kept = _kept_proof(config, settings, packed)
     target = _proved_before(config, settings, packed, kept, kept.read()) if kept else None
@@ -164,9 +166,13 @@ def _packed(config: ModelConfig, settings: Any) -> Packed | None:
     if scheme := config.quantization if config.quantization in BLOCKS else None:
         folder = _quantized(config, settings, scheme)
         return Packed(folder, (), lambda: read_quantized(folder))
-    if config.dtype != "auto" or config.quantization or library_of(settings):
+    if config.dtype != "auto" or config.quantization or library_of(settings) or not gguf_file(config):
         return None
-    if not (place := packed_place(config)):
+    place = packed_place(config)
+    manifest = Manifest.read(place[1] if place else place_of(config, CONFIG_FILES))
+    if manifest and manifest.slow:
+        print(f"note: {config.name}: {manifest.slow}", file=sys.stderr)
+    if not place:
         return None
     file, folder = place
     return Packed(folder, (file,), lambda: read_weights(file, folder))

@@ -19,8 +19,9 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
-from hdtool.runtime.model.gguf.manifest import FORMAT, Manifest, manifests, remove
+from hdtool.runtime.model.gguf.manifest import FORMAT, PACKING, Manifest, manifests, remove
 from hdtool.runtime.model.gguf.packing import packable
+from hdtool.runtime.model.gguf.slow_weights import slow_weights
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26
@@ -92,6 +93,7 @@ def _complete(
     file = conversion.file
     if packed and not manifest.has_packed:
         print(f"note: finding the packed weights of {file}, once", file=sys.stderr)
+        manifest = replace(manifest, packing=PACKING, slow=slow_weights(conversion.header) or "")
         manifest = _with_weights(conversion.write_packed, file, folder, manifest, signature)
     if weights and not manifest.has_weights:
         _check_room(conversion, folder)
@@ -103,7 +105,7 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
     with scratch(folder) as place:
         conversion.write_configuration(place)
         files = {path.name: path.stat().st_size for path in place.iterdir()}
-        manifest = Manifest(digest, metadata.version("transformers"), files)
+        manifest = Manifest(digest, metadata.version("transformers"), files, slow=slow_weights(conversion.header) or "")
         manifest.write(place)
         for written in place.iterdir():
             to_disk(written)

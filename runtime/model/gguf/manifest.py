@@ -20,6 +20,8 @@ WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
 """Where the file has the weights that stay packed, and all others."""
 FORMAT = 1
+PACKING = 2
+"""Raised whenever products take more formats: what stays packed is looked for again then."""
 MOST_SEEN = 16
 """Signatures kept: one for each place of the same file, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
@@ -35,6 +37,10 @@ class Manifest:
     """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
     seen: tuple[Signature, ...] = ()
     """Files that are known to have this content."""
+    packing: int = 0
+    """The ``PACKING`` by which packed weights were looked for."""
+    slow: str = ""
+    """Which weights are not computed with as they are, in words; empty if all are."""
     format: int = FORMAT
 
     @classmethod
@@ -43,7 +49,15 @@ class Manifest:
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**one) for one in row["seen"])
-            found = cls(row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"])
+            found = cls(
+                row["sha256"],
+                row["transformers"],
+                dict(row["files"]),
+                seen,
+                row.get("packing", 0),
+                str(row.get("slow", "")),
+                row["format"],
+            )
             whole = all((folder / name).stat().st_size == size for name, size in found.files.items())
         except (OSError, KeyError, TypeError, ValueError):
             return None
@@ -55,7 +69,7 @@ class Manifest:
 
     @property
     def has_packed(self) -> bool:
-        return PLAN in self.files and REST in self.files
+        return PLAN in self.files and REST in self.files and self.packing == PACKING
 
     @property
     def is_current(self) -> bool:
