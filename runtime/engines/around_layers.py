@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch.nn.functional import gelu, silu
 
+from hdtool.runtime.model.attention_masks import AttentionWindow
+
 if TYPE_CHECKING:
     from hdtool.runtime.engines.model_parts import ModelParts
-    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.target import Target
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -21,6 +22,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
 }
+MIXING = ("conv", "linear_attention", "mamba")
+"""Kinds of layers that mix tokens by a state."""
 SIZES = torch.tensor([[1e-3], [1.0]])
 """Sizes of the rows by which norms are compared: in the smaller one, the epsilon counts."""
 
@@ -50,7 +53,7 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     """The cosines and sines of one kind of layers, which the model's own module computes."""
     found = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in found)
-    width, layer = cos.shape[1], parts.layers[0]
+    width, layer = cos.shape[1], parts.attending
     if 2 * width == layer.width and parts.family.has_half_tables:
         cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
     if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
@@ -60,14 +63,17 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
 
 def kinds_of_positions(parts: ModelParts[Any]) -> list[str]:
     """The kind of positions that each layer is given; empty where there is but one."""
-    several = isinstance(cast(Any, parts.rotary).rope_type, dict)
+    several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
     return list(cast(Any, parts.decoder).config.layer_types) if several else [""] * len(parts.layers)
 
 
 def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
     """The kind of the rotary positions of each layer, None for a layer that does not use any."""
     rotates, kinds = parts.family.rotates, kinds_of_positions(parts)
-    return [kind if rotates(layer.attention) else None for layer, kind in zip(parts.layers, kinds, strict=True)]
+    return [
+        kind if layer.mixer is None and rotates(layer.attention) else None
+        for layer, kind in zip(parts.layers, kinds, strict=True)
+    ]
 
 
 def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
@@ -77,6 +83,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
         return None
     number = int(target.config.num_hidden_layers)
     kinds = getattr(target.config, "layer_types", None) or [target.stock.windows[0].kind] * number
+    by_kind |= {kind: AttentionWindow(kind) for kind in MIXING if kind in kinds}
     return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 

@@ -59,12 +59,34 @@ ROUNDED_FIRST = NormKind()
 
 
 @dataclass(frozen=True)
+class Names:
+    """Names of modules of a layer, and of the decoder's last norm."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    """Of one matrix that gives both."""
+    down: str = "down_proj"
+    activation: str | None = None
+    """Of the activation of an MLP, if it has another name than usual; empty for a SiLU that is no module."""
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    last_norm: str = "norm"
+
+
+@dataclass(frozen=True)
 class Family:
     """What the layers of a model type compute, where it is not what Llama's do."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     """Names of the norms before and after attention, and before and after the MLP; empty for none."""
     norm: NormKind = ROUNDED_FIRST
+    names: Names = field(default_factory=Names)
+    mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names of modules in the place of attention, and what those of which class compute."""
+    gates_heads: bool = False
+    """Whether each query head has a gate beside it, for what it attends to."""
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
     """Whether one matrix gives queries, keys and values."""

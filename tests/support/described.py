@@ -63,13 +63,53 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "smollm3": lambda: random_model("SmolLM3", no_rope_layers=[1, 0]),
 }
 
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "partial_rotary_factor": 0.5,
+}
+MAMBA: dict[str, Any] = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+}
+HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "granitemoehybrid": lambda: random_model(
+        "GraniteMoeHybrid", without=("head_dim",), num_attention_heads=2, **MAMBA, **MULTIPLIERS
+    ),
+    "granitemoehybrid, positions": lambda: random_model(
+        "GraniteMoeHybrid",
+        without=("head_dim",),
+        position_embedding_type="rope",
+        num_attention_heads=2,
+        **{**MAMBA, "mamba_n_groups": 1, "mamba_conv_bias": False},
+    ),
+    "lfm2": lambda: random_model(
+        "Lfm2", num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3
+    ),
+    "lfm2, biases and four taps": lambda: random_model(
+        "Lfm2", layer_types=["full_attention", "conv"], conv_L_cache=4, conv_bias=True
+    ),
+    "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=16),
+    "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
+}
+"""With recurrent layers or short convolutions. Heads of 80 are computed in wide columns and narrow ones."""
+
 
 def model_of(name: str) -> Any:
-    """A model whose norms, sinks and biases matter."""
+    """A model whose norms, sinks, biases, decays and skips matter."""
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = (MODELS | HYBRID_MODELS)[name]().eval()
     for part, weight in model.named_parameters():
-        if any(word in part for word in ("norm", "sinks", "bias")):
+        if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D")):
             weight.data = torch.rand_like(weight) + 0.5
     return model
 

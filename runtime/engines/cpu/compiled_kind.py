@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from hdtool.runtime.engines.cpu.layer_record import FOURTH, MATMUL_FIELDS, TO_GATE, TO_OUTPUT
+from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
@@ -48,7 +50,7 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES, FAMILIES)
+COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES})
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Those of gated units that are compiled."""
 
@@ -67,15 +69,15 @@ class MatmulRows(NamedTuple):
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
-def matmuls_of(part: LayerParts[CompiledLinear]) -> list[MatmulRows]:
-    """The matmuls of a decoder layer in the order of its record."""
+def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
+    """The matmuls of a decoder layer by the first of their fields in its record."""
     keys, inner = part.heads * part.width, part.inner
+    inputs = _split(part.qkv, (keys * part.groups, keys, keys))
     dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
-    return [
-        *_split(part.qkv, (keys * part.groups, keys, keys)),
-        MatmulRows(part.out, 0, part.hidden),
-        *dense,
-    ]
+    fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH]
+    found = dict(zip(fields, inputs, strict=False))
+    found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
+    return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
@@ -97,7 +99,7 @@ def router_of(part: LayerParts[CompiledLinear]) -> tuple[Any, int, bool]:
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
-    if len(layers) == len(sizes):
-        return [MatmulRows(layer, 0, size) for layer, size in zip(layers, sizes, strict=True)]
+    if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
+        return [MatmulRows(layer, 0, layer.out_features) for layer in layers]
     (joined,) = layers
     return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

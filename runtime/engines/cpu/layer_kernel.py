@@ -13,10 +13,14 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
+from hdtool.runtime.engines.cpu.layer_calls import compute_part
+from hdtool.runtime.engines.cpu.layer_calls import float_of as _float_of
+from hdtool.runtime.engines.cpu.layer_calls import multiply as _multiply
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
     EXPERTS,
     FIELDS,
+    GATES_HEADS,
     GROUPS,
     HEAD_STRIDE,
     HEADS,
@@ -27,6 +31,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     MASK_ROW,
     MASK_SLOT,
     MATMUL_FIELDS,
+    MIXER,
     NEW,
     NORM_BEFORE,
     NORM_END,
@@ -67,6 +72,8 @@ from hdtool.runtime.engines.cpu.layer_record import (
     WINDOW,
     Numbers,
 )
+from hdtool.runtime.engines.cpu.mixers.gated_heads import gate_heads, split_gates
+from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.elementwise import (
     add_in_place,
@@ -81,10 +88,10 @@ from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
 from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
+from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END = range(6)
+NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS = range(8)
 """The parts of a layer between its matmuls."""
 
 
@@ -114,15 +121,14 @@ def part_function() -> Any:
                 gelu_in_place(one + at_inner, two + at_inner, rows * inner)
             else:
                 silu_in_place(one + at_inner, two + at_inner, rows * inner)
+        elif part == SPLIT:
+            split_gates(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
+        elif part == GATE_HEADS:
+            gate_heads(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
         else:
             _add(shape, layer[NORM_END], one + at, two + at, rows)
 
     return compute_part
-
-
-@compiled
-def _float_of(shape: Numbers, field: int) -> Any:
-    return array_at(shape.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
 
 
 @compiled
@@ -241,25 +247,19 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
     rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
+    if shape[GATES_HEADS]:
+        of_row += 2 * shape[HEADS] * shape[GROUPS] * width
     together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
     of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
-    return rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])  # type: ignore[no-any-return]
-
-
-@compiled
-def _multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
-    matmul, matrix, out_features, columns, bias = layer[which * MATMUL_FIELDS : (which + 1) * MATMUL_FIELDS]
-    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias)
+    whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
+    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))
 
 
 @compiled
 def _compute(
     shape: Numbers, layer: Numbers, starts: Numbers, part: int, one: int, two: int, three: int, units: int, work: int
 ) -> None:
-    """Compute a part between matmuls, with the other threads if there is enough work."""
-    team = shape[TEAM] if work >= LEAST_NUMBERS else 0
-    of_layer = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
-    compute_together(team, shape[THREADS], shape[PART], *of_layer, part, one, two, three, units, 1)
+    compute_part(shape, shape[PART], layer, starts, part, one, two, three, units, work)
 
 
 @compiled
@@ -289,19 +289,27 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
     attended = values + key_numbers * ITEM_SIZE
     gate = attended + query_numbers * ITEM_SIZE
     up = gate + inner_numbers * ITEM_SIZE
-    rest = up + inner_numbers * ITEM_SIZE
+    gated = up + inner_numbers * ITEM_SIZE
+    rest = gated + 2 * query_numbers * shape[GATES_HEADS] * ITEM_SIZE
     blocks = _attention_blocks(shape)
     work = query_numbers * (starts.max() + shape[NEW])
     for number in range(len(layers)):
         layer = layers[number]
         _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
         read = normed if layer[NORM_BEFORE] else hidden
-        _multiply(shape, layer, TO_QUERIES, read, rows, queries)
-        _multiply(shape, layer, TO_KEYS, read, rows, keys)
-        _multiply(shape, layer, TO_VALUES, read, rows, values)
-        _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
-        _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
-        _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
+        if layer[MIXER]:
+            mix(shape, layer, starts, read, rows, queries, normed)
+        else:
+            _multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
+            _multiply(shape, layer, TO_KEYS, read, rows, keys)
+            _multiply(shape, layer, TO_VALUES, read, rows, values)
+            if shape[GATES_HEADS]:
+                _compute(shape, layer, starts, SPLIT, gated, queries, 0, rows, query_numbers)
+            _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
+            _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
+            if shape[GATES_HEADS]:
+                _compute(shape, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_numbers)
+            _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
         if layer[EXPERTS]:
@@ -318,5 +326,6 @@ def compile_layers() -> None:
     """Compile all of this ahead: a first pass would wait for it."""
     shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     part_function()
+    mixer_function()
     scratch_numbers(shape, 0)
     compute_layers(shape, layer.reshape(1, -1)[:0], starts, 0, 0)

@@ -18,6 +18,7 @@ from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
 from hdtool.runtime.engines.cpu.layer_record import bits
+from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
 from hdtool.runtime.kernels.linear import form_of
@@ -57,6 +58,8 @@ class WeightTable:
         """Copies of the buffers that the rotary positions were computed from."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
         """The last KV cache, and the table of layers with its addresses."""
+        self.mixers = MixerTable.of(parts)
+        """What the layers' records have of mixers beside attention, if there are any."""
         self._fill()
 
     def _fill(self) -> None:
@@ -87,7 +90,7 @@ class WeightTable:
 
         Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
         """
-        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part)), self._head]:
+        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part).values()), self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
@@ -108,7 +111,8 @@ class WeightTable:
 
     def shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> layers.Numbers:
         """The shapes of a pass over so many sequences and new rows of each."""
-        keys, part, family = storage.layers[0][0], self._parts.layers[0], self._parts.family
+        part, family = self._parts.attending, self._parts.family
+        keys = storage.layers[self._parts.layers.index(part)][0]
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
         inner = max(layer.inner for layer in self._parts.layers)
         shape[: layers.INNER + 1] = slots, new, part.heads, part.groups, part.width, part.hidden, inner
@@ -126,6 +130,9 @@ class WeightTable:
         shape[layers.OF_EXPERTS] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
+        shape[layers.GATES_HEADS] = family.gates_heads
+        if self.mixers:
+            self.mixers.fill_shape(shape)
         return shape
 
     def with_cache(self, storage: KVTensors) -> layers.Numbers:
@@ -135,6 +142,8 @@ class WeightTable:
         table = self._layers.copy()
         for row, (keys, values) in zip(table, storage.layers, strict=True):
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+        if self.mixers and storage.states:
+            self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
         return table
 
@@ -163,8 +172,7 @@ class WeightTable:
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
         self._experts: list[layers.Numbers] = []
         for row, part, window, kind in zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True):
-            for number, matmul in enumerate(matmuls_of(part)):
-                first = number * layers.MATMUL_FIELDS
+            for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
             norms = *part.around, *(part.head_norms or (None, None))
             row[layers.NORM_BEFORE : layers.NORM_K + 1] = [_address_of(norm, "weight") for norm in norms]
@@ -173,6 +181,8 @@ class WeightTable:
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
             if part.experts:
                 self._fill_experts(row, part)
+        if self.mixers:
+            self.mixers.fill_layers(table)
         return table
 
     def _fill_experts(self, row: layers.Numbers, part: LayerParts[CompiledLinear]) -> None:
@@ -193,9 +203,11 @@ class WeightTable:
             called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
         return called.address, matrix, rows.end - rows.first, layer.in_features, bias
 
-    def check_rotary(self) -> None:
-        """Discard the rotary positions if their frequencies were written in place."""
-        buffers = list(self._parts.rotary.buffers())
+    def check_copies(self) -> None:
+        """Renew what was computed from weights and buffers that may have been written in place."""
+        if self.mixers:
+            self.mixers.copy_weights()
+        buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
         if not (len(buffers) == len(self._frequencies) and all(map(torch.equal, buffers, self._frequencies))):
             self._frequencies = [buffer.clone() for buffer in buffers]
             self._rotary = torch.empty(0)
@@ -206,6 +218,9 @@ class WeightTable:
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(FEWEST_POSITIONS, positions + positions // 4)
             of_none = torch.empty(0, dtype=torch.float32)
+            if not self._kinds:
+                self._rotary = torch.empty(0, 2, count, 0)
+                return self._rotary
             found = [rotary_of(self._parts, of_none, torch.arange(count)[None], kind) for kind in self._kinds]
             self._rotary = torch.stack([torch.stack((each.cos, each.sin)) for each in found])
             self.version += 1  # other passes have the addresses of the old ones
