@@ -47,7 +47,7 @@ class ModelConfig(Settings):
     )
     fused_layers: bool = setting(
         True,
-        "Compute decoder layers of the Llama kind in compiled code on a CPU in float32. Layers of transformers stay "
+        "Compute decoder layers of known families in compiled code on a CPU in float32. Layers of transformers stay "
         "where it differs, and with --attn-implementation.",
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")

@@ -59,12 +59,34 @@ ROUNDED_FIRST = NormKind()
 
 
 @dataclass(frozen=True)
+class Names:
+    """Names of modules of a layer, and of the decoder's last norm."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    """Of one matrix that gives both."""
+    down: str = "down_proj"
+    activation: str | None = None
+    """Of the activation of an MLP, if it has another name than usual; empty for a SiLU that is no module."""
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    last_norm: str = "norm"
+
+
+@dataclass(frozen=True)
 class Family:
     """What the layers of a model type compute, where it is not what Llama's do."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     """Names of the norms before and after attention, and before and after the MLP; empty for none."""
     norm: NormKind = ROUNDED_FIRST
+    names: Names = field(default_factory=Names)
+    mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names of modules in the place of attention, and what those of which class compute."""
+    gates_heads: bool = False
+    """Whether each query head has a gate beside it, for what it attends to."""
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
     """Whether one matrix gives queries, keys and values."""
@@ -93,6 +115,9 @@ class Family:
     """The setting that bounds the logits."""
     experts: str = ""
     """The class of a mixture of experts in place of the MLP, which the pass calls as it is."""
+    router: str = ""
+    """The class of what chooses experts by the largest of their probabilities, which are made to add up to 1 if it says
+    so."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()
@@ -180,12 +205,13 @@ FAMILIES: Mapping[str, Family] = {
         logit_divisor="logits_scaling",
         settings=frozenset({"attention_multiplier"}),
     ),
-    "mixtral": Family(experts="MixtralSparseMoeBlock", settings=OF_EXPERTS),
+    "mixtral": Family(experts="MixtralSparseMoeBlock", router="MixtralTopKRouter", settings=OF_EXPERTS),
     "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
         experts="OlmoeSparseMoeBlock",
+        router="OlmoeTopKRouter",
         settings=OF_EXPERTS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
@@ -200,7 +226,9 @@ FAMILIES: Mapping[str, Family] = {
         experts="Qwen2MoeSparseMoeBlock",
         settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
-    "qwen3_moe": Family(experts="Qwen3MoeSparseMoeBlock", settings=OF_EXPERTS | {"use_sliding_window"}),
+    "qwen3_moe": Family(
+        experts="Qwen3MoeSparseMoeBlock", router="Qwen3MoeTopKRouter", settings=OF_EXPERTS | {"use_sliding_window"}
+    ),
     "smollm3": Family(
         rotates=lambda attention: bool(attention.use_rope),
         attributes=frozenset({"use_rope"}),

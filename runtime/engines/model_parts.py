@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.nn import Dropout, Module, ModuleList
+from torch.nn import Dropout, Embedding, Module, ModuleList
 
+from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 
-DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+DECODER_PARTS = {"embed_tokens", "layers"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-HEAD_NORMS = ("q_norm", "k_norm")
 ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -78,7 +79,9 @@ class LayerParts(Generic[Matmul]):
     scale: float
     activation: str
     activates: Module | None
-    """The module of the activation; none with experts."""
+    """The module of the activation; none with experts, or where a function is called."""
+    mixer: MixerParts[Matmul] | None = None
+    """What mixes tokens in the place of attention: its inputs are in the place of queries, keys and values."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -116,12 +119,17 @@ class ModelParts(Generic[Matmul]):
     decoder: Module
     embedding: Any
     layers: list[LayerParts[Matmul]]
-    rotary: Module
+    rotary: Module | None
     norm: Any
     head: Matmul
     epsilon: float
     """Of the last norm."""
     family: Family
+
+    @property
+    def attending(self) -> LayerParts[Matmul]:
+        """The first layer with attention; the heads of all others have the same shapes."""
+        return next(layer for layer in self.layers if layer.mixer is None)
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -135,17 +143,21 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     if len(found) != 1:
         return None
     ((modules, layers),) = found
+    family = _family_of(modules[0], kind)
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
-    if len(owners) != 1 or set(owners[0]._modules) != DECODER_PARTS:
+    names = DECODER_PARTS | {family.names.last_norm}
+    if len(owners) != 1 or set(owners[0]._modules) - {"rotary_emb"} != names:
         return None
     decoder: Any = owners[0]
-    embedding, rotary, norm = (decoder.get_submodule(name) for name in ("embed_tokens", "rotary_emb", "norm"))
-    head, epsilon, family = model.get_output_embeddings(), epsilon_of(norm), _family_of(modules[0], kind)
+    embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
+    rotary = decoder._modules.get("rotary_emb")
+    head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
+    rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
     if (
         not kind.multiplies(head)
         or epsilon is None
         or not all(map(kind.fits, norm.parameters()))
-        or not _is_fixed(rotary)
+        or (rotates if rotary is None else not _is_fixed(rotary))
         or not kind.embeds(embedding)
         or (family is not LLAMA and not _is_described(model, decoder, family))
     ):
@@ -167,9 +179,9 @@ def _is_fixed(rotary: Any) -> bool:
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     """Whether what surrounds the layers is the code of their family."""
     names = [name for name in vars(decoder) if OTHER_CODE.search(name) and name != family.embedding]
-    ends = (decoder, decoder.norm, decoder.rotary_emb, decoder.embed_tokens)
+    ends = (decoder, *(module for name, module in decoder._modules.items() if name != "layers"))
     package = package_of(decoder)
-    own = all(is_of_package(one, package) or type(one) is torch.nn.Embedding for one in ends)
+    own = all(is_of_package(one, package) or type(one) in (Embedding, CompactEmbedding) for one in ends)
     return own and not names and family.holds_for(model, decoder.config)
 
 
@@ -178,29 +190,35 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
     parts = [_layer_parts(layer, place, kind) for place, layer in enumerate(modules)]
     known = [part for part in parts if part is not None]
     is_llama = _family_of(modules[0], kind) is LLAMA
-    shapes = {part.shape if is_llama else (type(part.layer), *part.shape_of_heads) for part in known}
-    return known if len(known) == len(parts) and len(shapes) == 1 else []
+    attending = [part for part in known if part.mixer is None]
+    shapes = {part.shape if is_llama else (type(part.layer), *part.shape_of_heads) for part in attending}
+    alike = {(type(part.layer), part.hidden, part.epsilon) for part in known}
+    return known if len(known) == len(parts) and len(shapes) == len(alike) == 1 else []
 
 
 def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
     family, children = _family_of(layer, kind), layer._modules
     dropouts = {name for name, module in children.items() if family is not LLAMA and _drops_nothing(module)}
-    if set(children) - dropouts != {"self_attn", "mlp", *filter(None, family.norms)}:
+    mixes = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
+    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, family.norms)}:
         return None
-    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    attention, mlp = layer.get_submodule(mixes), layer.get_submodule(family.names.mlp)
     experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
     dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
-    head_norms = tuple(attention.get_submodule(name) for name in HEAD_NORMS if name in attention._modules)
-    projections = ("qkv_proj",) if family.joins_qkv else PROJECTIONS
-    names = {*projections, "o_proj", *HEAD_NORMS[: len(head_norms)]}
-    if dense is None or len(head_norms) not in (0, 2) or set(attention._modules) != names:
+    if dense is None or not _has_known_code(layer, attention, mlp if experts is None else None, family):
         return None
-    if not _has_known_code(layer, attention, mlp if experts is None else None, family):
+    around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
+    if mixes != "self_attn":
+        mixer = mixer_parts(attention, place, kind, family.mixers[mixes])
+        return mixer and _mixing_layer(layer, mixer, dense, around, kind, family)
+    head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
+    projections, out_name = ("qkv_proj",) if family.joins_qkv else PROJECTIONS, family.names.out
+    names = {*projections, out_name, *family.names.head_norms[: len(head_norms)]}
+    if len(head_norms) not in (0, 2) or set(attention._modules) != names:
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     gate_up, down, activation, activates = dense
-    out: Any = attention.o_proj
-    around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
+    out: Any = attention.get_submodule(out_name)
     epsilons = {epsilon_of(norm) for norm in (*filter(None, around), *head_norms)}
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     if not all(map(kind.multiplies, (*qkv, out, *gate_up, *down))) or len(epsilons) > 1:
@@ -227,19 +245,43 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     return parts if _is_complete(parts, kind, family) else None
 
 
+def _mixing_layer(
+    layer: Module,
+    mixer: MixerParts[Matmul],
+    dense: tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None],
+    around: tuple[Module | None, ...],
+    kind: Kind[Matmul],
+    family: Family,
+) -> LayerParts[Matmul] | None:
+    """A layer with another mixer than attention."""
+    gate_up, down, activation, activates = dense
+    epsilons = {epsilon_of(norm) for norm in filter(None, around)}
+    epsilon = epsilons.pop() if len(epsilons) == 1 else None
+    if epsilon is None or not all(map(kind.multiplies, (*gate_up, *down))):
+        return None
+    parts: LayerParts[Matmul] = LayerParts(
+        layer, mixer.module, mixer.inputs, mixer.out, gate_up, down, None, around, (),
+        0, 0, 0, epsilon, 0.0, activation, activates, mixer,
+    )  # fmt: skip
+    return parts if _is_complete(parts, kind, family) else None
+
+
 def _drops_nothing(module: Module | None) -> bool:
     return isinstance(module, Dropout) and (module.p == 0 or not module.training)
 
 
 def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
     """Gate and up projection, down projection, and the activation with its name; None for another MLP."""
-    names, act = (("gate_up_proj",), "activation_fn") if family.joins_gate else (("gate_proj", "up_proj"), "act_fn")
-    if set(mlp._modules) != {*names, "down_proj", act}:
+    own = family.names
+    names, act = ((own.gate_up,), "activation_fn") if family.joins_gate else ((own.gate, own.up), "act_fn")
+    act = act if own.activation is None else own.activation
+    if set(mlp._modules) != {*names, own.down, *filter(None, [act])}:
         return None
-    activates = mlp.get_submodule(act)
-    if (activation := _activation_of(activates)) not in family.activations:
+    activates = mlp.get_submodule(act) if act else None
+    activation = "silu" if activates is None else _activation_of(activates)
+    if activation not in family.activations:
         return None
-    return tuple(map(mlp.get_submodule, names)), (mlp.get_submodule("down_proj"),), activation, activates
+    return tuple(map(mlp.get_submodule, names)), (mlp.get_submodule(own.down),), activation, activates
 
 
 def _activation_of(module: Module) -> str:
@@ -252,15 +294,16 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
     """Whether modules compute what their names say, as far as their classes, attributes and arguments tell."""
     if "position_ids" in inspect.signature(attention.forward).parameters:
         return False  # it reads positions beside the rotary ones, to scale queries of long contexts for example
-    holders = [module for module in (layer, attention, mlp) if module is not None]
+    mixes = any(layer._modules.get(name) is attention for name in family.mixers)
+    holders = [module for module in (layer, None if mixes else attention, mlp) if module is not None]
     if family is LLAMA:
         return not any(OTHER_CODE.search(name) for module in holders for name in vars(module))
     own = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
     package = package_of(layer)
     return (
-        all(is_of_package(module, package) for module in (*holders, *own) if module is not None)
+        all(is_of_package(module, package) for module in (*holders, attention, *own) if module is not None)
         and all(map(family.knows, holders))
-        and getattr(attention, "is_causal", None) is True
+        and (mixes or getattr(attention, "is_causal", None) is True)
     )
 
 
@@ -268,15 +311,18 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     """Whether all shapes fit and the layer has no other parameters."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
-    projections = [queries + 2 * keys] if family.joins_qkv else [queries, keys, keys]
+    projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), keys, keys]
     dense = [2 * inner] if family.joins_gate else [inner, inner]
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
+    if parts.mixer:  # its own are known to fit
+        shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
     shapes += [] if parts.experts else [*((rows, hidden) for rows in dense), (hidden, inner)]
     of_heads = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
     widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *of_heads[: len(parts.head_norms)]]
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
-    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts]))
+    mixer = parts.mixer.module if parts.mixer else None
+    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts, mixer]))
     own = {id(tensor) for module in (*called, *parts.norms) for tensor in _tensors_of(module)}
     own |= {id(sinks)} if sinks is not None else set()
     inside = {id(module) for one in called for module in one.modules()}

@@ -1,20 +1,24 @@
-"""The small operators of a decoder layer: RMSNorm, the gated unit, residuals and rotary positions."""
+"""The small operators of a decoder layer: RMSNorm, gated units, residuals, rotary positions and bounds."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
+from hdtool.runtime.kernels.memory.raw_memory import array_at
 from hdtool.runtime.kernels.vector_code import FLOAT, ITEM_SIZE, LANES
 from hdtool.runtime.kernels.vectors import FloatCode
 
 
-@generated(types.int64, types.int64, types.int64, types.float32, types.int64)
-def norm_row(builder: Any, read: Any, weight: Any, width: Any, epsilon: Any, written: Any) -> None:
-    """RMSNorm of one row."""
+@generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
+def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
+    """RMSNorm of one row, times ``weight + offset``."""
     code = FloatCode(builder)
 
     def square(index: Any, sums: list[Any]) -> list[Any]:
@@ -24,11 +28,12 @@ def norm_row(builder: Any, read: Any, weight: Any, width: Any, epsilon: Any, wri
     (squares,) = code.loop(width, [code.number(0.0)], square)
     mean = builder.fdiv(code.total(squares), builder.sitofp(width, FLOAT))
     root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
-    scale = code.splat(builder.fdiv(FLOAT(1.0), root))
+    scale, added = code.splat(builder.fdiv(FLOAT(1.0), root)), code.splat(offset)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
         numbers = builder.fmul(code.read(code.at(read, index)), scale)
-        code.store(builder.fmul(numbers, code.read(code.at(weight, index))), code.at(written, index))
+        factor = builder.fadd(code.read(code.at(weight, index)), added)
+        code.store(builder.fmul(numbers, factor), code.at(written, index))
         return []
 
     code.loop(width, [], apply)
@@ -48,29 +53,103 @@ def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
     code.loop(count, [], apply)
 
 
-@generated(*[types.int64] * 3)
-def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
-    """``gate = silu(gate) * up``"""
+def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
+    """An intrinsic for a unit whose activation is its input times the sigmoid of a function of it."""
+
+    @generated(*[types.int64] * 3)
+    def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
+        code = FloatCode(builder)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = code.read(code.at(gate, index))
+            divisor = builder.fadd(code.exp(builder.fneg(sigmoid_of(code, numbers))), code.number(1.0))
+            found = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
+            code.store(found, code.at(gate, index))
+            return []
+
+        code.loop(size, [], apply)
+
+    return gate_in_place
+
+
+def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
+    """``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``: half of one more than a tanh is the sigmoid of twice its input."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
+    inside = code.multiply_add(cubed, code.number(0.044715), numbers)
+    return code.builder.fmul(inside, code.number(factor))
+
+
+silu_in_place = _gated(lambda code, numbers: numbers)
+"""``gate = silu(gate) * up``"""
+gelu_in_place = _gated(_twice_inside_tanh)
+"""``gate = gelu(gate) * up``, the GELU by tanh."""
+
+
+@generated(*[types.int64] * 3, types.float32)
+def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
+    """``sums += numbers * factor``"""
     code = FloatCode(builder)
+    by = code.splat(factor)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        numbers = code.read(code.at(gate, index))
-        divisor = builder.fadd(code.exp(builder.fneg(numbers)), code.number(1.0))
-        found = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
-        code.store(found, code.at(gate, index))
+        place = code.at(sums, index)
+        added = builder.fmul(code.read(code.at(numbers, index)), by)
+        code.store(builder.fadd(code.read(place), added), place)
         return []
 
     code.loop(size, [], apply)
 
 
-@generated(*[types.int64] * 3)
-def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any) -> None:
-    """``sums += numbers``"""
+@generated(*[types.int64] * 2, types.float32)
+def scale_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
+    """``numbers *= factor``"""
     code = FloatCode(builder)
+    by = code.splat(factor)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(sums, index)
-        code.store(builder.fadd(code.read(place), code.read(code.at(numbers, index))), place)
+        place = code.at(numbers, index)
+        code.store(builder.fmul(code.read(place), by), place)
+        return []
+
+    code.loop(size, [], apply)
+
+
+@compiled
+def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
+    """``numbers /= divisor``, and where there is a ``cap``, ``numbers = tanh(numbers / cap) * cap``."""
+    whole = size // LANES * LANES
+    _divide(numbers, whole, divisor)
+    if cap:
+        _bound(numbers, whole, cap)
+    rest = array_at(numbers + whole * ITEM_SIZE, (size - whole,), types.float32)
+    for index in range(len(rest)):
+        rest[index] /= divisor
+        if cap:
+            rest[index] = np.tanh(rest[index] / cap) * cap
+
+
+@generated(*[types.int64] * 2, types.float32)
+def _divide(builder: Any, numbers: Any, size: Any, divisor: Any) -> None:
+    code = FloatCode(builder)
+    by = code.splat(divisor)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(numbers, index)
+        code.store(builder.fdiv(code.read(place), by), place)
+        return []
+
+    code.loop(size, [], apply)
+
+
+@generated(*[types.int64] * 2, types.float32)
+def _bound(builder: Any, numbers: Any, size: Any, cap: Any) -> None:
+    code = FloatCode(builder)
+    by = code.splat(cap)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(numbers, index)
+        code.store(builder.fmul(code.tanh(builder.fdiv(code.read(place), by)), by), place)
         return []
 
     code.loop(size, [], apply)
@@ -78,7 +157,7 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """The rotary position of one head: ``read * cos + (-second half, first half) * sin``"""
+    """The rotary position of one head: ``read * cos + (second half, first half) * sin``"""
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
     pair = ir.VectorType(FLOAT, ROTATED)
@@ -86,7 +165,7 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
     def apply(index: Any, _: list[Any]) -> list[Any]:
         other = builder.add(index, half)
         first, second = (code.read(code.at(read, place), pair) for place in (index, other))
-        for place, own, turned in ((index, first, builder.fneg(second)), (other, second, first)):
+        for place, own, turned in ((index, first, second), (other, second, first)):
             product = builder.fmul(own, code.read(code.at(cos, place), pair))
             sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, place), pair)))
             code.store(sum_, code.at(written, place))
@@ -95,13 +174,30 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
     code.loop(half, [], apply, ROTATED)
 
 
+@generated(*[types.int64] * 5)
+def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
+    """That of a head whose pairs are numbers side by side."""
+    code = FloatCode(builder)
+    swapped = code.integers([lane ^ 1 for lane in range(LANES)])
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        own = code.read(code.at(read, index))
+        turned = builder.shuffle_vector(own, ir.Constant(own.type, ir.Undefined), swapped)
+        product = builder.fmul(own, code.read(code.at(cos, index)))
+        sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, index))))
+        code.store(sum_, code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
 ROTATED = LANES // 2
 """Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
 
 
 @compiled
-def norm_rows(read: int, rows: int, width: int, weight: int, epsilon: Any, written: int) -> None:
+def norm_rows(read: int, rows: int, width: int, weight: int, offset: Any, epsilon: Any, written: int) -> None:
     """RMSNorm of each row of ``width`` numbers; addresses of float32, rows one after another."""
     for row in range(rows):
-        offset = row * width * ITEM_SIZE
-        norm_row(read + offset, weight, width, epsilon, written + offset)
+        at = row * width * ITEM_SIZE
+        norm_row(read + at, weight, offset, width, epsilon, written + at)

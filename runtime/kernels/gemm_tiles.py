@@ -36,7 +36,9 @@ PART_COLUMNS = 1024
 SUMS = 16 if LANES == 16 else 8
 """Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers, ARM needs four for
 what AVX-512 has in one."""
-MOST_OUTS, MOST_ROWS = 8, 8
+SUMS_OF_PAIR = 24 if LANES == 16 else 8
+"""Those of a tile of one or two matrix rows, beside which the numbers of both fit as well."""
+MOST_OUTS, MOST_ROWS = 8, max(8, SUMS_OF_PAIR // 2)
 """Matrix rows of which a tile multiplies a divisor, and input rows of a tile, at most."""
 FEW_ROWS = 4
 """Input rows of a tile up to which they are read where they are; more of them are interleaved, vector by vector."""
@@ -142,7 +144,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 def outs_beside(rows: int) -> int:
     """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``."""
-    return max(outs for outs in (1, 2, 4) if outs * rows <= SUMS or outs == 1)
+    return max(outs for outs in (1, 2, 4) if outs * rows <= (SUMS_OF_PAIR if outs <= 2 else SUMS) or outs == 1)
 
 
 def tile(outs: int, rows: int, *, interleaved: bool = False) -> Tile:
@@ -237,12 +239,12 @@ def _sums(
             code.prefetch(builder.inttoptr(builder.add(address, column), BYTES))
         for place in range(read.vectors):
             at = builder.add(column, INDEX(place * LANES))
-            factors = _factors(code, numbers, at, columns, rows, interleaved)
-            for out, expand in enumerate(expanders):
-                weights = expand(place)
-                for row, factor in enumerate(factors):
+            weights = [expand(place) for expand in expanders]
+            for row, address in enumerate(_input_places(code, numbers, at, columns, rows, interleaved)):
+                factor = code.load(address, code.vector, ITEM_SIZE)
+                for out, weight in enumerate(weights):
                     sum_ = out * rows + row
-                    sums[sum_] = code.multiply_add(weights, factor, sums[sum_])
+                    sums[sum_] = code.multiply_add(weight, factor, sums[sum_])
         return sums
 
     found: list[Any] = read.loop(places, columns, first, multiply)
@@ -264,15 +266,13 @@ def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any
             builder.store(found, builder.bitcast(where, found.type.as_pointer())).align = ITEM_SIZE
 
 
-def _factors(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
-    """The numbers of each input row at a column."""
+def _input_places(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
+    """The addresses of each input row's numbers at a column."""
     builder = code.builder
     if interleaved:
         first = code.after(inputs, builder.mul(at, INDEX(rows)))
-        places = [code.after(first, row * LANES) for row in range(rows)]
-    else:
-        places = [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
-    return [code.load(place, code.vector, ITEM_SIZE) for place in places]
+        return [code.after(first, row * LANES) for row in range(rows)]
+    return [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
 
 
 def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:

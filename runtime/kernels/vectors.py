@@ -65,3 +65,9 @@ class FloatCode(VectorCode):
         scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))
         found = builder.fmul(found, builder.bitcast(scale, VECTOR))
         return builder.select(vanishes, self.number(0.0), found)
+
+    def tanh(self, x: Any) -> Any:
+        """The hyperbolic tangent, with the absolute error of the exponential."""
+        doubled = self.exp(self.builder.fmul(x, self.number(2.0)))
+        part = self.builder.fdiv(self.number(2.0), self.builder.fadd(doubled, self.number(1.0)))
+        return self.builder.fsub(self.number(1.0), part)

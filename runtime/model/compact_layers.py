@@ -1,8 +1,8 @@
 """Keeps the weights of a CPU model in the 16 bits of their checkpoint, or packed, and computes in float32 as before.
 
 Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly. It stays compact only if linear layers and embeddings alone have it, and if the compiled matmul gives
-the same bits for both.
+numbers exactly. It stays compact only if linear layers, experts and embeddings alone have it, and if the compiled
+matmul gives the same bits for both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
@@ -28,6 +28,7 @@ from hdtool.runtime.kernels.compact_weight import (
     is_compact,
     narrowed,
 )
+from hdtool.runtime.kernels.experts import WEIGHTS, fits_compiled_experts
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.memory.free_memory import return_free_memory
@@ -109,7 +110,7 @@ def loading_as_stored(folder: Path) -> Iterator[None]:
         return
 
     def plan(model: PreTrainedModel, wanted: torch.dtype) -> dict[str, torch.dtype]:
-        return {**usual(model, wanted), "weight": dtype}
+        return {**usual(model, wanted), **dict.fromkeys(("weight", *WEIGHTS), dtype)}
 
     with _loading:
         setattr(PreTrainedModel, PLAN, plan)
@@ -170,6 +171,8 @@ def _places(model: Module) -> dict[int, list[Place]]:
 
 def _takes(module: Module, name: str) -> bool:
     """Whether a module computes with a weight in 16 bits without expanding all of it."""
+    if name in WEIGHTS:
+        return fits_compiled_experts(module, KINDS)
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
@@ -187,8 +190,9 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
     """Whether a weight may be stored so, by the matmul with one weight of each form."""
-    if not any(isinstance(module, Linear) for module, _ in places):
+    if all(isinstance(module, Embedding) for module, _ in places):
         return True
+    stored = cast(torch.Tensor, stored)[0] if len(stored.shape) == 3 else stored  # all experts have one form
     case = f"{stored.shape[1]} columns of {stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype}"
     if case not in proved:
         proved[case] = _has_same_bits(stored)

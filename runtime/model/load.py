@@ -24,6 +24,7 @@ from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
 from hdtool.runtime.kernels.compact_weight import in_float32
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
@@ -230,6 +231,7 @@ def _proved_before(
         if outline_of(model) == proof.outline:
             compact_weights(model, dict(proof.compact))
             compile_linear_layers(model)
+            compile_experts(model)
             target = Target(model, shapes=proof.shapes)
             target.compiled = compile_cpu(target, proved=True)
             if target.compiled and logits_hash(target) == proof.logits:
@@ -263,6 +265,7 @@ def _proved_now(
     if is_compact or (config.dtype == "auto" and pack_weights(model)):
         compact_weights(model, compact)
     compile_linear_layers(model)
+    compile_experts(model)
     target = _attempt(config.name, f"on {device}", lambda: Target(model))
     expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,107 +12,26 @@ import pytest
 import torch
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GraniteConfig, PreTrainedModel
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GraniteConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.cuda.operations import Norm, Residual
-from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, NormKind, settings_of
+from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.engines.model_parts import Kind, epsilon_of, model_parts
 from hdtool.runtime.model.step_input import StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.families import ALTERNATING, SHAPE, VOCABULARY, WINDOW, random_model
+from tests.support.described import CHANGES, EXPERTS, LOCAL_AND_GLOBAL, MODELS, WINDOWS, WRONG, assert_right, model_of
+from tests.support.families import SHAPE, random_model
 from tests.support.interpreted import interpreted_kernels
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
-from tests.support.trees import path_to, tokens_to
 
-WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-MULTIPLIERS: dict[str, Any] = {
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 4.0,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 3.0,
-}
-BOUNDS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-LOCAL_AND_GLOBAL: dict[str, Any] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
-}
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "exaone4": lambda: random_model("Exaone4", **WINDOWS),
-    "gemma": lambda: random_model("Gemma"),
-    "gemma2": lambda: random_model("Gemma2", **WINDOWS, **BOUNDS),
-    "gemma3": lambda: random_model("Gemma3Text", **WINDOWS, rope_parameters=LOCAL_AND_GLOBAL),
-    "glm": lambda: random_model("Glm"),
-    "glm4": lambda: random_model("Glm4"),
-    "glm4_moe": lambda: random_model(
-        "Glm4Moe",
-        use_qk_norm=True,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
-    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS),
-    "granite": lambda: random_model("Granite", **MULTIPLIERS),
-    "mixtral": lambda: random_model("Mixtral", **EXPERTS),
-    "olmo2": lambda: random_model("Olmo2"),
-    "olmo3": lambda: random_model("Olmo3", **WINDOWS),
-    "olmoe": lambda: random_model("Olmoe", without=("head_dim",), **EXPERTS),
-    "phi3": lambda: random_model("Phi3"),
-    "phi3, a part rotated": lambda: random_model("Phi3", partial_rotary_factor=0.5),
-    "qwen2_moe": lambda: random_model(
-        "Qwen2Moe", **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
-    ),
-    "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16),
-    "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=16, mlp_only_layers=[0]),
-    "smollm3": lambda: random_model("SmolLM3", no_rope_layers=[1, 0]),
-}
 RARER = ("glm4", "granite", "olmo2", "phi3, a part rotated", "smollm3")
 BY_KERNELS = ("gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in RARER))
-
-
-def model_of(name: str) -> Any:
-    """A model whose norms, sinks and biases matter."""
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    for part, weight in model.named_parameters():
-        if any(word in part for word in ("norm", "sinks", "bias")):
-            weight.data = torch.rand_like(weight) + 0.5
-    return model
-
-
-def assert_right(
-    model: Any, target: Target, sizes: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = (40, 3, 75)
-) -> None:
-    """Trees of a batch, after contexts shorter and longer than windows, and accepted paths that move."""
-    cache = target.allocate(len(lengths))
-    contexts = [prompt_of(length) for length in lengths]
-    for slot, context in enumerate(contexts):
-        target.prefill(cache, slot, context, room=200)
-    for batch in sizes:
-        drafted = [
-            DraftTree.of(
-                5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
-            )
-            for size in batch
-        ]
-        found = target.verify(cache, drafted)
-        target.wait()
-        for slot, (tree, verified) in enumerate(zip(drafted, found, strict=True)):
-            for node in {ROOT, len(tree) // 2 - 1, len(tree) - 1}:
-                expected = plain_logits(model, contexts[slot] + tokens_to(tree, node))
-                assert_same_logits(verified.logits[node + 1], expected)
-            contexts[slot] += tokens_to(tree, len(tree) - 1)
-            target.commit(cache, slot, path_to(tree, len(tree) - 1))
 
 
 def is_fused(model: Any) -> bool:
@@ -138,31 +57,10 @@ def test_trees_get_the_logits_of_forward_by_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_engine_of_cpus_computes_none_of_them(name: str) -> None:
+def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
     llamas: Kind[Module] = Kind(lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True)
     assert model_parts(model_of(name), llamas) is None
     assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
-
-
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "no offset": ("gemma3", {"norm": NormKind()}),
-    "no bound of scores": ("gemma2", {"softcap": ""}),
-    "no bound of logits": ("gemma2", {"logit_softcap": ""}),
-    "norms before instead of after": (
-        "olmo2",
-        {"norms": ("post_attention_layernorm", "", "post_feedforward_layernorm", "")},
-    ),
-    "another order of norms": ("gemma3", {"norms": (*FAMILIES["gemma3"].norms[2:], *FAMILIES["gemma3"].norms[:2])}),
-    "no multiplier of embeddings": ("granite", {"embedding": ""}),
-    "no multiplier of what layers add": ("granite", {"residual": ""}),
-    "no divisor of logits": ("granite", {"logit_divisor": ""}),
-    "positions in all layers": ("smollm3", {"rotates": lambda attention: True}),
-    "no positions": ("gemma3", {"rotates": lambda attention: False}),
-    "pairs of halves": ("glm4", {"is_interleaved": False}),
-    "pairs side by side": ("phi3", {"is_interleaved": True}),
-    "no sinks": ("gpt_oss", {"has_sinks": False}),
-    "norms of single heads": ("olmo2", {"norms_all_heads": False}),
-}
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -175,97 +73,6 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     wrong = replace(known, settings=settings, attributes=attributes, **changes)
     monkeypatch.setattr(fused_pass, "FAMILIES", {**FAMILIES, name: wrong})
     assert not is_fused(model_of(name))
-
-
-def a_new_attribute(model: Any) -> None:
-    model.model.layers[1].self_attn.temperature = 1.0
-
-
-def one_in_an_mlp(model: Any) -> None:
-    model.model.layers[0].mlp.clamp_limit = 7.0
-
-
-def a_module_more(model: Any) -> None:
-    model.model.layers[1].self_attn.gate = torch.nn.Identity()
-
-
-def a_class_of_another_package(model: Any) -> None:
-    class Own(Gemma3MLP):
-        """As remote code brings it."""
-
-    model.model.layers[1].mlp.__class__ = Own
-
-
-def a_replaced_forward(model: Any) -> None:
-    norm = model.model.layers[0].pre_feedforward_layernorm
-    norm.forward = lambda rows: 1.01 * type(norm).forward(norm, rows)
-
-
-def a_hook(model: Any) -> None:
-    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, inputs, rows: 1.01 * rows)
-
-
-def both_directions(model: Any) -> None:
-    model.config.use_bidirectional_attention = True
-
-
-def scores_that_it_does_not_bound(model: Any) -> None:
-    model.config.attn_logit_softcapping = 50.0
-
-
-def a_python_activation(model: Any) -> None:
-    activation = model.model.layers[0].mlp.act_fn
-    activation.act = activation._gelu_tanh_python
-
-
-def positions_by_length(model: Any) -> None:
-    model.model.rotary_emb.rope_type = {**model.model.rotary_emb.rope_type, "full_attention": "dynamic"}
-
-
-def of_the_same_name(module: Module, **methods: Any) -> type:
-    """A class as a release may change it."""
-    own = type(module)
-    return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
-
-
-def another_norm(model: Any) -> None:
-    """Too little for a comparison of logits in 16 bits."""
-    norm = model.model.layers[1].self_attn.k_norm
-    plain = type(norm).forward
-    norm.__class__ = of_the_same_name(norm, forward=lambda self, rows: 1.001 * plain(self, rows))
-
-
-def another_epsilon(model: Any) -> None:
-    def normed(self: Any, rows: torch.Tensor) -> torch.Tensor:
-        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
-
-    norm = model.model.layers[0].input_layernorm
-    norm.__class__ = of_the_same_name(norm, _norm=normed)
-
-
-def a_float32_norm(model: Any) -> None:
-    model.double()
-    model.model.layers[0].input_layernorm.float()
-
-
-CHANGES: Mapping[str, Callable[[Any], None]] = {
-    change.__name__.replace("_", " "): change
-    for change in (
-        a_new_attribute,
-        one_in_an_mlp,
-        a_module_more,
-        a_class_of_another_package,
-        a_replaced_forward,
-        a_hook,
-        both_directions,
-        scores_that_it_does_not_bound,
-        a_python_activation,
-        positions_by_length,
-        another_norm,
-        another_epsilon,
-        a_float32_norm,
-    )
-}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

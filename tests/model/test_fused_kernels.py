@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.engines.cpu.attention import QUERIES, attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.attention import MOST_QUERIES, QUERIES, attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import gate_in_place, norm_rows
+from hdtool.runtime.kernels.elementwise import norm_rows, silu_in_place
 from hdtool.runtime.kernels.vector_code import LANES
 
 HIDDEN = torch.finfo(torch.float32).min
@@ -20,16 +20,27 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 
 
 @compiled
 def multiply_by_gate(gate: int, up: int, size: int) -> None:
-    gate_in_place(gate, up, size)
+    silu_in_place(gate, up, size)
 
 
 def attended(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: int, mask: torch.Tensor | None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: int,
+    mask: torch.Tensor | None,
+    *,
+    cap: float = 0.0,
+    window: int = 0,
+    places: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    together: int = QUERIES,
 ) -> torch.Tensor:
     """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
     rows, query_heads, width = queries.shape
     heads, capacity, _ = keys.shape
-    found, scratch = torch.empty_like(queries), torch.empty(attention_numbers(positions, width)).fill_(float("nan"))
+    found = torch.empty_like(queries)
+    scratch = torch.empty(attention_numbers(positions, width, together)).fill_(float("nan"))
     attend(
         queries.data_ptr(),
         rows,
@@ -39,14 +50,19 @@ def attended(
         keys.data_ptr(),
         values.data_ptr(),
         capacity * width,
-        positions,
+        positions - rows,
         0 if mask is None else mask.data_ptr(),
         0 if mask is None else mask.stride(0),
         np.float32(width**-0.5),
+        np.float32(cap),
+        window,
+        0 if places is None else places.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         scratch.data_ptr(),
         found.data_ptr(),
+        together,
         0,
-        heads * query_blocks(rows, query_heads // heads),
+        heads * query_blocks(rows, query_heads // heads, together),
     )
     return found
 
@@ -74,6 +90,36 @@ def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, posi
     assert (attended(queries, keys, values, positions, mask) - expected).abs().max() < 1e-5
 
 
+@settings(max_examples=40)
+@given(SHAPES, st.integers(1, 40), st.integers(0, 150), st.integers(1, 180), st.integers(0, 1000))
+def test_windows_bounds_and_sinks_are_those_of_torch(
+    shape: tuple[int, int, int], rows: int, length: int, window: int, seed: int
+) -> None:
+    """Of a tree after a context, whose rows are at several depths."""
+    heads, groups, width = shape[0], shape[1], shape[2] * LANES
+    positions = length + rows
+    keys, values = random_cache(heads, positions, width, seed)
+    generator = torch.Generator().manual_seed(seed)
+    queries, sinks = torch.randn(rows, heads * groups, width, generator=generator), torch.randn(heads * groups)
+    depths = torch.randint(0, 9, (rows,), generator=generator)
+    hidden = torch.rand(rows, positions, generator=generator) < 0.3
+    own = torch.arange(rows)
+    hidden[own, length + own] = False
+    mask = torch.zeros(rows, positions).masked_fill_(hidden, HIDDEN)
+    found = attended(
+        queries, keys, values, positions, mask, cap=2.0, window=window, places=length + depths, sinks=sinks
+    )
+
+    of_columns = torch.cat((torch.arange(length), length + depths))
+    hidden |= of_columns <= (length + depths)[:, None] - window
+    repeated, weighed = (one[:, :positions].double().repeat_interleave(groups, 0) for one in (keys, values))
+    scores = torch.einsum("rhw,hpw->hrp", queries.double(), repeated) * width**-0.5
+    scores = (2.0 * (scores / 2.0).tanh()).masked_fill(hidden, float("-inf"))
+    drained = sinks.double()[:, None, None].expand(-1, rows, 1)
+    weights = torch.cat((scores, drained), dim=2).softmax(2)[..., :-1]
+    assert (found - torch.einsum("hrp,hpw->rhw", weights, weighed)).abs().max() < 1e-5
+
+
 @settings(max_examples=60)
 @given(SHAPES, st.integers(1, 2 * QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(
@@ -87,7 +133,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
     shown = torch.rand(rows, positions, generator=generator) < data.draw(st.sampled_from([0.1, 0.5, 0.95]))
     shown[:, 0] = True
     mask = torch.zeros(rows, positions + 7)[:, :positions].masked_fill_(~shown, HIDDEN)
-    found = attended(queries, keys, values, positions, mask)
+    together = data.draw(st.sampled_from([QUERIES, MOST_QUERIES]))
+    found = attended(queries, keys, values, positions, mask, together=together)
     row = data.draw(st.integers(0, rows - 1))
     places = shown[row].nonzero()[:, 0]
     own_keys, own_values = torch.full((2, heads, -(-len(places) // 64) * 64, width), float("nan"))
@@ -106,10 +153,10 @@ def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
     generator = torch.Generator().manual_seed(seed)
     numbers, weight, up = (torch.randn(rows, width, generator=generator) * size for _ in range(3))
     normed, alone = torch.empty_like(numbers), torch.empty(1, width)
-    norm_rows(numbers.data_ptr(), rows, width, weight.data_ptr(), np.float32(1e-5), normed.data_ptr())
+    norm_rows(numbers.data_ptr(), rows, width, weight.data_ptr(), np.float32(0), np.float32(1e-5), normed.data_ptr())
     expected = torch.nn.functional.rms_norm(numbers, (width,), weight[0], 1e-5)
     assert torch.allclose(normed, expected, rtol=1e-5, atol=1e-7 * size)
-    norm_rows(numbers[-1:].data_ptr(), 1, width, weight.data_ptr(), np.float32(1e-5), alone.data_ptr())
+    norm_rows(numbers[-1:].data_ptr(), 1, width, weight.data_ptr(), np.float32(0), np.float32(1e-5), alone.data_ptr())
     assert torch.equal(normed[-1], alone[0])
     gate = numbers.clone()
     multiply_by_gate(gate.data_ptr(), up.data_ptr(), gate.numel())

@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.linear import (
     share_weights,
 )
 from hdtool.runtime.kernels.many_rows_gemm import BLOCK_OUTS, GROUP, MOST_COLUMNS, MOST_TOGETHER
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS, NEAR_NUMBERS
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY
@@ -123,6 +123,16 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, compiled_rows: 
     with torch.inference_mode():
         torch.testing.assert_close(layer(numbers), linear(numbers, layer.weight, layer.bias))
     assert len(compiled_rows) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, NEAR_NUMBERS // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
+def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
+    """In one group of input rows, and in groups of six, since six long rows fill the cache."""
+    matrix, numbers = torch.randn(MOST_OUTS + 3, columns).to(dtype), torch.randn(MOST_IN_REGISTERS, columns)
+    alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
+    for rows in range(2, MOST_IN_REGISTERS + 1):
+        assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -30,7 +30,7 @@ from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import file_identity, packing, weights_in_turn
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.manifest import PLAN, REST, WEIGHTS, Manifest
+from hdtool.runtime.model.gguf.manifest import MANIFEST, PLAN, REST, WEIGHTS, Manifest
 from hdtool.runtime.model.gguf.slow_weights import NAMES
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.precision import logits_after, more_precise
@@ -254,6 +254,21 @@ def test_a_model_that_was_converted_before_is_not_read_again(tmp_path: Path, mon
     assert (folder / WEIGHTS).stat().st_mtime_ns == kept
     monkeypatch.setattr(Conversion, "of", lambda _: pytest.fail("the file was read again"))
     assert packed_names(hdtool.load(str(file)).target.model)
+
+
+def test_weights_are_packed_again_where_formats_were_added(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    hdtool.load(str(file))
+    folder = converted(file, packed=True)
+    expected = (folder / PLAN).read_text()
+    for name, row in ((PLAN, {"version": 1, "tensors": {}}), (MANIFEST, None)):
+        row = row or {**json.loads((folder / name).read_text()), "packing": 1}
+        (folder / name).write_text(json.dumps(row))
+    files = json.loads((folder / MANIFEST).read_text())
+    files["files"][PLAN] = (folder / PLAN).stat().st_size
+    (folder / MANIFEST).write_text(json.dumps(files))
+    assert packed_names(hdtool.load(str(file)).target.model)
+    assert (folder / PLAN).read_text() == expected
 
 
 def test_expanded_weights_are_added_when_they_are_needed(tmp_path: Path) -> None:

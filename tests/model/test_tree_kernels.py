@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hdtool.runtime.engines.around_layers import Rotary
 from hdtool.runtime.engines.cuda.operations import (
     HeadLayout,
     HeadNorms,
     Norm,
     Operations,
     Residual,
-    Rotary,
     TorchOperations,
 )
 from hdtool.runtime.engines.model_families import NormKind

@@ -1,14 +1,20 @@
-"""The kind of model that compiled passes compute."""
+"""The kinds of models that compiled passes compute."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.nn import Embedding, Module, Parameter
 
-from hdtool.runtime.engines.model_parts import Kind, ModelParts
-from hdtool.runtime.kernels.compact_weight import CompactEmbedding, is_compact
+from hdtool.runtime.engines.cpu.layer_record import FOURTH, MATMUL_FIELDS, TO_GATE, TO_OUTPUT
+from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
+from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
+from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.vector_code import LANES
 
@@ -29,11 +35,71 @@ def _fits(weight: Any) -> bool:
 def _embeds(module: Module) -> bool:
     weight: Any = module._parameters.get("weight")
     return (
-        type(module) in (Embedding, CompactEmbedding)
+        (type(module) in (Embedding, CompactEmbedding) or scale_of(module) is not None)
         and cast(Embedding, module).max_norm is None
         and weight.dtype == torch.float32
         and weight.is_contiguous()
     )
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES)
+def scale_of(embedding: Module) -> float | None:
+    """The factor of an embedding of the library that scales its rows."""
+    if not (type(embedding).__name__.endswith("ScaledWordEmbedding") and package_of(embedding)):
+        return None
+    scale = embedding._buffers.get("embed_scale")
+    return None if scale is None or scale.numel() != 1 else float(scale)
+
+
+COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES})
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Those of gated units that are compiled."""
+
+
+class MatmulRows(NamedTuple):
+    """The rows of a linear layer that are one matmul of a decoder layer: all, or a part where several are joined."""
+
+    layer: CompiledLinear
+    first: int
+    end: int
+
+    @property
+    def stored(self) -> Stored:
+        """The rows as they are kept."""
+        stored = stored_of(self.layer.weight)
+        return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
+
+
+def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
+    """The matmuls of a decoder layer by the first of their fields in its record."""
+    keys, inner = part.heads * part.width, part.inner
+    inputs = _split(part.qkv, (keys * part.groups, keys, keys))
+    dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
+    fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH]
+    found = dict(zip(fields, inputs, strict=False))
+    found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
+    return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
+
+
+def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
+    """Whether a layer has no experts, or such that are chosen and computed as compiled code does it."""
+    block: Any = part.experts
+    if block is None:
+        return True
+    if not family.router or set(block._modules) != {"gate", "experts"} or type(block.experts) is not CompiledExperts:
+        return False
+    gate = block.gate
+    is_known = type(gate).__name__ == family.router and is_of_package(gate, package_of(part.layer))
+    return is_known and set(gate._parameters) == {"weight"} and not gate._buffers and _fits(gate.weight)
+
+
+def router_of(part: LayerParts[CompiledLinear]) -> tuple[Any, int, bool]:
+    """The weight of what chooses the experts, how many a row has, and whether their shares add up to 1."""
+    gate = cast(Any, part.experts).gate
+    return gate.weight, int(gate.top_k), bool(getattr(gate, "norm_topk_prob", True))
+
+
+def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
+    if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
+        return [MatmulRows(layer, 0, layer.out_features) for layer in layers]
+    (joined,) = layers
+    return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -19,16 +19,29 @@ from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.slots import Cache, Slot
+    from hdtool.runtime.model.cache.states import States
     from hdtool.runtime.model.pass_log import PassLog
+
+
+class StatesOfRows:
+    """The states after each row of the last pass over trees, as what mixers kept of its rows."""
+
+    def __init__(self, passes: TreePass) -> None:
+        self._passes, self._number = passes, passes.number
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        assert self._number == self._passes.number, "another tree was verified before a path of this one was accepted"
+        self._passes.accept(slot, rows, states)
 
 
 class CompiledModel:
     """The compiled passes of one model, as long as it stays the one that was compiled."""
 
-    def __init__(self, parts: CompiledParts, log: PassLog) -> None:
+    def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
-        self.table = WeightTable(parts)
+        self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
         """By the number of slots for which a pass has memory."""
         self.is_current = False
@@ -39,7 +52,7 @@ class CompiledModel:
 
     def record(self) -> None:
         """Take the model as it is now for the compiled one."""
-        self._recorded = RecordedModel(self._parts.model)
+        self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
         self._found(is_same=True)
         self.check(again=False)
 
@@ -47,10 +60,13 @@ class CompiledModel:
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
         if again:
             self._found(self._recorded.is_same())
-        config: Any = self._parts.model.config
         if self._is_same:
-            self.table.check_rotary()
-        self.is_current = self._is_same and attention_of(config.get_text_config(decoder=True)) == "sdpa"
+            self.table.check_copies()
+        self.is_current = self._is_same and self._attention_now() == self._attention
+
+    def _attention_now(self) -> str:
+        config: Any = self._parts.model.config
+        return attention_of(config.get_text_config(decoder=True))
 
     def _found(self, is_same: bool) -> None:
         self._is_same = is_same
@@ -86,34 +102,60 @@ class CompiledModel:
         passes, logits = self._of_slots(1), None
         for first in range(0, len(tokens), PIECE):
             piece, started = tokens[first : first + PIECE], time.perf_counter()
+            if slot.states:
+                self._begin(slot)
+                slot.begin_reading()
             read = passes.read(slot.kv, piece)
             if read is None:
+                slot.states_length = slot.length
                 return None
             self._add(started)
             slot.extend(piece, read.hidden)
             logits = read.logits
+        if slot.states:
+            slot.kv.begin_states(has_begun=slot.length > 0)
         return logits
+
+    def _begin(self, slot: Slot) -> None:
+        """Clear the states of a slot without tokens, which are those of an earlier sequence."""
+        if slot.states and not slot.length:
+            slot.states.clear()
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
         """Verify a tree in each of the first slots; None for a pass that is not computed here."""
         passes, count, started = self._of_slots(len(cache.slots)), len(trees), time.perf_counter()
+        if self.table.mixers:
+            for slot in cache.slots[:count]:
+                self._begin(slot)
         if count == 1:
             one = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
             if one is None:
                 return None
             self._add(started, len(trees[0].tokens))
+            if self.table.mixers:
+                self._keep_states(passes, cache.slots[:1])
             return [one]
         several = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
         if several:
             self._add(started, max(len(tree.tokens) for tree in trees), count)
+            if self.table.mixers:
+                self._keep_states(passes, cache.slots[:count])
         return several
+
+    def _keep_states(self, passes: TreePass, slots: Sequence[Slot]) -> None:
+        states = StatesOfRows(passes)
+        for place, slot in enumerate(slots):
+            slot.states_of_tree, slot.place_in_tree = states, place
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
         """Verify a tree in one slot of several."""
-        started = time.perf_counter()
-        verified = self._of_slots(1).verify_one(slot.kv, tree, LOGITS_ALONE)
+        passes, started = self._of_slots(1), time.perf_counter()
+        self._begin(slot)
+        verified = passes.verify_one(slot.kv, tree, LOGITS_ALONE)
         if verified:
             self._add(started, len(tree))
+            if self.table.mixers:
+                self._keep_states(passes, [slot])
         return verified
 
     def _add(self, started: float, nodes: int = PROMPT, slots: int = 1) -> None:

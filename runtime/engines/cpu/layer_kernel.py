@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama kind in compiled code: matmuls, and what lies between them.
+"""Decoder layers in compiled code: matmuls, and what lies between them.
 
 Each row is computed by itself, in an order of operations that its own numbers determine, so its bits depend neither on
 other rows nor on the number of threads.
@@ -10,38 +10,89 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
+from hdtool.runtime.engines.cpu.layer_calls import compute_part
+from hdtool.runtime.engines.cpu.layer_calls import float_of as _float_of
+from hdtool.runtime.engines.cpu.layer_calls import multiply as _multiply
+from hdtool.runtime.engines.cpu.layer_record import (
+    EPSILON,
+    EXPERTS,
+    FIELDS,
+    GATES_HEADS,
+    GROUPS,
+    HEAD_STRIDE,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KEYS,
+    MASK,
+    MASK_ROW,
+    MASK_SLOT,
+    MATMUL_FIELDS,
+    MIXER,
+    NEW,
+    NORM_BEFORE,
+    NORM_END,
+    NORM_K,
+    NORM_MIDDLE,
+    NORM_MIXED,
+    NORM_Q,
+    NORMS_ALL,
+    OF_EXPERTS,
+    OFFSET,
+    PAIRED,
+    PART,
+    PASS_FIELDS,
+    PLACES,
+    RENORMS,
+    RESIDUAL,
+    ROTARY,
+    ROTATED,
+    SCALE,
+    SINKS,
+    SLOT_STRIDE,
+    SLOTS,
+    SOFTCAP,
+    TANH_GATE,
+    TEAM,
+    THREADS,
+    TO_DOWN,
+    TO_GATE,
+    TO_KEYS,
+    TO_OUTPUT,
+    TO_QUERIES,
+    TO_UP,
+    TO_VALUES,
+    TOP,
+    TURNED,
+    VALUES,
+    WIDTH,
+    WINDOW,
+    Numbers,
+)
+from hdtool.runtime.engines.cpu.mixers.gated_heads import gate_heads, split_gates
+from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import add_in_place, gate_in_place, norm_row, norm_rows, rotate_head
+from hdtool.runtime.kernels.elementwise import (
+    add_in_place,
+    gelu_in_place,
+    norm_row,
+    norm_rows,
+    rotate_head,
+    rotate_pairs,
+    silu_in_place,
+)
+from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together, parts_of
+from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
-"""The matmuls of a layer."""
-MATMUL_FIELDS = 5
-"""Addresses of the compiled matmul and of the matrix, rows and columns of it, address of the bias."""
-NORM_BEFORE, NORM_AFTER, NORM_Q, NORM_K, KEYS, VALUES = range(7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 6)
-"""Addresses of the weights of norms, 0 for none, and of the layer's keys and values."""
-FIELDS = VALUES + 1
-
-SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER, COS, SIN, SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW = range(
-    14
-)
-TEAM, THREADS, PART, SCALE, EPSILON = range(14, 19)
-"""Of a pass: sequences and new rows of each; shapes; addresses of the rotary positions; and numbers from one sequence,
-head or row of the mask to the next; then the open team of threads, 0 for none, and their number; the address of
-``part_function``; and the bits of the factor of scores and of the epsilon of norms."""
-PASS_FIELDS = EPSILON + 1
-
-NORM, APPEND, ATTEND, ADD_AND_NORM, GATE, ADD = range(6)
+NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS = range(8)
 """The parts of a layer between its matmuls."""
-
-Numbers = npt.NDArray[np.int64]
 
 
 @cache
@@ -54,65 +105,88 @@ def part_function() -> Any:
     ) -> None:
         shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
         starts = array_at(of_starts, (shape[SLOTS],), types.int64)
-        epsilon = _number_at(of_pass + EPSILON * WORD_SIZE)
-        width, inner = shape[HIDDEN], shape[INNER]
+        width, inner = shape[HIDDEN], layer[TO_GATE * MATMUL_FIELDS + 2]
         rows, at, at_inner = end - first, first * width * ITEM_SIZE, first * inner * ITEM_SIZE
         if part == NORM:
-            norm_rows(one + at, rows, width, layer[NORM_BEFORE], epsilon, two + at)
+            _norm(shape, layer[NORM_BEFORE], one + at, rows, two + at)
         elif part == APPEND:
-            _append(shape, layer, starts, epsilon, one, two, three, first, end)
+            _append(shape, layer, starts, one, two, three, first, end)
         elif part == ATTEND:
             _attend(shape, layer, starts, one, two, three, first, end)
-        elif part == ADD_AND_NORM:
-            add_in_place(one + at, two + at, rows * width)
-            norm_rows(one + at, rows, width, layer[NORM_AFTER], epsilon, three + at)
+        elif part == ADD_MIXED:
+            _add(shape, layer[NORM_MIXED], one + at, two + at, rows)
+            _norm(shape, layer[NORM_MIDDLE], one + at, rows, three + at)
         elif part == GATE:
-            gate_in_place(one + at_inner, two + at_inner, rows * inner)
+            if shape[TANH_GATE]:
+                gelu_in_place(one + at_inner, two + at_inner, rows * inner)
+            else:
+                silu_in_place(one + at_inner, two + at_inner, rows * inner)
+        elif part == SPLIT:
+            split_gates(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
+        elif part == GATE_HEADS:
+            gate_heads(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
         else:
-            add_in_place(one + at, two + at, rows * width)
+            _add(shape, layer[NORM_END], one + at, two + at, rows)
 
     return compute_part
 
 
 @compiled
-def _number_at(address: int) -> Any:
-    return array_at(address, (1,), types.float32)[0]
+def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
+    """What a matmul reads of hidden states; nothing is written where it reads them as they are."""
+    if weight:
+        epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+        norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
+
+
+@compiled
+def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> None:
+    _norm(shape, weight, added, rows, added)
+    add_in_place(hidden, added, rows * shape[HIDDEN], _float_of(shape, RESIDUAL))
 
 
 @compiled
 def _append(
-    shape: Numbers,
-    layer: Numbers,
-    starts: Numbers,
-    epsilon: Any,
-    queries: int,
-    keys: int,
-    values: int,
-    first: int,
-    end: int,
+    shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
     """Rotate queries and keys of some rows, and append keys and values to the cache after ``starts``.
 
-    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries are changed in place.
+    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries and keys are changed in place.
     """
     new, heads, width = shape[NEW], shape[HEADS], shape[WIDTH]
     query_heads, size = heads * shape[GROUPS], width * ITEM_SIZE
     for row in range(first, end):
         slot, place = row // new, row % new
         kept_slot = slot * shape[SLOT_STRIDE]
-        cos, sin = shape[COS] + row * size, shape[SIN] + row * size
-        for head in range(query_heads):
-            at = queries + (row * query_heads + head) * size
-            if layer[NORM_Q]:
-                norm_row(at, layer[NORM_Q], width, epsilon, at)
-            rotate_head(at, cos, sin, width, at)
+        _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
+        _prepare_heads(shape, layer, layer[NORM_K], row, heads, keys + row * heads * size)
         for head in range(heads):
             at = (row * heads + head) * size
             kept = (kept_slot + head * shape[HEAD_STRIDE] + (starts[slot] + place) * width) * ITEM_SIZE
-            if layer[NORM_K]:
-                norm_row(keys + at, layer[NORM_K], width, epsilon, keys + at)
-            rotate_head(keys + at, cos, sin, width, layer[KEYS] + kept)
+            copy_numbers(keys + at, width, layer[KEYS] + kept)
             copy_numbers(values + at, width, layer[VALUES] + kept)
+
+
+@compiled
+def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
+    """Norm and rotate the queries or the keys of a row."""
+    width, turned = shape[WIDTH], shape[TURNED] * ITEM_SIZE
+    epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+    if norm and shape[NORMS_ALL]:
+        norm_row(at, norm, offset, heads * width, epsilon, at)
+    rows = shape[SLOTS] * shape[NEW]
+    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * turned
+    sin = cos + rows * turned
+    for head in range(heads):
+        of_head = at + head * width * ITEM_SIZE
+        if norm and not shape[NORMS_ALL]:
+            norm_row(of_head, norm, offset, width, epsilon, of_head)
+        if layer[ROTARY] < 0:
+            continue
+        if shape[PAIRED]:
+            rotate_pairs(of_head, cos, sin, shape[TURNED], of_head)
+        else:
+            rotate_head(of_head, cos, sin, shape[TURNED], of_head)
 
 
 @compiled
@@ -121,8 +195,8 @@ def _attend(
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
     new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
-    scale = _number_at(shape.ctypes.data + SCALE * WORD_SIZE)
-    blocks, memory = heads * query_blocks(new, groups), attention_numbers(starts.max() + new, width)
+    together = block_queries(shape[SLOTS] * heads, shape[THREADS])
+    blocks, memory = heads * query_blocks(new, groups, together), attention_numbers(starts.max() + new, width, together)
     # Rounded up, this is the number of the part: each of them has memory of its own.
     own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
     for slot in range(first // blocks, (end + blocks - 1) // blocks):
@@ -138,21 +212,34 @@ def _attend(
             layer[KEYS] + kept,
             layer[VALUES] + kept,
             shape[HEAD_STRIDE],
-            starts[slot] + new,
+            starts[slot],
             mask,
             shape[MASK_ROW],
-            scale,
+            _float_of(shape, SCALE),
+            _float_of(shape, SOFTCAP),
+            layer[WINDOW],
+            shape[PLACES] + slot * new * WORD_SIZE,
+            layer[SINKS],
             own,
             written + at,
+            together,
             max(first - slot * blocks, 0),
             min(end - slot * blocks, blocks),
         )
 
 
 @compiled
+def _attention_blocks(shape: Numbers) -> int:
+    """The blocks of queries of all sequences."""
+    heads = shape[SLOTS] * shape[HEADS]
+    blocks = query_blocks(shape[NEW], shape[GROUPS], block_queries(heads, shape[THREADS]))
+    return heads * blocks  # type: ignore[no-any-return]
+
+
+@compiled
 def _attention_parts(shape: Numbers) -> int:
     """The parts into which the attention of a layer is divided for several threads."""
-    return parts_of(shape[THREADS], shape[SLOTS] * shape[HEADS] * query_blocks(shape[NEW], shape[GROUPS]), 1)
+    return parts_of(shape[THREADS], _attention_blocks(shape), 1)
 
 
 @compiled
@@ -160,27 +247,37 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
     rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
-    return rows * of_row + _attention_parts(shape) * attention_numbers(positions, width)  # type: ignore[no-any-return]
-
-
-@compiled
-def _multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
-    matmul, matrix, out_features, columns, bias = layer[which * MATMUL_FIELDS : (which + 1) * MATMUL_FIELDS]
-    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias)
+    if shape[GATES_HEADS]:
+        of_row += 2 * shape[HEADS] * shape[GROUPS] * width
+    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
+    of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
+    whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
+    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))
 
 
 @compiled
 def _compute(
     shape: Numbers, layer: Numbers, starts: Numbers, part: int, one: int, two: int, three: int, units: int, work: int
 ) -> None:
-    """Compute a part between matmuls, with the other threads if there is enough work."""
-    team = shape[TEAM] if work >= LEAST_NUMBERS else 0
-    of_layer = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
-    compute_together(team, shape[THREADS], shape[PART], *of_layer, part, one, two, three, units, 1)
+    compute_part(shape, shape[PART], layer, starts, part, one, two, three, units, work)
 
 
 @compiled
-def compute_layers(shape: Numbers, layers: npt.NDArray[np.int64], starts: Numbers, hidden: int, scratch: int) -> None:
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
+    """The experts of a layer; ``outputs`` may be ``inputs``."""
+    experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
+    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
+    _multiply(shape, layer, TO_GATE, inputs, rows, scratch)
+    route(logits, layer[RENORMS] != 0, chosen, shares)
+    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
+    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
+    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
+
+
+@compiled
+def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
     rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
     query_numbers, key_numbers = rows * heads * shape[GROUPS] * width, rows * heads * width
@@ -192,29 +289,43 @@ def compute_layers(shape: Numbers, layers: npt.NDArray[np.int64], starts: Number
     attended = values + key_numbers * ITEM_SIZE
     gate = attended + query_numbers * ITEM_SIZE
     up = gate + inner_numbers * ITEM_SIZE
-    rest = up + inner_numbers * ITEM_SIZE
-    blocks = shape[SLOTS] * heads * query_blocks(shape[NEW], shape[GROUPS])
+    gated = up + inner_numbers * ITEM_SIZE
+    rest = gated + 2 * query_numbers * shape[GATES_HEADS] * ITEM_SIZE
+    blocks = _attention_blocks(shape)
     work = query_numbers * (starts.max() + shape[NEW])
     for number in range(len(layers)):
         layer = layers[number]
         _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
-        _multiply(shape, layer, TO_QUERIES, normed, rows, queries)
-        _multiply(shape, layer, TO_KEYS, normed, rows, keys)
-        _multiply(shape, layer, TO_VALUES, normed, rows, values)
-        _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
-        _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
-        _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
-        _compute(shape, layer, starts, ADD_AND_NORM, hidden, normed, normed, rows, numbers)
-        _multiply(shape, layer, TO_GATE, normed, rows, gate)
-        _multiply(shape, layer, TO_UP, normed, rows, up)
-        _compute(shape, layer, starts, GATE, gate, up, 0, rows, inner_numbers)
-        _multiply(shape, layer, TO_DOWN, gate, rows, normed)
-        _compute(shape, layer, starts, ADD, hidden, normed, 0, rows, numbers)
+        read = normed if layer[NORM_BEFORE] else hidden
+        if layer[MIXER]:
+            mix(shape, layer, starts, read, rows, queries, normed)
+        else:
+            _multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
+            _multiply(shape, layer, TO_KEYS, read, rows, keys)
+            _multiply(shape, layer, TO_VALUES, read, rows, values)
+            if shape[GATES_HEADS]:
+                _compute(shape, layer, starts, SPLIT, gated, queries, 0, rows, query_numbers)
+            _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
+            _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
+            if shape[GATES_HEADS]:
+                _compute(shape, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_numbers)
+            _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
+        _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
+        read = normed if layer[NORM_MIDDLE] else hidden
+        if layer[EXPERTS]:
+            _mix(shape, layer, read, rows, normed, rest)
+        else:
+            _multiply(shape, layer, TO_GATE, read, rows, gate)
+            _multiply(shape, layer, TO_UP, read, rows, up)
+            _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
+            _multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
 
 
 def compile_layers() -> None:
     """Compile all of this ahead: a first pass would wait for it."""
     shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     part_function()
+    mixer_function()
     scratch_numbers(shape, 0)
     compute_layers(shape, layer.reshape(1, -1)[:0], starts, 0, 0)

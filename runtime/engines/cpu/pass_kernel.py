@@ -6,26 +6,25 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.layer_kernel import (
-    COS,
+from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
     HIDDEN,
     NEW,
+    OFFSET,
     PASS_FIELDS,
-    SIN,
+    PLACES,
+    ROTATED,
     SLOTS,
     TEAM,
     THREADS,
-    WIDTH,
+    TURNED,
     Numbers,
-    compute_layers,
-    scratch_numbers,
 )
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import norm_rows
+from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
@@ -34,15 +33,16 @@ from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, COSINES, SINES, KNOWN = range(8)
+IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, KINDS, ROTARIES, KNOWN = range(9)
 """Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
-rows; of the tables of rotary positions, with their rows."""
-NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA = range(8, 18)
+rows; the bits of their factor; the kinds of rotary positions, and the address of the tables of cosines and sines of
+each, with their rows."""
+NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA, DIVISOR, CAP = range(9, 21)
 """The address of the last norm's weight and the bits of its epsilon; where normed hidden states are written; the first
 row whose logits are computed; of the output layer, the addresses of the matmul and the matrix, the rows of it, and the
 address of its bias; the addresses of the logits and of the maxima that ``fold`` writes for them, 0 if these are not
-wanted."""
-END_FIELDS = MAXIMA + 1
+wanted. Logits are divided by the divisor and bounded by the cap, unless they are 0."""
+END_FIELDS = CAP + 1
 IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
 
@@ -63,15 +63,21 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 
 @compiled
-def pass_numbers(shape: Numbers, positions: int) -> int:
+def pass_numbers(shape: Numbers, kinds: int, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_pass`` needs."""
-    return 2 * shape[SLOTS] * shape[NEW] * shape[WIDTH] + scratch_numbers(shape, positions)  # type: ignore[no-any-return]
+    return kinds * _rotary_numbers(shape) + scratch_numbers(shape, positions)
+
+
+@compiled
+def _rotary_numbers(shape: Numbers) -> int:
+    """Cosines and sines of one kind for all rows."""
+    return 2 * shape[SLOTS] * shape[NEW] * shape[TURNED]  # type: ignore[no-any-return]
 
 
 @compiled
 def compute_pass(
     shape: Numbers,
-    layers: npt.NDArray[np.int64],
+    layers: Numbers,
     starts: Numbers,
     ends: Numbers,
     certain: Numbers,
@@ -82,20 +88,20 @@ def compute_pass(
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
-    rows, size = shape[SLOTS] * shape[NEW], shape[WIDTH] * ITEM_SIZE
+    rows = shape[SLOTS] * shape[NEW]
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):
             return False
     if rows:
         call_at(ends[EMBED], ends[EMBEDDING], shape[HIDDEN], ends[IDS], rows, hidden, 0, 0, 0, 0)
-    shape[COS], shape[SIN] = scratch, scratch + rows * size
-    for row in range(rows):
-        copy_numbers(ends[COSINES] + positions[row] * size, shape[WIDTH], shape[COS] + row * size)
-        copy_numbers(ends[SINES] + positions[row] * size, shape[WIDTH], shape[SIN] + row * size)
-    compute_layers(shape, layers, starts, hidden, scratch + 2 * rows * size)
-    epsilon = array_at(ends.ctypes.data + LAST_EPSILON * WORD_SIZE, (1,), types.float32)[0]
-    norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], epsilon, ends[NORMED])
+        if ends[MULTIPLIER]:
+            scale_in_place(hidden, rows * shape[HIDDEN], _float_of(ends, MULTIPLIER))
+    shape[PLACES], shape[ROTATED] = ends[POSITIONS], scratch
+    _copy_rotary(shape, ends, positions)
+    compute_layers(shape, layers, starts, hidden, scratch + ends[KINDS] * _rotary_numbers(shape) * ITEM_SIZE)
+    epsilon, offset = _float_of(ends, LAST_EPSILON), _float_of(shape, OFFSET)
+    norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], offset, epsilon, ends[NORMED])
     if len(certain) > 0:
         _write_open_logits(shape, ends, certain, hidden, scratch)
     else:
@@ -105,19 +111,42 @@ def compute_pass(
 
 
 @compiled
+def _float_of(numbers: Numbers, field: int) -> Any:
+    return array_at(numbers.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
+
+
+@compiled
+def _copy_rotary(shape: Numbers, ends: Numbers, positions: Numbers) -> None:
+    """The cosines, then the sines of all rows, for each kind."""
+    rows, size = len(positions), shape[TURNED] * ITEM_SIZE
+    for table in range(2 * ends[KINDS]):
+        of_table, written = ends[ROTARIES] + table * ends[KNOWN] * size, shape[ROTATED] + table * rows * size
+        for row in range(rows):
+            copy_numbers(of_table + positions[row] * size, shape[TURNED], written + row * size)
+
+
+@compiled
+def _bound(ends: Numbers, logits: int, count: int) -> None:
+    if ends[DIVISOR]:
+        bound_in_place(logits, count, _float_of(ends, DIVISOR), _float_of(ends, CAP))
+
+
+@compiled
 def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
     """Write the logits of normed rows, and their maxima if these are wanted."""
     width, outs = shape[HIDDEN], ends[OUT_FEATURES]
     layer = ends[PROJECT], ends[PROJECTION], outs, width, normed, rows, ends[LOGITS], ends[BIAS]
     if not rows:
         return
-    if not ends[MAXIMA]:
-        multiply_together(shape[TEAM], shape[THREADS], *layer)
-        return
     logits = array_at(ends[LOGITS], (rows, outs), types.float32)
+    if shape[TEAM] or not ends[MAXIMA]:
+        multiply_together(shape[TEAM], shape[THREADS], *layer)
+        for row in range(rows):
+            _bound(ends, logits[row].ctypes.data, outs)
+    if not ends[MAXIMA]:
+        return
     maxima = array_at(ends[MAXIMA], (rows, folded_size(outs)), types.float32)
     if shape[TEAM]:
-        multiply_together(shape[TEAM], shape[THREADS], *layer)
         for row in range(rows):
             fold(logits[row], maxima[row])
         return
@@ -126,6 +155,7 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
         end = min(outs, first + size)
         call_at(*layer, first, end)
         for row in range(rows):
+            _bound(ends, logits[row, first:end].ctypes.data, end - first)
             fold(logits[row, first:end], maxima[row, first // FOLD : first // FOLD + folded_size(end - first)])
 
 
@@ -165,5 +195,5 @@ def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: 
 def compile_passes() -> None:
     """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
-    pass_numbers(shape, 0)
+    pass_numbers(shape, 0, 0)
     compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, starts[:0], 0, 0)

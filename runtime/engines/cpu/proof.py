@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch.nn import ModuleList
 
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED, CompiledParts
+from hdtool.runtime.engines.around_layers import (
+    kinds_of_positions,
+    rotary_kinds,
+    rotary_of,
+    small_parts_hold,
+    windows_of_layers,
+)
+from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.layer_kernel import COS, SIN, TEAM, compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_record import ADVANCES, JOURNAL, ORIGINS, PLACES, ROTATED, TEAM
+from hdtool.runtime.engines.cpu.mixers.mix import accept
+from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
+from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS, fill_origins
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.team import team_of
-from hdtool.runtime.model.attention_masks import FULL, Mask
+from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
+    from hdtool.runtime.engines.model_parts import LayerParts
+    from hdtool.runtime.kernels.linear import CompiledLinear
+    from hdtool.runtime.model.recurrent.passes import StatesOfPass
     from hdtool.runtime.model.target import Target
 
 TOLERANCE = 1e-4
@@ -36,8 +52,10 @@ LENGTHS = (0, 37, 150)
 SHORT = 5
 """Tokens of a context or a piece for the whole model: a large one takes a second for 40 on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
-Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask]
-"""A cache, the positions of a pass, and its mask."""
+Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
+"""A cache, the positions of a pass, its masks for the library, and that without windows, which compiled code reads; and
+its trees, none for a prompt."""
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
@@ -48,33 +66,64 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
-    parts = model_parts(target.model, COMPILED)
-    if parts is None or [one.kind for one in target.stock.windows] != [FULL] or not _fit_cache(parts, target):
+    parts, windows = model_parts(target.model, COMPILED), windows_of_layers(target)
+    if parts is None or windows is None or not _is_compiled(parts) or not _fit_cache(parts, target):
+        return None
+    if not _fit_states(parts, target):
+        return None
+    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
         return None
     compile_layers()
     compile_passes()
     compile_tree_passes()
-    made = CompiledModel(parts, target.log)
+    made = CompiledModel(parts, windows, target.log)
     if proved:
         return made
     with target.changing(), target.log.unchanged():
-        holds = _LayerProof(target, made.table, parts).holds() and _has_same_logits(target, made, parts)
+        holds = _LayerProof(target, made.table, parts, windows).holds() and _has_same_logits(target, made, parts)
     return made if holds else None
+
+
+def _is_compiled(parts: CompiledParts) -> bool:
+    """Whether all that is in the layers of a family has compiled code."""
+    kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
+    none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
+    turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
+    dense = {layer.activation for layer in parts.layers if not layer.experts}
+    return (
+        len(dense) < 2
+        and dense <= {*ACTIVATIONS}
+        and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
+        and len(set(turned)) < 2
+        and all(width % LANES == 0 for width in turned)
+    )
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     """Whether all layers have keys and values of the shape of their heads, in one tensor."""
-    storage, layer = target.allocate(1, 1).storage, parts.layers[0]
+    storage, layer = target.allocate(1, 1).storage, parts.attending
     shapes = {(view.shape[1], view.shape[3]) for views in storage.layers for view in views if view.dim() == 4}
     is_whole = len(storage.tensors) == 1 and len(storage.layers) == len(parts.layers)
     return is_whole and shapes == {(layer.heads, layer.width)}
 
 
+def _fit_states(parts: CompiledParts, target: Target) -> bool:
+    """Whether the cache has the states of all mixers, which the library computes over trees in closed form."""
+    states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
+    if states is None or mixers is None or recurrent is None:
+        return states is None and mixers is None
+    return target.continues and recurrent.can_be_captured and mixers.fits(states)
+
+
 class _LayerProof:
     """Compares layers in compiled code with those of the library, on hidden states of the model."""
 
-    def __init__(self, target: Target, table: WeightTable, parts: CompiledParts) -> None:
+    def __init__(
+        self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
+    ) -> None:
         self._target, self._table, self._parts = target, table, parts
+        self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
+        self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
         self._random = torch.Generator().manual_seed(0)
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
@@ -83,10 +132,21 @@ class _LayerProof:
 
     def holds(self) -> bool:
         """Compare all layers on a tree, and those at both ends on other contexts and on a batch."""
-        number = len(self._parts.layers)
-        return self._is_same(range(number), self._case(7, TREE)) and all(
-            self._is_same(sorted({0, number - 1}), case) for case in self._cases()
+        layers = self._parts.layers
+        mixing = [number for number, layer in enumerate(layers) if layer.mixer]
+        ends = {0, len(layers) - 1, layers.index(self._parts.attending), *mixing[:1]}
+        return (
+            self._is_same(range(len(layers)), self._case(7, TREE))
+            and all(self._is_same(sorted(ends), case) for case in self._cases())
+            and (not mixing or self._is_same(mixing, self._prompt()))
         )
+
+    def _prompt(self) -> Case:
+        """Tokens that are read after others: states become those after them."""
+        cache = self._target.allocate(1, LENGTHS[1] + SHORT).slots[0].kv
+        cache.length = LENGTHS[1]
+        cache.begin_states(has_begun=True)
+        return cache.storage, cache, LENGTHS[1] + torch.arange(SHORT)[None], None, None, ()
 
     def _cases(self) -> Iterator[Case]:
         for length in LENGTHS:
@@ -97,7 +157,8 @@ class _LayerProof:
         cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length)
+        own: Any = self._masks.of_tree(tree, length)
+        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), own, [tree]
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -105,59 +166,101 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        return storage, SlotKVCache(storage, lengths, rows), positions, target.stock.masks.of_batch(trees, lengths)
+        masks, own = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
+        return storage, SlotKVCache(storage, lengths, rows), positions, masks, own, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
-        storage, _, positions, _ = case
-        for tensor in storage.tensors:
+        storage, _, positions, *_ = case
+        for tensor in (*storage.tensors, *(storage.states.stacks.values() if storage.states else ())):
             tensor.normal_(generator=self._random)
         for number in numbers:
             rows = self._states[number].flatten(0, 1)
             chosen = torch.arange(positions.numel()) % len(rows)
             hidden = rows[chosen].view(*positions.shape, -1)
-            rotary = self._parts.rotary(hidden, positions)
-            expected = self._expected(number, hidden, rotary, case)
+            expected = self._expected(number, hidden, case)
             if expected is None:
                 return False
             if number + 1 == len(self._states):
                 self._states.append(expected)
         return True
 
-    def _expected(
-        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
-    ) -> torch.Tensor | None:
+    def _expected(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor | None:
         """The output of the library's layer; None if the compiled one has other numbers."""
-        storage, cache, positions, mask = case
-        keys_values, layer = storage.layers[number], self._parts.layers[number].layer
-        before = [tensor.clone() for tensor in keys_values]
+        storage, cache, positions, masks, _, trees = case
+        part = self._parts.layers[number]
+        mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
+        kind = filter(None, [kinds_of_positions(self._parts)[number]])
+        rotary: Rotation | None = self._parts.rotary(hidden, positions, *kind) if self._parts.rotary else None
+        kept = [tensor for tensor in storage.layers[number] if tensor.numel()]
+        if part.mixer and storage.states:
+            mask, kept = None, list(storage.states.by_layer[number].values())
+        before = [tensor.clone() for tensor in kept]
         given = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions, "use_cache": True}
-        expected = layer(hidden, **given, **cache_argument(layer, cache))
+        with self._over(part, case) as states:
+            expected = part.layer(hidden, **given, **cache_argument(part.layer, cache))
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
             return None
-        written = [tensor.clone() for tensor in keys_values]
-        for tensor, old in zip(keys_values, before, strict=True):
+        if states and storage.states:
+            for slot, tree in enumerate(trees):
+                states.commit(slot, _path_of(tree), storage.states.part(slot, 1))
+        written = [tensor.clone() for tensor in kept]
+        for tensor, old in zip(kept, before, strict=True):
             tensor.copy_(old)
-        found = self._compiled(number, hidden, rotary, case)
+        found = self._compiled(number, hidden, case)
+        is_padding = torch.tensor([[row > len(tree) for row in range(hidden.shape[1])] for tree in trees])
+        if part.mixer and is_padding.any():
+            found[is_padding] = expected[is_padding]
         distances = [distance(found, expected, expected - hidden)]
-        distances += [distance(tensor, new, new) for tensor, new in zip(keys_values, written, strict=True)]
+        distances += [distance(tensor, new, new) for tensor, new in zip(kept, written, strict=True)]
         return expected if all(one <= TOLERANCE for one in distances) else None
 
-    def _compiled(
-        self, number: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], case: Case
-    ) -> torch.Tensor:
-        """The output of one compiled layer, which writes to the KV cache."""
-        storage, cache, positions, mask = case
+    @contextmanager
+    def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
+        """Compute the mixer of a layer over the trees of a case in this block, if there are both."""
+        storage, cache, *_, trees = case
+        recurrent = self._target.stock.recurrent
+        if not (part.mixer and trees and recurrent and storage.states):
+            yield None
+            return
+        with recurrent.over(trees, storage.states, cache) as states:
+            yield states
+
+    def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
+        """The output of one compiled layer, which writes to the KV cache, and to the states those after a path."""
+        storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
         shape = self._table.shape_of(slots, new, mask, storage)
-        cos, sin = (one.expand(slots, -1, -1).contiguous() for one in rotary)
-        shape[COS], shape[SIN] = cos.data_ptr(), sin.data_ptr()
+        places = positions.expand(slots, -1).contiguous()
+        kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
+        found = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
+        tables = torch.stack([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
+        shape[PLACES], shape[ROTATED] = places.data_ptr(), tables.data_ptr()
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         scratch = torch.empty(scratch_numbers(shape, max(starts) + new), dtype=torch.float32)
-        layer = self._table.with_cache(storage)[number : number + 1]
+        layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
+        origins = np.zeros((slots, new, ORIGIN_FIELDS), np.int64)
+        for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
+            fill_origins(table, tree.parents)
+        kept = torch.empty(slots * new * mixers.kept if mixers else 0, dtype=torch.float32)
+        shape[ORIGINS], shape[JOURNAL], shape[ADVANCES] = origins.ctypes.data, kept.data_ptr(), not trees
+        lengths = np.array(starts, np.int64)
         with team_of(torch.get_num_threads()).open() as shape[TEAM]:
-            compute_layers(shape, layer, np.array(starts, np.int64), hidden.data_ptr(), scratch.data_ptr())
+            compute_layers(shape, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
+            for slot, tree in enumerate(trees):
+                rows = _path_of(tree)
+                path = np.array([slot, len(rows), len(rows), *rows], np.int64)
+                accept(shape, layer, lengths, path, scratch.data_ptr())
         return hidden
+
+
+def _path_of(tree: DraftTree) -> list[int]:
+    """The rows from the root to the last node of a tree that has a grandparent, or to its last node."""
+    rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda one: (tree.depths[one + 1] > 1, one)))
+    while node >= 0:
+        rows.insert(0, node + 1)
+        node = int(tree.parents[node])
+    return [0, *rows]
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:

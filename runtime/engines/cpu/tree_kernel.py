@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.engines.cpu.layer_kernel import (
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
     FIELDS,
     MASK,
     MASK_ROW,
     MASK_SLOT,
+    MIXER_ROW,
     NEW,
     PASS_FIELDS,
     SLOTS,
     TEAM,
 )
+from hdtool.runtime.engines.cpu.mixers.mix import accept
+from hdtool.runtime.engines.cpu.mixers.row_origins import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.pass_kernel import (
     END_FIELDS,
     FIRST,
@@ -64,6 +68,8 @@ TREE_PASS = np.dtype(
         ("positions", np.int64),
         ("certain", np.int64),
         ("maxima", np.int64),  # what top-k needs of each row
+        ("origins", np.int64),  # from where mixers compute each row
+        ("journal", np.int64),  # what mixers keep of the rows
         ("walked", np.int64),  # the tokens of each slot's walk by arg-max, and the nodes that drafted them
     ],
     align=True,
@@ -85,15 +91,18 @@ def compute_tree(
     first: int,
     walks: bool,
     ranks: bool,
+    advances: bool,
 ) -> tuple[int, bool]:
     """Compute a pass by the record at an address; logits are those of the rows from ``first`` on.
+
+    States of mixers become those after the last row if it ``advances``.
 
     Returns the tokens of the walk by arg-max, if it ``walks``, and whether their logits are finite; -1 for a token or a
     position that the model does not have. No logits are computed after a row with a ``certain`` token; there is an
     entry for each row or none.
     """
     own, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
-    own.ends[FIRST] = first
+    own.ends[FIRST], own.shape[ADVANCES] = first, advances
     _place_tree(own, 0, root, tokens, parents, length, rows)
     if not _compute(own, team, 1, rows, certain, ranks):
         return -1, False
@@ -117,7 +126,7 @@ def compute_trees(
     No logits are computed after padding.
     """
     own, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
-    own.ends[FIRST] = 0
+    own.ends[FIRST] = own.shape[ADVANCES] = 0
     of_rows = array_at(own.certain, (slots * rows,), np.int64)
     for slot in range(slots):
         nodes = heads[slot, NODES]
@@ -154,6 +163,8 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
     for row in range(first + nodes + 1, first + rows):
         ids[row], positions[row] = root, length
     array_at(own.starts, slot + 1, np.int64)[slot] = length
+    if own.shape[MIXER_ROW]:
+        fill_origins(origins_at(own.origins, slot, rows), parents)
     if rows > 1:
         shown = array_at(own.shown, (slot + 1, 2), np.int64)[slot]
         mask = array_at(own.mask, (slot + 1, own.rows, own.mask_width), np.float32)[slot]
@@ -179,6 +190,15 @@ def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: 
 
 
 @compiled
+def accept_path(at: int, team: int, path: Array) -> None:
+    """Turn the states that a pass by the record began with into those after a path of its rows."""
+    own = array_at(at, 1, TREE_PASS)[0]
+    own.shape[TEAM] = team
+    layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, 1, np.int64)
+    accept(own.shape, layers, starts, path, own.scratch)
+
+
+@compiled
 def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
     vocabulary, walked = own.ends[OUT_FEATURES], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
     logits = own.ends[LOGITS] + slot * rows * vocabulary * ITEM_SIZE
@@ -194,5 +214,6 @@ def compile_tree_passes() -> None:
         record[name] = numbers.ctypes.data
     record["ends"][0, IDS] = record["ends"][0, POSITIONS] = numbers.ctypes.data
     nodes, at = (bare.tokens, bare.parents), record.ctypes.data
-    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, 0, True, False)
+    compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, 0, True, False, False)
     compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NOTHING_CERTAIN, 1, False, np.zeros((1, 2), np.int64))
+    accept_path(at, 0, numbers)

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
+from hdtool.runtime.engines.cpu.layer_record import JOURNAL, ORIGINS
+from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.pass_kernel import IDS, LOGITS, NORMED, POSITIONS, pass_numbers
-from hdtool.runtime.engines.cpu.tree_kernel import ROWS, TREE_PASS, compute_tree, compute_trees
+from hdtool.runtime.engines.cpu.tree_kernel import ROWS, TREE_PASS, accept_path, compute_tree, compute_trees
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.team import ALONE, team_of
 from hdtool.runtime.kernels.topk import folded_size
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
     from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
     from hdtool.runtime.model.cache.slots import Cache
+    from hdtool.runtime.model.cache.states import States
 
 PIECE = 128
 """Tokens of a prompt that are read in one pass; larger passes take longer for each row."""
@@ -51,6 +54,7 @@ class TreePass:
             "positions": np.zeros(rows, np.int64),
             "certain": np.zeros(rows, np.int64),
             "walked": np.zeros((slots, 2, ROWS), np.int64),
+            "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
             "maxima": np.empty((slots * ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """What the record has addresses of."""
@@ -64,6 +68,8 @@ class TreePass:
         self._storage: Callable[[], KVTensors | None] = lambda: None
         """The KV cache whose addresses the record has, if it is still in use: its memory is not kept for it."""
         self._version = self._threads = 0
+        self.number = 0
+        """Counts passes over trees: what is kept of the rows of mixers is that of the last one."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
 
@@ -86,6 +92,7 @@ class TreePass:
         tokens = np.concatenate([tree.tokens for tree in trees])
         parents = np.concatenate([tree.parents for tree in trees])
         ranks = any(want.rank for want in wants)
+        self.number += 1
         with self._team() as team:
             known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
         if not known:
@@ -110,7 +117,8 @@ class TreePass:
         if not self._takes(kv.storage, end):
             return None
         certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-        given = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank
+        given = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank, False
+        self.number += 1
         if self._threads == 1:
             found, finite = compute_tree(self._at, 0, *given)
         else:
@@ -132,12 +140,38 @@ class TreePass:
         ids = np.array(tokens, np.int64)
         with self._team() as team:
             found, _ = compute_tree(
-                self._at, team, ids[0], ids[1:], CHAIN[: rows - 1], NOTHING_CERTAIN, length, rows - 1, False, False
+                self._at,
+                team,
+                ids[0],
+                ids[1:],
+                CHAIN[: rows - 1],
+                NOTHING_CERTAIN,
+                length,
+                rows - 1,
+                False,
+                False,
+                True,
             )
         if found < 0:
             return None
         kv.used = max(kv.used, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
+
+    def accept(self, slot: int, rows: Sequence[int], states: States) -> None:
+        """Turn the states of a slot, with which the last pass began, into those after a path of its rows."""
+        table, record = self._memory["layers"], self._record[0]
+        held, mixers = self._storage(), self._table.mixers
+        if held is None or held.states is None or states.address != held.states.part(slot, 1).address:
+            assert mixers, "states without mixers"
+            table = table.copy()
+            mixers.fill_states(table, states, slot)
+        path = np.array([slot, len(rows), len(rows), *rows], np.int64)
+        record["layers"] = table.ctypes.data
+        try:
+            with self._team() as team:
+                accept_path(self._at, team, path)
+        finally:
+            record["layers"] = self._memory["layers"].ctypes.data
 
     def _team(self) -> AbstractContextManager[int]:
         return team_of(self._threads).open() if self._threads > 1 else ALONE
@@ -164,11 +198,15 @@ class TreePass:
         memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            memory["scratch"] = torch.empty(pass_numbers(shape, capacity), dtype=torch.float32).numpy()
+            memory["scratch"] = torch.empty(pass_numbers(shape, table.kinds, capacity), dtype=torch.float32).numpy()
             # Pages that nobody writes take no memory.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
+            if mixers := table.mixers:
+                kept = max(self._slots * ROWS * mixers.kept, self._rows * mixers.most_kept)
+                memory["journal"] = torch.empty(kept, dtype=torch.float32).numpy()
         for name, part in memory.items():
             record[name] = part.ctypes.data
+        record["shape"][ORIGINS], record["shape"][JOURNAL] = record["origins"], record["journal"]
         ends = record["ends"]
         ends[IDS], ends[POSITIONS] = record["ids"], record["positions"]
         ends[LOGITS], ends[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()

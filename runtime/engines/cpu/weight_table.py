@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from hdtool.runtime.engines.cpu import layer_kernel as layers
+from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
+from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
+from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, router_of, scale_of
 from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.layer_kernel import part_function
+from hdtool.runtime.engines.cpu.layer_record import bits
+from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.kernels.compact_weight import stored_of
-from hdtool.runtime.kernels.linear import CompiledLinear, form_of
+from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
+from hdtool.runtime.kernels.linear import form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.model_parts import LayerParts
+    from hdtool.runtime.kernels.linear import CompiledLinear
+    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
 
 FEWEST_POSITIONS = 1024
@@ -30,20 +41,25 @@ FEWEST_POSITIONS = 1024
 class WeightTable:
     """What the passes of one model have in common."""
 
-    def __init__(self, parts: CompiledParts) -> None:
-        self._parts = parts
-        self._panels: dict[int, tuple[PackedMatrix, Panels]] = {}
-        """By the identity of the packed matrices that they were made from."""
+    def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow]) -> None:
+        """``windows`` are those of the layers."""
+        self._parts, self._windows = parts, windows
+        self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
+        self._panels: dict[int, Panels] = {}
+        """By the addresses of the packed matrices that they were made from, which the model keeps."""
+        self._head = MatmulRows(parts.head, 0, parts.head.out_features)
         self.version = 0
         """Changes with what ``ends`` and ``with_cache`` return."""
         self.watches_hidden = False
         self.used = len(parts.layers)
         """Layers that a pass computes."""
-        self._rotary = torch.empty(0), torch.empty(0)
+        self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
         """Copies of the buffers that the rotary positions were computed from."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
         """The last KV cache, and the table of layers with its addresses."""
+        self.mixers = MixerTable.of(parts)
+        """What the layers' records have of mixers beside attention, if there are any."""
         self._fill()
 
     def _fill(self) -> None:
@@ -54,6 +70,11 @@ class WeightTable:
     def vocabulary(self) -> int:
         """Logits after each row."""
         return self._parts.head.out_features
+
+    @property
+    def kinds(self) -> int:
+        """Of rotary positions."""
+        return len(self._kinds)
 
     @property
     def width(self) -> int:
@@ -69,11 +90,11 @@ class WeightTable:
 
         Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
         """
-        for layer in self._parts.matmuls:
-            source = stored_of(layer.weight)
-            if isinstance(source, PackedMatrix) and id(source) not in self._panels:
-                self._panels[id(source)] = source, Panels(source.blocks, source.format)
-                source.page_out()
+        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part).values()), self._head]:
+            stored = rows.stored
+            if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
+                self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
+                stored.page_out()
         self._fill()
         return bool(self._panels)
 
@@ -90,14 +111,28 @@ class WeightTable:
 
     def shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> layers.Numbers:
         """The shapes of a pass over so many sequences and new rows of each."""
-        keys, part = storage.layers[0][0], self._parts.layers[0]
+        part, family = self._parts.attending, self._parts.family
+        keys = storage.layers[self._parts.layers.index(part)][0]
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
-        shape[: layers.COS] = slots, new, part.heads, part.groups, part.width, part.hidden, part.inner
+        inner = max(layer.inner for layer in self._parts.layers)
+        shape[: layers.INNER + 1] = slots, new, part.heads, part.groups, part.width, part.hidden, inner
+        shape[layers.TURNED] = self._rotary_below(1).shape[-1] if self._kinds else 0
+        shape[layers.PAIRED] = family.is_interleaved
         shape[layers.SLOT_STRIDE], shape[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
         if mask is not None:
             shape[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
-        shape[layers.THREADS], shape[layers.PART] = torch.get_num_threads(), layers.part_function().address
-        shape[layers.SCALE], shape[layers.EPSILON] = _bits(part.scale), _bits(part.epsilon)
+        shape[layers.THREADS], shape[layers.PART] = torch.get_num_threads(), part_function().address
+        softcap = getattr(part.attention, family.softcap) if family.softcap else None
+        residual = getattr(part.layer, family.residual) if family.residual else 1.0
+        floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
+        shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
+        of_experts = [one[NUMBER] + one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        shape[layers.OF_EXPERTS] = max(of_experts, default=0)
+        shape[layers.NORMS_ALL] = family.norms_all_heads
+        shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
+        shape[layers.GATES_HEADS] = family.gates_heads
+        if self.mixers:
+            self.mixers.fill_shape(shape)
         return shape
 
     def with_cache(self, storage: KVTensors) -> layers.Numbers:
@@ -107,66 +142,92 @@ class WeightTable:
         table = self._layers.copy()
         for row, (keys, values) in zip(table, storage.layers, strict=True):
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+        if self.mixers and storage.states:
+            self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
         return table
 
     def ends(self, positions: int) -> layers.Numbers:
         """What a pass up to so many positions reads beside the layers, without what differs from pass to pass."""
-        parts, (cos, sin) = self._parts, self._rotary_below(positions)
+        parts, rotary, around = self._parts, self._rotary_below(positions), Ends.of(self._parts)
         weight = parts.embedding.weight
-        stored = stored_of(weight)
+        stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
         made = np.zeros(ends.END_FIELDS, np.int64)
         made[ends.EMBED : ends.VOCABULARY + 1] = (
             ends.embedding_of(*form_of(stored)).address,
             stored.data_ptr(),
             weight.shape[0],
         )
-        made[ends.COSINES : ends.KNOWN + 1] = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
-        made[ends.NORM], made[ends.LAST_EPSILON] = parts.norm.weight.data_ptr(), _bits(parts.epsilon)
-        matmul, matrix, out_features, _, bias = self._matmul_row(parts.head)
+        made[ends.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
+        made[ends.KINDS : ends.KNOWN + 1] = self.kinds, rotary.data_ptr(), rotary.shape[2]
+        made[ends.NORM], made[ends.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
+        matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
         made[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
+        if around.divisor != 1.0 or around.softcap:
+            made[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
         return made
 
     def _layer_rows(self) -> layers.Numbers:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
-        for row, part in zip(table, parts, strict=True):
-            for number, layer in enumerate(part.matmuls):
-                first = number * layers.MATMUL_FIELDS
-                row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(layer)
-            norms: list[Any] = [norm._parameters["weight"] for norm in part.norms]
-            row[layers.NORM_BEFORE : layers.NORM_BEFORE + len(norms)] = [stored_of(norm).data_ptr() for norm in norms]
+        self._experts: list[layers.Numbers] = []
+        for row, part, window, kind in zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True):
+            for first, matmul in matmuls_of(part).items():
+                row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
+            norms = *part.around, *(part.head_norms or (None, None))
+            row[layers.NORM_BEFORE : layers.NORM_K + 1] = [_address_of(norm, "weight") for norm in norms]
+            row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
+            row[layers.WINDOW] = window.window or 0
+            row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
+            if part.experts:
+                self._fill_experts(row, part)
+        if self.mixers:
+            self.mixers.fill_layers(table)
         return table
 
-    def _matmul_row(self, layer: CompiledLinear) -> tuple[int, int, int, int, int]:
+    def _fill_experts(self, row: layers.Numbers, part: LayerParts[CompiledLinear]) -> None:
+        weight, top, renorms = router_of(part)
+        first = layers.TO_GATE * layers.MATMUL_FIELDS
+        router = matmul_of(*form_of(weight)).address, weight.data_ptr(), *weight.shape, 0
+        row[first : first + layers.MATMUL_FIELDS] = router
+        self._experts.append(experts_record(cast(Any, part.experts).experts))
+        row[layers.EXPERTS : layers.RENORMS + 1] = self._experts[-1].ctypes.data, top, renorms
+
+    def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""
-        stored = stored_of(layer.weight)
-        bias = 0 if layer.bias is None else layer.bias.data_ptr()
-        if found := self._panels.get(id(stored)):
-            panels = found[1]
+        layer, stored = rows.layer, rows.stored
+        bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
+        if panels := self._panels.get(stored.data_ptr()):
             called, matrix = int8_matmul_of(panels.format.kind), panels.data_ptr()
         else:
             called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
-        return called.address, matrix, layer.out_features, layer.in_features, bias
+        return called.address, matrix, rows.end - rows.first, layer.in_features, bias
 
-    def check_rotary(self) -> None:
-        """Discard the rotary positions if their frequencies were written in place."""
-        buffers = list(self._parts.rotary.buffers())
+    def check_copies(self) -> None:
+        """Renew what was computed from weights and buffers that may have been written in place."""
+        if self.mixers:
+            self.mixers.copy_weights()
+        buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
         if not (len(buffers) == len(self._frequencies) and all(map(torch.equal, buffers, self._frequencies))):
             self._frequencies = [buffer.clone() for buffer in buffers]
-            self._rotary = torch.empty(0), torch.empty(0)
+            self._rotary = torch.empty(0)
             self.version += 1
 
-    def _rotary_below(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines of all positions below a number, which the model's own module has computed."""
-        if self._rotary[0].shape[0] < positions:
+    def _rotary_below(self, positions: int) -> torch.Tensor:
+        """The cosines and sines ``[kinds, 2, positions, width]`` of all positions below a number, or of more."""
+        if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(FEWEST_POSITIONS, positions + positions // 4)
-            cos, sin = self._parts.rotary(torch.empty(0, dtype=torch.float32), torch.arange(count)[None])
-            self._rotary = cos[0].contiguous(), sin[0].contiguous()
+            of_none = torch.empty(0, dtype=torch.float32)
+            if not self._kinds:
+                self._rotary = torch.empty(0, 2, count, 0)
+                return self._rotary
+            found = [rotary_of(self._parts, of_none, torch.arange(count)[None], kind) for kind in self._kinds]
+            self._rotary = torch.stack([torch.stack((each.cos, each.sin)) for each in found])
             self.version += 1  # other passes have the addresses of the old ones
         return self._rotary
 
 
-def _bits(number: float) -> int:
-    """Those of a float32."""
-    return int(np.float32(number).view(np.int32))
+def _address_of(module: Module | None, name: str) -> int:
+    """That of a parameter, 0 if there is no such module."""
+    parameter: Any = None if module is None else module._parameters[name]
+    return 0 if parameter is None else stored_of(parameter).data_ptr()

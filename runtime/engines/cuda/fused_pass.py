@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -15,14 +15,20 @@ import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 from torch.nn.functional import linear
 
+from hdtool.runtime.engines.around_layers import (
+    Ends,
+    Rotary,
+    rotary_kinds,
+    rotary_of,
+    small_parts_hold,
+    windows_of_layers,
+)
 from hdtool.runtime.engines.cuda.operations import (
-    ACTIVATIONS,
     HeadLayout,
     HeadNorms,
     Norm,
     Operations,
     Residual,
-    Rotary,
     TorchOperations,
 )
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
@@ -39,8 +45,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.step_input import StepTensors
     from hdtool.runtime.model.target import Target
 
-SIZES = torch.tensor([[1e-3], [1.0]])
-"""Sizes of the rows by which norms are compared: in the smaller one, the epsilon counts."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
@@ -78,12 +82,12 @@ class FusedPass:
         uses = Counter(_memory_of(weight) for weight in own if type(weight) is Parameter)
         norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
         first = [_norm_of(layer, layer.around[0], parts.family) for layer in parts.layers]
-        self._kinds = dict.fromkeys(_rotary_kinds(parts))
+        self._kinds = dict.fromkeys(rotary_kinds(parts))
         self._begin = Residual(None, first[0])
         self._layers = [
             self._fused(layer, window, kind, after, uses)
             for layer, window, kind, after in zip(
-                parts.layers, windows, _rotary_kinds(parts), [*first[1:], norm], strict=True
+                parts.layers, windows, rotary_kinds(parts), [*first[1:], norm], strict=True
             )
         ]
 
@@ -163,57 +167,11 @@ class FusedPass:
         return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
-        """The cosines and sines of one kind of layers, which the model's own module computes."""
-        if kind is None:
-            return None
-        parts: Any = self._parts
-        found = parts.rotary(hidden, positions, *filter(None, [kind]))
-        cos, sin = (part.flatten(0, 1) for part in found)
-        width, layer = cos.shape[1], parts.layers[0]
-        if 2 * width == layer.width and parts.family.has_half_tables:
-            cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
-        if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
-            raise NotImplementedError("rotary positions for a part of a head")
-        return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What a model does to its embeddings and its logits."""
-
-    multiplier: float
-    divisor: float
-    softcap: float | None
-
-    @classmethod
-    def of(cls, parts: ModelParts[Module]) -> Ends:
-        family, config = parts.family, cast(Any, parts.decoder).config
-        softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
-        return cls(
-            float(getattr(parts.decoder, family.embedding)) if family.embedding else 1.0,
-            float(getattr(config, family.logit_divisor)) if family.logit_divisor else 1.0,
-            softcap,
-        )
-
-    def embedded(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.multiplier == 1.0 else rows * self.multiplier
-
-    def bounded(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
-        return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
+        return None if kind is None else rotary_of(self._parts, hidden, positions, kind)
 
 
 def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | None:
     return None if norm is None else Norm(norm.weight, layer.epsilon, family.norm)
-
-
-def _rotary_kinds(parts: ModelParts[Module]) -> list[str | None]:
-    """The kind of the rotary positions of each layer: its own where there are several, None without any."""
-    several = isinstance(cast(Any, parts.rotary).rope_type, dict)
-    kinds = cast(Any, parts.decoder).config.layer_types if several else [""] * len(parts.layers)
-    rotates = parts.family.rotates
-    return [kind if rotates(layer.attention) else None for layer, kind in zip(parts.layers, kinds, strict=True)]
 
 
 def fuse(target: Target) -> FusedPass | None:
@@ -221,7 +179,7 @@ def fuse(target: Target) -> FusedPass | None:
     if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
-    parts, windows = model_parts(target.model, kind), _windows_of_layers(target)
+    parts, windows = model_parts(target.model, kind), windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
     if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
@@ -231,27 +189,6 @@ def fuse(target: Target) -> FusedPass | None:
     if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
         return None
     return FusedPass(parts, windows, operations_of(target), target.hidden)
-
-
-@torch.inference_mode()
-def small_parts_hold(parts: ModelParts[Module], device: torch.device) -> bool:
-    """Whether the norms and activations of a model compute what its description says, exactly.
-
-    They take rows in float32 whatever the dtype of the weights, so that no rounding hides a difference.
-    """
-    kind, expected, found = parts.family.norm, [], []
-    norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
-    for norm, epsilon in [*norms, (parts.norm, parts.epsilon)]:
-        weight: torch.Tensor = cast(Any, norm).weight
-        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * SIZES.to(device)
-        scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        expected.append(rows * scale * (kind.offset + weight.float()))
-        found.append(norm(rows))
-    for activation, name in {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}:
-        rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
-        expected.append(ACTIVATIONS[name](rows))
-        found.append(activation(rows))
-    return all(map(torch.allclose, found, expected, repeat(1e-4), repeat(1e-5)))
 
 
 def operations_of(target: Target) -> Operations:
@@ -268,16 +205,6 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
     except ImportError:
         return None
     return TritonOperations(device)
-
-
-def _windows_of_layers(target: Target) -> list[AttentionWindow] | None:
-    """The attention window of each layer; None if one has chunks, or attends in another way."""
-    by_kind = {window.kind: window for window in target.stock.windows}
-    if any(window.chunk for window in by_kind.values()):
-        return None
-    number = int(target.config.num_hidden_layers)
-    kinds = getattr(target.config, "layer_types", None) or [target.stock.windows[0].kind] * number
-    return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from hdtool.runtime.engines.around_layers import ACTIVATIONS, Rotary
 from hdtool.runtime.engines.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
@@ -51,27 +51,6 @@ class Residual:
     """The norm of the sum, which the next matmul reads."""
     multiplier: float = 1.0
     """The factor of what is added."""
-
-
-class Rotary(NamedTuple):
-    """Rotary positions of a head, or of its first part if they are narrower."""
-
-    cos: torch.Tensor
-    """``[tokens, width]``."""
-    sin: torch.Tensor
-    """Negative for the first number of each pair."""
-    is_interleaved: bool = False
-    """Whether a pair are two numbers side by side, and not one of each half."""
-
-    @classmethod
-    def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """From cosines and sines by halves, as the library's modules give them."""
-        half = cos.shape[1] // 2
-        first, second = -sin[:, :half], sin[:, half:]
-        if not is_interleaved:
-            return cls(cos.contiguous(), torch.cat((first, second), dim=1))
-        pairs = torch.stack((first, second), dim=2)
-        return cls(cos[:, :half].repeat_interleave(2, dim=1), pairs.flatten(1), is_interleaved=True)
 
 
 HeadNorms = tuple[Norm, Norm] | None
@@ -123,13 +102,6 @@ class Operations(Protocol):
     def move(self, tensors: list[torch.Tensor]) -> None:
         """Move the positions of accepted paths in the cache."""
         ...
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "gelu": gelu,
-}
 
 
 class TorchOperations:

@@ -14,7 +14,8 @@ from hdtool.runtime.model.step_input import MOVES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual, Rotary
+    from hdtool.runtime.engines.around_layers import Rotary
+    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
     from hdtool.runtime.model.step_input import StepTensors
 
 MOST_SPLITS = 32

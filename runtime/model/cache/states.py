@@ -82,6 +82,17 @@ class States:
     def bytes(self) -> int:
         return sum(stack.nbytes for stack in self.stacks.values())
 
+    @property
+    def address(self) -> int:
+        """Where the first of them lies: no other states are there at the same time."""
+        return next(iter(self.stacks.values())).data_ptr()
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Set all numbers to 0, as they are before the first token."""
+        for stack in self.stacks.values():
+            stack.zero_()
+
     def part(self, first: int, sequences: int) -> States:
         """A view of consecutive sequences."""
         return States({names: stack.narrow(1, first, sequences) for names, stack in self.stacks.items()})

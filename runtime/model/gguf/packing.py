@@ -26,9 +26,8 @@ from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.gguf.manifest import PLAN, REST
+from hdtool.runtime.model.gguf.manifest import PACKING, PLAN, REST
 
-VERSION = 1
 PART = 1 << 22
 """Numbers that are expanded at a time while rows are compared."""
 DIGEST = 16
@@ -119,7 +118,7 @@ class PackingPlan:
             if order is not None:
                 rest[name + ORDER] = order
         places = folder / PLAN, folder / REST
-        places[0].write_text(json.dumps({"version": VERSION, "tensors": plan}, indent=1) + "\n", encoding="utf-8")
+        places[0].write_text(json.dumps({"version": PACKING, "tensors": plan}, indent=1) + "\n", encoding="utf-8")
         try:
             save_file(rest, places[1], {"format": "pt"})
         except SafetensorError as error:  # of a full disk, among others

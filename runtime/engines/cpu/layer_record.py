@@ -1,0 +1,62 @@
+"""What compiled code reads of a pass and of each layer: arrays of integers, most of them addresses.
+
+A family of models is a description: a layer lacks what has address 0. Floats are there by their bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
+"""The matmuls of a layer."""
+MATMUL_FIELDS = 5
+"""Addresses of the compiled matmul and of the matrix, rows and columns of it, address of the bias."""
+NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
+    7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
+)
+EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
+"""Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
+keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
+the number of the kind of rotary positions, -1 for none. In place of an MLP, the address of a record of experts, how
+many of them each row has, and whether their shares add up to 1; the first matmul of the MLP gives their scores then."""
+MIXER = RENORMS + 1
+"""What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
+ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
+TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
+"""Of a short convolution: its taps, the columns of its state, and its channels; addresses of the weight ``[taps,
+channels]``, the bias and the state ``[channels, columns]``; and numbers from one sequence's state to the next."""
+STATE, STATE_STRIDE, KEY_HEADS, STATE_HEADS, KEY_WIDTH, VALUE_WIDTH = range(MIXER + 8, MIXER + 14)
+"""Of a recurrence: the address of its state, and numbers from one sequence's to the next; heads of keys, heads of
+states, and the numbers of a key and of a value."""
+DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
+"""Addresses of the logarithm of each head's decay rate, of the bias of its time step, of its factor of what skips the
+state, and of the weight of the gated norm, with the bits of the epsilon of that."""
+JOURNAL_AT, FOURTH = MIXER + 19, MIXER + 20
+"""Numbers that earlier layers keep of a row, and the matmul of a mixer's fourth input."""
+FIELDS = FOURTH + MATMUL_FIELDS
+
+SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
+"""Of a pass: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
+PLACES, ROTATED, TURNED, PAIRED = range(7, 11)
+"""Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a head
+that are rotated, and whether their pairs are side by side."""
+SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW, TEAM, THREADS, PART = range(11, 19)
+"""Numbers from one sequence, head or row of the mask to the next; the open team of threads, 0 for none, and their
+number; the address of ``part_function``."""
+SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, OF_EXPERTS = range(19, 27)
+"""The factor of scores, and what bounds them; of norms, the epsilon and what is added to weights; the factor of what is
+added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU; the numbers of
+scratch memory that experts need for a row."""
+GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(27, 35)
+"""Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
+where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
+scratch memory for a row, for a state, and for the columns of a sequence."""
+PASS_FIELDS = MIXER_WINDOW + 1
+
+Numbers = npt.NDArray[np.int64]
+
+
+def bits(number: float) -> int:
+    """Those of a float32."""
+    return int(np.float32(number).view(np.int32))

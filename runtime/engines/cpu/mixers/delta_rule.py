@@ -1,0 +1,291 @@
+"""The gated delta rule of Qwen3.5 and others, of one head: its state forgets, and learns what it has wrong of a value.
+
+A state ``[key, value]`` is computed some columns at a time, which need nothing of the others, for all rows of a tree:
+so few numbers are in use at once that they stay in the cache of the processor core. All modes have the same order of
+operations for each column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from hdtool.runtime.engines.cpu.layer_calls import float_of
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    CHANNELS,
+    GATE_EPSILON,
+    GATE_NORM,
+    KEY_HEADS,
+    KEY_WIDTH,
+    STATE,
+    STATE_HEADS,
+    STATE_STRIDE,
+    VALUE_WIDTH,
+    Numbers,
+)
+from hdtool.runtime.engines.cpu.mixers.convolution import convolve, silu_of
+from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
+from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
+from hdtool.runtime.kernels.compiled import compiled, generated
+from hdtool.runtime.kernels.elementwise import norm_row, silu_in_place
+from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vectors import FloatCode
+
+EPSILON = np.float32(1e-6)
+"""Of the norms of queries and keys."""
+VECTORS = 4
+"""Of a state's columns that are computed together, where there are so many."""
+ONE = np.float32(1)
+
+
+@generated(types.int64, types.int64, types.float32, types.float32, types.int64)
+def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, written: Any) -> None:
+    """A row divided by its length, times a factor."""
+    code = FloatCode(builder)
+
+    def square(index: Any, sums: list[Any]) -> list[Any]:
+        numbers = code.read(code.at(read, index))
+        return [code.multiply_add(numbers, numbers, sums[0])]
+
+    (squares,) = code.loop(width, [code.number(0.0)], square)
+    root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(code.total(squares), epsilon))
+    scale = code.splat(builder.fdiv(factor, root))
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        code.store(builder.fmul(code.read(code.at(read, index)), scale), code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
+def _recalled(vectors: int) -> Any:
+    """An intrinsic: what some columns of a state, once it decayed, hold for a key."""
+
+    @generated(*[types.int64] * 4, types.float32, types.int64)
+    def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
+        code = FloatCode(builder)
+        factor = code.splat(decay)
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            found = list(sums)
+            for half in range(2):
+                place = builder.add(index, INDEX(half))
+                row = code.at(state, builder.mul(place, stride))
+                weight = code.splat(code.read(code.at(key, place), FLOAT))
+                for vector in range(vectors):
+                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
+                    at = half * vectors + vector
+                    found[at] = code.multiply_add(numbers, weight, found[at])
+            return found
+
+        sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
+        for vector in range(vectors):
+            sum_ = builder.fadd(sums[vector], sums[vectors + vector])
+            code.store(sum_, code.at(written, INDEX(vector * LANES)))
+
+    return recall
+
+
+def _learned(vectors: int) -> Any:
+    """An intrinsic: some columns of a state decay and add a key times what it teaches; a query reads the result."""
+
+    @generated(*[types.int64] * 7, types.float32, types.int64, types.int64)
+    def learn(
+        builder: Any,
+        state: Any,
+        stride: Any,
+        into: Any,
+        into_stride: Any,
+        key: Any,
+        query: Any,
+        width: Any,
+        decay: Any,
+        change: Any,
+        written: Any,
+    ) -> None:
+        code = FloatCode(builder)
+        factor = code.splat(decay)
+        changes = [code.read(code.at(change, INDEX(vector * LANES))) for vector in range(vectors)]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            found = list(sums)
+            for half in range(2):
+                place = builder.add(index, INDEX(half))
+                row = code.at(state, builder.mul(place, stride))
+                own = code.at(into, builder.mul(place, into_stride))
+                weight, asked = (code.splat(code.read(code.at(one, place), FLOAT)) for one in (key, query))
+                for vector in range(vectors):
+                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
+                    numbers = code.multiply_add(weight, changes[vector], numbers)
+                    code.store(numbers, code.at(own, INDEX(vector * LANES)))
+                    at = half * vectors + vector
+                    found[at] = code.multiply_add(numbers, asked, found[at])
+            return found
+
+        sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
+        for vector in range(vectors):
+            sum_ = builder.fadd(sums[vector], sums[vectors + vector])
+            code.store(sum_, code.at(written, INDEX(vector * LANES)))
+
+    return learn
+
+
+_recall_wide, _recall_narrow = _recalled(VECTORS), _recalled(1)
+_learn_wide, _learn_narrow = _learned(VECTORS), _learned(1)
+
+
+@generated(*[types.int64] * 3, types.float32, types.int64)
+def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, written: Any) -> None:
+    """``written = (value - held) * strength``"""
+    code = FloatCode(builder)
+    by = code.splat(strength)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        missing = builder.fsub(code.read(code.at(value, index)), code.read(code.at(held, index)))
+        code.store(builder.fmul(missing, by), code.at(written, index))
+        return []
+
+    code.loop(size, [], apply)
+
+
+@compiled
+def prepare_delta(
+    layer: Numbers,
+    origins: Numbers,
+    row: int,
+    inputs: int,
+    window: int,
+    convolved: int,
+    keys: int,
+    steps: int,
+    decays: int,
+    strengths: int,
+) -> None:
+    """Convolve one row of a sequence, norm its queries and keys, and find what its states forget and learn.
+
+    ``inputs`` are those of all rows of the sequence; the rest is of this row. ``strengths`` are changed in place.
+    """
+    if origins[row, PARENT] == PADDING:
+        return
+    channels, heads, width = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH]
+    convolve(layer, origins, row, inputs, channels, window, convolved)
+    silu_of(convolved, channels)
+    size, factor = width * ITEM_SIZE, np.float32(1 / np.sqrt(width))
+    for head in range(heads):
+        unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
+        unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, keys + head * size)
+    states = layer[STATE_HEADS]
+    numbers, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
+    learns = array_at(strengths, (states,), types.float32)
+    for head in range(states):
+        forgets[head] = decay_of(layer, head, step_of(layer, head, numbers[head]))
+        learns[head] = ONE / (ONE + np.float32(np.exp(-learns[head])))
+
+
+@compiled
+def delta_kept_numbers(layer: Numbers) -> int:
+    """Those that are kept of a row: the input of the convolution, keys, what they taught, and decays."""
+    heads = layer[STATE_HEADS]
+    keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
+    return layer[CHANNELS] + keys + values + heads  # type: ignore[no-any-return]
+
+
+@compiled
+def delta_state_numbers(layer: Numbers) -> int:
+    """Those of the columns of one state that are computed together."""
+    return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
+
+
+@compiled
+def recur_delta(
+    shape: Numbers,
+    layer: Numbers,
+    origins: Numbers,
+    slot: int,
+    head: int,
+    buffers: int,
+    convolved: int,
+    keys: int,
+    decays: int,
+    strengths: int,
+    changes: int,
+    written: int,
+) -> None:
+    """Compute one head of all rows of a sequence, of which the addresses are; ``changes`` get what each row teaches."""
+    channels, key_heads, width, values = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
+    heads, rows = layer[STATE_HEADS], len(origins)
+    key_head = head // (heads // key_heads)
+    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * width * values) * ITEM_SIZE
+    size = delta_state_numbers(layer) * ITEM_SIZE
+    column = 0
+    while column < values:
+        is_wide = values - column >= VECTORS * LANES
+        block = VECTORS * LANES if is_wide else LANES
+        before, last = state + column * ITEM_SIZE, -1
+        for row in range(rows):
+            if origins[row, PARENT] == PADDING:
+                continue
+            source, into = origins[row, SOURCE], buffers + origins[row, TARGET] * size
+            read, stride = (before, values) if source == BEFORE else (buffers + source * size, block)
+            query = convolved + (row * channels + key_head * width) * ITEM_SIZE
+            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
+            at = ((row * heads + head) * values + column) * ITEM_SIZE
+            decay = array_at(decays, (rows, heads), types.float32)[row, head]
+            strength = array_at(strengths, (rows, heads), types.float32)[row, head]
+            change, out = changes + at, written + at
+            if is_wide:
+                _recall_wide(read, stride, key, width, decay, out)
+                _change(value, out, block, strength, change)
+                _learn_wide(read, stride, into, block, key, query, width, decay, change, out)
+            else:
+                _recall_narrow(read, stride, key, width, decay, out)
+                _change(value, out, block, strength, change)
+                _learn_narrow(read, stride, into, block, key, query, width, decay, change, out)
+            last = into
+        if shape[ADVANCES]:
+            for key_row in range(width):
+                copy_numbers(last + key_row * block * ITEM_SIZE, block, before + key_row * values * ITEM_SIZE)
+        column += block
+
+
+@compiled
+def gate_delta(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
+    """Norm what each head of one row read and multiply it by its gate, for the out-projection."""
+    heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
+    if origins[row, PARENT] == PADDING:
+        clear_numbers(mixed, heads * values)
+        return
+    for head in range(heads):
+        at = head * values * ITEM_SIZE
+        norm_row(mixed + at, layer[GATE_NORM], np.float32(0), values, float_of(layer, GATE_EPSILON), mixed + at)
+    silu_in_place(gates, mixed, heads * values)
+    copy_numbers(gates, heads * values, mixed)
+
+
+@compiled
+def replay_delta(
+    layer: Numbers, slot: int, head: int, path: Numbers, keys: int, decays: int, changes: int, unread: int
+) -> None:
+    """Turn one head's state into the one after a path of rows of its sequence, as these were computed."""
+    key_heads, width, values = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
+    heads = layer[STATE_HEADS]
+    key_head = head // (heads // key_heads)
+    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * width * values) * ITEM_SIZE
+    column = 0
+    while column < values:
+        is_wide = values - column >= VECTORS * LANES
+        at = state + column * ITEM_SIZE
+        for row in path:
+            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            change = changes + ((row * heads + head) * values + column) * ITEM_SIZE
+            decay = array_at(decays, (row + 1, heads), types.float32)[row, head]
+            if is_wide:
+                _learn_wide(at, values, at, values, key, key, width, decay, change, unread)
+            else:
+                _learn_narrow(at, values, at, values, key, key, width, decay, change, unread)
+        column += VECTORS * LANES if is_wide else LANES

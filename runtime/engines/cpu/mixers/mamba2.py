@@ -1,0 +1,197 @@
+"""The scan of Mamba-2, of one head: its state ``[value, key]`` decays and adds the products of an input and a key.
+
+The in-projection gives a gate, the input of the convolution (values, keys and queries of all heads) and a time step for
+each head. Values and keys are x and B in the paper, queries are C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from hdtool.runtime.engines.cpu.layer_calls import float_of
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    CHANNELS,
+    GATE_EPSILON,
+    GATE_NORM,
+    KEY_HEADS,
+    KEY_WIDTH,
+    SKIP,
+    STATE,
+    STATE_HEADS,
+    STATE_STRIDE,
+    VALUE_WIDTH,
+    Numbers,
+)
+from hdtool.runtime.engines.cpu.mixers.convolution import convolve, silu_of
+from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
+from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
+from hdtool.runtime.kernels.compiled import compiled, generated
+from hdtool.runtime.kernels.elementwise import norm_row, scale_in_place, silu_in_place
+from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vectors import FloatCode
+
+
+@generated(*[types.int64] * 6, types.float32, types.int64)
+def _scan(
+    builder: Any, state: Any, into: Any, key: Any, query: Any, width: Any, value: Any, decay: Any, written: Any
+) -> None:
+    """As many rows of a state as a vector has lanes decay and add their value times the key; the query reads them."""
+    code = FloatCode(builder)
+    factor = code.splat(decay)
+    rows = [builder.mul(width, INDEX(lane)) for lane in range(LANES)]
+    values = [code.splat(code.read(code.at(value, INDEX(lane)), FLOAT)) for lane in range(LANES)]
+
+    def add(index: Any, sums: list[Any]) -> list[Any]:
+        keys, queries = code.read(code.at(key, index)), code.read(code.at(query, index))
+        found = []
+        for row, own, sum_ in zip(rows, values, sums, strict=True):
+            place = builder.add(row, index)
+            numbers = builder.fmul(code.read(code.at(state, place)), factor)
+            numbers = code.multiply_add(keys, own, numbers)
+            code.store(numbers, code.at(into, place))
+            found.append(code.multiply_add(numbers, queries, sum_))
+        return found
+
+    sums = code.loop(width, [code.number(0.0)] * LANES, add)
+    code.store(code.sums_of(sums), written)
+
+
+@generated(*[types.int64] * 3, types.float32)
+def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
+    """``sums += numbers * factor``"""
+    code = FloatCode(builder)
+    by = code.splat(factor)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(sums, index)
+        code.store(code.multiply_add(code.read(code.at(numbers, index)), by, code.read(place)), place)
+        return []
+
+    code.loop(size, [], apply)
+
+
+@compiled
+def projected_numbers(layer: Numbers) -> int:
+    """Those that the in-projection gives for a row."""
+    return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
+
+
+@compiled
+def prepare_scan(
+    layer: Numbers,
+    origins: Numbers,
+    row: int,
+    projected: int,
+    window: int,
+    convolved: int,
+    values: int,
+    keys: int,
+    decays: int,
+) -> None:
+    """Convolve one row of a sequence, and find what its states forget and add.
+
+    ``projected`` are those of all rows of the sequence; the rest is of this row.
+    """
+    if origins[row, PARENT] == PADDING:
+        return
+    channels, heads, width = layer[CHANNELS], layer[STATE_HEADS], layer[VALUE_WIDTH]
+    inner, stride = heads * width, projected_numbers(layer)
+    convolve(layer, origins, row, projected + inner * ITEM_SIZE, stride, window, convolved)
+    silu_of(convolved, channels)
+    copy_numbers(convolved, inner, values)
+    copy_numbers(convolved + inner * ITEM_SIZE, layer[KEY_HEADS] * layer[KEY_WIDTH], keys)
+    at = projected + (row * stride + inner + channels) * ITEM_SIZE
+    numbers, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
+    for head in range(heads):
+        step = step_of(layer, head, numbers[head])
+        forgets[head] = decay_of(layer, head, step)
+        scale_in_place(values + head * width * ITEM_SIZE, width, step)
+
+
+@compiled
+def scan_kept_numbers(layer: Numbers) -> int:
+    """Those that are kept of a row: what the in-projection gives, values times their steps, keys and decays."""
+    heads, keys = layer[STATE_HEADS], layer[KEY_HEADS] * layer[KEY_WIDTH]
+    return projected_numbers(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
+
+
+@compiled
+def scan_state_numbers(layer: Numbers) -> int:
+    """Those of the rows of one state that are computed together."""
+    return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
+
+
+@compiled
+def scan_head(
+    shape: Numbers,
+    layer: Numbers,
+    origins: Numbers,
+    slot: int,
+    head: int,
+    buffers: int,
+    convolved: int,
+    values: int,
+    keys: int,
+    decays: int,
+    written: int,
+) -> None:
+    """Compute one head of all rows of a sequence, of which the addresses are."""
+    channels, key_heads, width, height = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
+    heads, rows = layer[STATE_HEADS], len(origins)
+    key_head = head // (heads // key_heads)
+    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE
+    size = scan_state_numbers(layer) * ITEM_SIZE
+    skip = array_at(layer[SKIP], (heads,), types.float32)[head]
+    for first in range(0, height, LANES):
+        before, last = state + first * width * ITEM_SIZE, -1
+        for row in range(rows):
+            if origins[row, PARENT] == PADDING:
+                continue
+            source, into = origins[row, SOURCE], buffers + origins[row, TARGET] * size
+            read = before if source == BEFORE else buffers + source * size
+            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            query = convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
+            at = ((row * heads + head) * height + first) * ITEM_SIZE
+            decay = array_at(decays, (rows, heads), types.float32)[row, head]
+            _scan(read, into, key, query, width, values + at, decay, written + at)
+            unscaled = convolved + (row * channels + head * height + first) * ITEM_SIZE
+            _add_scaled(written + at, unscaled, LANES, skip)
+            last = into
+        if shape[ADVANCES]:
+            copy_numbers(last, LANES * width, before)
+
+
+@compiled
+def gate_scan(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
+    """Multiply what one row read by its gate, and norm each group of heads, for the out-projection."""
+    groups, numbers = layer[KEY_HEADS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
+    if origins[row, PARENT] == PADDING:
+        clear_numbers(mixed, numbers)
+        return
+    silu_in_place(gates, mixed, numbers)
+    size = numbers // groups
+    for group in range(groups):
+        at = group * size * ITEM_SIZE
+        norm_row(gates + at, layer[GATE_NORM] + at, np.float32(0), size, float_of(layer, GATE_EPSILON), mixed + at)
+
+
+@compiled
+def replay_scan(
+    layer: Numbers, slot: int, head: int, path: Numbers, values: int, keys: int, decays: int, unread: int
+) -> None:
+    """Turn one head's state into the one after a path of rows of its sequence, as these were computed."""
+    key_heads, width, height, heads = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH], layer[STATE_HEADS]
+    key_head = head // (heads // key_heads)
+    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE
+    for first in range(0, height, LANES):
+        at = state + first * width * ITEM_SIZE
+        for row in path:
+            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = values + ((row * heads + head) * height + first) * ITEM_SIZE
+            decay = array_at(decays, (row + 1, heads), types.float32)[row, head]
+            _scan(at, at, key, key, width, value, decay, unread)

@@ -1,0 +1,376 @@
+"""The mixers of a layer over all rows of a pass: their matmuls, and the parts between these, which threads share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import cfunc, types
+
+from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    CHANNELS,
+    COLUMNS,
+    DELTA_RULE,
+    FIELDS,
+    FOURTH,
+    JOURNAL,
+    JOURNAL_AT,
+    KEY_HEADS,
+    KEY_WIDTH,
+    MIXER,
+    MIXER_PART,
+    MIXER_ROW,
+    MIXER_STATE,
+    MIXER_WINDOW,
+    NEW,
+    ORIGINS,
+    PASS_FIELDS,
+    SHORT_CONVOLUTION,
+    SLOTS,
+    STATE_HEADS,
+    THREADS,
+    TO_KEYS,
+    TO_OUTPUT,
+    TO_QUERIES,
+    TO_VALUES,
+    VALUE_WIDTH,
+    Numbers,
+)
+from hdtool.runtime.engines.cpu.mixers import delta_rule, mamba2, short_convolution
+from hdtool.runtime.engines.cpu.mixers.convolution import copy_windows, shift_window, window_numbers
+from hdtool.runtime.engines.cpu.mixers.row_origins import buffers_of, origins_at
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.kernels.matmul_address import ARGUMENTS
+from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.team import PARTS_OF_A_THREAD, parts_of
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
+
+WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
+PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
+PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN = range(8, 12)
+"""The parts of mixers between their matmuls."""
+OF_SLOT, COUNT, GIVEN, PATH = range(4)
+"""Of a path that becomes part of the context: its sequence, the number of its rows and of those that follow here, which
+may be the last ones only, and these."""
+
+
+@compiled
+def row_numbers(layer: Numbers) -> int:
+    """Scratch memory for a row."""
+    channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return 4 * channels  # type: ignore[no-any-return]
+    if layer[MIXER] == DELTA_RULE:
+        return channels + 2 * values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
+    return channels + values  # type: ignore[no-any-return]
+
+
+@compiled
+def kept_numbers(layer: Numbers) -> int:
+    """What is kept of a row until it is accepted or not."""
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return layer[CHANNELS]  # type: ignore[no-any-return]
+    return delta_rule.delta_kept_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_numbers(layer)
+
+
+@compiled
+def state_numbers(layer: Numbers) -> int:
+    """A buffer of a state."""
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return 0
+    return delta_rule.delta_state_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_numbers(layer)
+
+
+@compiled
+def mixer_numbers(shape: Numbers) -> int:
+    """The float32 numbers of scratch memory that ``mix`` needs."""
+    if not shape[MIXER_ROW]:
+        return 0
+    rows = shape[SLOTS] * shape[NEW]
+    return _work_at(shape, 0) // ITEM_SIZE + rows * shape[MIXER_ROW]  # type: ignore[no-any-return]
+
+
+@compiled
+def _buffers_at(shape: Numbers, scratch: int) -> int:
+    return scratch + shape[SLOTS] * shape[MIXER_WINDOW] * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def _work_at(shape: Numbers, scratch: int) -> int:
+    parts = shape[THREADS] * PARTS_OF_A_THREAD
+    return _buffers_at(shape, scratch) + parts * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
+
+
+@compiled
+def _own_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
+    """Those of the part that begins at a unit: rounded up, this is the number of the part."""
+    part = -(-first * parts_of(shape[THREADS], units, 1) // units)
+    return _buffers_at(shape, scratch) + part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
+
+
+@compiled
+def _compute_convolution(
+    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, first: int, end: int
+) -> None:
+    new, size = shape[NEW], layer[CHANNELS] * ITEM_SIZE
+    projected = _work_at(shape, scratch)
+    mixed = projected + 3 * shape[SLOTS] * new * size
+    if part == GATE_INPUTS:
+        short_convolution.gate_inputs(layer, projected, kept, first, end)
+        return
+    for row in range(first, end):
+        slot, place = row // new, row % new
+        of_slot, window = slot * new * size, scratch + slot * window_numbers(layer) * ITEM_SIZE
+        short_convolution.convolve_gated(
+            layer,
+            origins_at(shape[ORIGINS], slot, new),
+            place,
+            kept + of_slot,
+            window,
+            projected + 3 * of_slot,
+            mixed + row * size,
+        )
+
+
+@compiled
+def _compute_delta(
+    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+) -> None:
+    new, heads = shape[NEW], layer[STATE_HEADS]
+    rows = shape[SLOTS] * new
+    channels, of_heads = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    of_keys, of_values = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * of_heads
+    keys = kept + rows * channels
+    changes = keys + rows * of_keys
+    decays = changes + rows * of_values
+    convolved = _work_at(shape, scratch)
+    gates = convolved + rows * channels
+    steps = gates + rows * of_values
+    strengths = steps + rows * of_heads
+    mixed = strengths + rows * of_heads
+    if part == PREPARE_DELTA:
+        for row in range(first, end):
+            slot, place = row // new, row % new
+            delta_rule.prepare_delta(
+                layer,
+                origins_at(shape[ORIGINS], slot, new),
+                place,
+                kept + slot * new * channels,
+                scratch + slot * window_numbers(layer) * ITEM_SIZE,
+                convolved + row * channels,
+                keys + row * of_keys,
+                steps + row * of_heads,
+                decays + row * of_heads,
+                strengths + row * of_heads,
+            )
+    elif part == RECUR_DELTA:
+        buffers = _own_buffers(shape, scratch, first, shape[SLOTS] * heads)
+        for unit in range(first, end):
+            slot, at = unit // heads, unit // heads * new
+            delta_rule.recur_delta(
+                shape,
+                layer,
+                origins_at(shape[ORIGINS], slot, new),
+                slot,
+                unit % heads,
+                buffers,
+                convolved + at * channels,
+                keys + at * of_keys,
+                decays + at * of_heads,
+                strengths + at * of_heads,
+                changes + at * of_values,
+                mixed + at * of_values,
+            )
+    elif part == GATE_DELTA:
+        for row in range(first, end):
+            origins, at = origins_at(shape[ORIGINS], row // new, new), row * of_values
+            delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
+    else:
+        slot, path = _path_at(of_path)
+        at, unread = slot * new, _own_buffers(shape, scratch, first, heads)
+        for head in range(first, end):
+            delta_rule.replay_delta(
+                layer,
+                slot,
+                head,
+                path,
+                keys + at * of_keys,
+                decays + at * of_heads,
+                changes + at * of_values,
+                unread,
+            )
+
+
+@compiled
+def _compute_scan(
+    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+) -> None:
+    new, heads = shape[NEW], layer[STATE_HEADS]
+    rows, of_row = shape[SLOTS] * new, mamba2.projected_numbers(layer) * ITEM_SIZE
+    channels, of_heads = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    of_keys, of_values = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * of_heads
+    values = kept + rows * of_row
+    keys = values + rows * of_values
+    decays = keys + rows * of_keys
+    convolved = _work_at(shape, scratch)
+    mixed = convolved + rows * channels
+    if part == PREPARE_SCAN:
+        for row in range(first, end):
+            slot, place = row // new, row % new
+            mamba2.prepare_scan(
+                layer,
+                origins_at(shape[ORIGINS], slot, new),
+                place,
+                kept + slot * new * of_row,
+                scratch + slot * window_numbers(layer) * ITEM_SIZE,
+                convolved + row * channels,
+                values + row * of_values,
+                keys + row * of_keys,
+                decays + row * of_heads,
+            )
+    elif part == SCAN:
+        buffers = _own_buffers(shape, scratch, first, shape[SLOTS] * heads)
+        for unit in range(first, end):
+            slot, at = unit // heads, unit // heads * new
+            mamba2.scan_head(
+                shape,
+                layer,
+                origins_at(shape[ORIGINS], slot, new),
+                slot,
+                unit % heads,
+                buffers,
+                convolved + at * channels,
+                values + at * of_values,
+                keys + at * of_keys,
+                decays + at * of_heads,
+                mixed + at * of_values,
+            )
+    elif part == GATE_SCAN:
+        for row in range(first, end):
+            origins = origins_at(shape[ORIGINS], row // new, new)
+            mamba2.gate_scan(layer, origins, row % new, kept + row * of_row, mixed + row * of_values)
+    else:
+        slot, path = _path_at(of_path)
+        at, unread = slot * new, _own_buffers(shape, scratch, first, heads)
+        for head in range(first, end):
+            mamba2.replay_scan(
+                layer,
+                slot,
+                head,
+                path,
+                values + at * of_values,
+                keys + at * of_keys,
+                decays + at * of_heads,
+                unread,
+            )
+
+
+@compiled
+def _path_at(address: int) -> tuple[int, Numbers]:
+    """The sequence of a path, and its rows."""
+    head = array_at(address, (PATH,), types.int64)
+    return head[OF_SLOT], array_at(address, (PATH + head[GIVEN],), types.int64)[PATH:]
+
+
+@compiled
+def _shift(shape: Numbers, layer: Numbers, kept: int, of_path: int, first: int, end: int) -> None:
+    slot, path = _path_at(of_path)
+    stride, inputs = layer[CHANNELS], kept
+    if layer[MIXER] not in (SHORT_CONVOLUTION, DELTA_RULE):
+        stride = mamba2.projected_numbers(layer)
+        inputs += layer[STATE_HEADS] * layer[VALUE_WIDTH] * ITEM_SIZE
+    count = array_at(of_path, (PATH,), types.int64)[COUNT]
+    shift_window(layer, slot, inputs + slot * shape[NEW] * stride * ITEM_SIZE, stride, count, path, first, end)
+
+
+@cache
+def mixer_function() -> Any:
+    """All parts of mixers between matmuls as one C function, for some units: rows, heads or vectors of channels."""
+
+    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    def compute_mixer(
+        of_pass: int, of_layer: int, _: int, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+    ) -> None:
+        shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
+        if part == WINDOWS:
+            copy_windows(layer, scratch, first, end)
+        elif part == SHIFT:
+            _shift(shape, layer, kept, of_path, first, end)
+        elif part <= CONVOLVE_GATED:
+            _compute_convolution(shape, layer, part, scratch, kept, first, end)
+        elif part <= REPLAY_DELTA:
+            _compute_delta(shape, layer, part, scratch, kept, of_path, first, end)
+        else:
+            _compute_scan(shape, layer, part, scratch, kept, of_path, first, end)
+
+    return compute_mixer
+
+
+@compiled
+def _kept_at(shape: Numbers, layer: Numbers) -> int:
+    """Where what is kept of the rows of a layer begins; nothing is kept of a prompt, whose layers share the memory."""
+    earlier = 0 if shape[ADVANCES] else layer[JOURNAL_AT] * shape[SLOTS] * shape[NEW]
+    return shape[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, scratch: int, written: int) -> None:
+    """Compute the mixer of a layer for all rows; the states stay as they are unless the pass ``ADVANCES``."""
+    function, kept, work = shape[MIXER_PART], _kept_at(shape, layer), _work_at(shape, scratch)
+    channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
+    values, of_states = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+    given, slots = (scratch, kept, 0), shape[SLOTS]
+    in_channels, in_values = rows * channels, rows * values
+    window = slots * vectors * LANES
+    compute_part(shape, function, layer, starts, WINDOWS, *given, slots * vectors, window)
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        multiply(shape, layer, TO_QUERIES, read, rows, work)
+        compute_part(shape, function, layer, starts, GATE_INPUTS, *given, rows, in_channels)
+        compute_part(shape, function, layer, starts, CONVOLVE_GATED, *given, rows, in_channels)
+        mixed = work + 3 * rows * channels * ITEM_SIZE
+    elif layer[MIXER] == DELTA_RULE:
+        gates = work + rows * channels * ITEM_SIZE
+        steps = gates + rows * values * ITEM_SIZE
+        strengths = steps + rows * heads * ITEM_SIZE
+        multiply(shape, layer, TO_QUERIES, read, rows, kept)
+        multiply(shape, layer, TO_KEYS, read, rows, gates)
+        multiply(shape, layer, TO_VALUES, read, rows, strengths)
+        multiply_by(shape, layer, FOURTH, read, rows, steps)
+        compute_part(shape, function, layer, starts, PREPARE_DELTA, *given, rows, in_channels)
+        compute_part(shape, function, layer, starts, RECUR_DELTA, *given, slots * heads, of_states)
+        compute_part(shape, function, layer, starts, GATE_DELTA, *given, rows, in_values)
+        mixed = strengths + rows * heads * ITEM_SIZE
+    else:
+        multiply(shape, layer, TO_QUERIES, read, rows, kept)
+        compute_part(shape, function, layer, starts, PREPARE_SCAN, *given, rows, in_channels)
+        compute_part(shape, function, layer, starts, SCAN, *given, slots * heads, of_states)
+        compute_part(shape, function, layer, starts, GATE_SCAN, *given, rows, in_values)
+        mixed = work + rows * channels * ITEM_SIZE
+    if shape[ADVANCES]:
+        # The windows were read: their memory has the last rows of the prompt.
+        new, columns = shape[NEW], min(shape[NEW], layer[COLUMNS])
+        path = array_at(scratch, (PATH + columns,), types.int64)
+        path[OF_SLOT], path[COUNT], path[GIVEN] = 0, new, columns
+        for column in range(columns):
+            path[PATH + column] = new - columns + column
+        compute_part(shape, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
+    multiply(shape, layer, TO_OUTPUT, mixed, rows, written)
+
+
+@compiled
+def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scratch: int) -> None:
+    """Turn the states before a pass into those after a path of its rows, which are as they were computed."""
+    function, count = shape[MIXER_PART], path[COUNT]
+    for number in range(len(layers)):
+        layer = layers[number]
+        if not layer[MIXER]:
+            continue
+        given = scratch, _kept_at(shape, layer), path.ctypes.data
+        vectors, heads = layer[CHANNELS] // LANES, layer[STATE_HEADS]
+        compute_part(shape, function, layer, starts, SHIFT, *given, vectors, vectors * LANES)
+        if layer[MIXER] != SHORT_CONVOLUTION:
+            part = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
+            work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+            compute_part(shape, function, layer, starts, part, *given, heads, work)

@@ -1,0 +1,59 @@
+"""Model types with recurrent layers or short convolutions beside attention, each described by what it adds to Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION
+from hdtool.runtime.engines.model_families import GEMMA_NORM, OF_EXPERTS, Family, Names
+
+HYBRID_FAMILIES: Mapping[str, Family] = {
+    "granitemoehybrid": Family(
+        names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
+        mixers={"mamba": {"GraniteMoeHybridMambaLayer": MAMBA2}},
+        joins_gate=True,
+        rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        attributes=frozenset({"block_type", "block_sparse_moe", "has_experts", "input_size", "mamba", "self_attn"}),
+        settings=OF_EXPERTS
+        | {
+            "attention_multiplier", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
+            "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
+            "position_embedding_type", "shared_intermediate_size", "time_step_limit",
+        },
+        required={"num_local_experts": (0,), "position_embedding_type": (None, "rope")},
+    ),
+    "lfm2": Family(
+        norms=("operator_norm", "", "ffn_norm", ""),
+        names=Names(
+            mlp="feed_forward",
+            gate="w1",
+            up="w3",
+            down="w2",
+            activation="",
+            out="out_proj",
+            head_norms=("q_layernorm", "k_layernorm"),
+            last_norm="embedding_norm",
+        ),
+        mixers={"conv": {"Lfm2ShortConv": SHORT_CONVOLUTION}},
+        attributes=frozenset({"is_attention_layer"}),
+        settings=frozenset({
+            "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache", "conv_bias",
+            "full_attn_idxs", "norm_eps",
+        }),
+    ),
+    "qwen3_5": Family(
+        mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        attributes=frozenset({"block_type"}),
+        settings=frozenset({
+            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+            "linear_value_head_dim",
+        }),
+    ),
+}  # fmt: skip
+"""By the name of the library's package of a model type."""

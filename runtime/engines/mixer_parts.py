@@ -1,0 +1,167 @@
+"""Recognises what mixes the tokens of a layer beside attention, in the library's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.nn import Conv1d, Module
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.model_parts import Kind
+
+Matmul = TypeVar("Matmul", bound=Module)
+SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
+STATE_ATTRIBUTES = frozenset({
+    "activation", "conv_dim", "conv_kernel_size", "head_dim", "head_k_dim", "head_v_dim", "hidden_size",
+    "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups", "num_heads",
+    "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
+    "time_step_limit", "bias", "training", "config",
+})  # fmt: skip
+"""Attributes of mixers that this file reads, or that the shapes of weights show."""
+
+
+@dataclass(frozen=True)
+class MixerParts(Generic[Matmul]):
+    """The modules of a mixer, and its shapes."""
+
+    kind: str
+    module: Module
+    inputs: tuple[Matmul, ...]
+    out: Matmul
+    convolution: Conv1d
+    norm: Module | None = None
+    """That of what is read, with a gate."""
+    key_heads: int = 0
+    heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+
+    @property
+    def channels(self) -> int:
+        return self.convolution.out_channels
+
+    @property
+    def taps(self) -> int:
+        return self.convolution.kernel_size[0]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Those of its own: a number for each head."""
+        return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
+
+
+def mixer_parts(module: Any, place: int, kind: Kind[Matmul], classes: Mapping[str, str]) -> MixerParts[Matmul] | None:
+    """The parts of a mixer, of which the ``classes`` have a known code; None for any other, or another shape."""
+    read = READERS.get(classes.get(type(module).__name__, ""))
+    if read is None or getattr(module, "layer_idx", None) != place:
+        return None
+    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
+        return None
+    try:
+        parts = read(module)
+    except AttributeError:
+        return None
+    matmuls = (*parts.inputs, parts.out)
+    own = [*parts.parameters.values(), *_tensors(parts.convolution), *(_tensors(parts.norm) if parts.norm else ())]
+    known = {id(tensor) for tensor in (*own, *(one for matmul in matmuls for one in _tensors(matmul)))}
+    is_whole = (
+        all(map(kind.multiplies, matmuls))
+        and all(map(kind.fits, own))
+        and {id(tensor) for tensor in _tensors(module)} == known
+        and not any("forward" in vars(one) for one in module.modules())
+    )
+    return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
+
+
+def _tensors(module: Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _is_causal(convolution: Any) -> bool:
+    """Whether a convolution is one of each channel over its last columns, as the library's functions compute it."""
+    return (
+        type(convolution) is Conv1d
+        and convolution.groups == convolution.in_channels == convolution.out_channels
+        and convolution.stride == convolution.dilation == (1,)
+        and convolution.kernel_size[0] > 1
+        and convolution.padding == (convolution.kernel_size[0] - 1,)
+    )
+
+
+def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
+    """Whether all weights have the shapes that the others show, and divide into the engine's vectors."""
+    heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
+    hidden, own = parts.out.out_features, {name: tuple(one.shape) for name, one in parts.parameters.items()}
+    if parts.kind == SHORT_CONVOLUTION:
+        channels, outputs, read = hidden, [3 * hidden], hidden
+    elif parts.kind == DELTA_RULE:
+        channels, read = 2 * keys + values, values
+        outputs = [channels, values, heads, heads]
+    else:
+        channels, read = values + 2 * keys, values
+        outputs = [values + channels + heads]
+    widths = [channels] if parts.kind == SHORT_CONVOLUTION else [channels, parts.key_width, parts.value_width, values]
+    return (
+        parts.channels == channels
+        and [one.out_features for one in parts.inputs] == outputs
+        and all(one.in_features == hidden for one in parts.inputs)
+        and parts.out.in_features == read
+        and own == dict.fromkeys(NAMES[parts.kind], (heads,))
+        and all(width > 0 and width % kind.divisor == 0 for width in widths)
+        and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
+        and (parts.norm is None or _norms(parts))
+    )
+
+
+NAMES = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
+"""Of the parameters that have a number for each head."""
+
+
+def _norms(parts: MixerParts[Any]) -> bool:
+    """Whether the gated norm is over a head of the delta rule, or over groups of heads of a scan."""
+    norm: Any = parts.norm
+    weight = norm._parameters.get("weight")
+    values = parts.heads * parts.value_width
+    size = parts.value_width if parts.kind == DELTA_RULE else values
+    group = values // max(1, parts.key_heads)
+    return (
+        set(norm._parameters) == {"weight"}
+        and weight.shape == (size,)
+        and isinstance(norm.variance_epsilon, float)
+        and (parts.kind == DELTA_RULE or (norm.group_size == group and group * parts.key_heads == values))
+        and getattr(norm, "activation", "silu") == "silu"
+    )
+
+
+def _short_convolution(module: Any) -> MixerParts[Any]:
+    return MixerParts(SHORT_CONVOLUTION, module, (module.in_proj,), module.out_proj, module.conv)
+
+
+def _delta_rule(module: Any) -> MixerParts[Any]:
+    inputs = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return MixerParts(
+        DELTA_RULE, module, inputs, module.out_proj, module.conv1d, module.norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+    )  # fmt: skip
+
+
+def _mamba2(module: Any) -> MixerParts[Any]:
+    if module.activation != "silu" or tuple(module.time_step_limit) != (0.0, float("inf")):
+        raise AttributeError("another activation, or limited steps")
+    return MixerParts(
+        MAMBA2, module, (module.in_proj,), module.out_proj, module.conv1d, module.norm,
+        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim,
+    )  # fmt: skip
+
+
+READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
+    SHORT_CONVOLUTION: _short_convolution,
+    DELTA_RULE: _delta_rule,
+    MAMBA2: _mamba2,
+}

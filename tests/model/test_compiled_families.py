@@ -1,0 +1,124 @@
+"""Compiled passes of the families that are described beside Llama: right, or not used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.engines.cpu import proof
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.model_families import FAMILIES
+from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support import families
+from tests.support.decoding import run, said
+from tests.support.described import CHANGES, MODELS, WRONG, assert_right, model_of
+from tests.support.fused import after, compiled, logits_of, widen
+from tests.support.oracle import prompt_of
+
+OF_THE_LIBRARY = {"glm4_moe", "gpt_oss", "qwen2_moe"}
+"""Models whose experts are chosen, or computed, in another way."""
+COMPILED_ONES = [name for name in MODELS if name not in OF_THE_LIBRARY]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a head is rotated in some models, so it has the numbers of four small vectors."""
+    widen(monkeypatch)
+    monkeypatch.setitem(families.SHAPE, "head_dim", 32)
+
+
+def target_of(name: str) -> Target:
+    model = model_of(name)
+    model.generation_config.eos_token_id = None
+    compile_linear_layers(model)
+    compile_experts(model)
+    return Target(model)
+
+
+def compiled_of(name: str) -> Target:
+    target = target_of(name)
+    target.compiled = compile_cpu(target)
+    assert target.compiled
+    return target
+
+
+@pytest.mark.parametrize("name", COMPILED_ONES)
+def test_trees_get_the_logits_of_forward(name: str) -> None:
+    target = compiled_of(name)
+    assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
+    assert compiled(target).is_current and compiled(target).passes >= 6
+
+
+@pytest.mark.parametrize("name", COMPILED_ONES)
+def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
+    target = compiled_of(name)
+    of_tree = logits_of(target, prompt_of(40))
+    for node, path in ((0, [3, 5]), (2, [3, 5, 13])):
+        alone = after(target, prompt_of(40))
+        for token in path:
+            found = alone.verify(DraftTree.bare(token)).clone()
+            alone.commit()
+        assert torch.equal(found[0], of_tree[node + 1])
+
+
+@pytest.mark.parametrize("name", COMPILED_ONES)
+def test_answers_are_those_of_plain_decoding(name: str) -> None:
+    target, usual = compiled_of(name), target_of(name)
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
+        expected = said(run(usual, prompt_of(30), sampling, most=20))
+        assert said(run(target, prompt_of(30), sampling, most=20)) == expected
+
+
+@pytest.mark.parametrize("fault", [fault for fault, (name, _) in WRONG.items() if name in COMPILED_ONES])
+def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = WRONG[fault]
+    known = FAMILIES[name]
+    settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
+    attributes = known.attributes | {known.softcap, known.residual}
+    wrong = replace(known, settings=settings, attributes=attributes, **changes)
+    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**FAMILIES, name: wrong}))
+    assert compile_cpu(target_of(name)) is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_differs_is_not_compiled(change: str) -> None:
+    target = target_of("gemma3")
+    CHANGES[change](target.model)
+    assert compile_cpu(target) is None
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_other_experts_are_the_librarys(name: str) -> None:
+    assert compile_cpu(target_of(name)) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe"])
+def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
+    found = []
+    for is_compact in (False, True):
+        model = model_of(name)
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().float()
+        if is_compact:
+            compact_weights(model)
+        compile_linear_layers(model)
+        compile_experts(model)
+        target = Target(model)
+        target.compiled = compile_cpu(target)
+        assert target.compiled
+        found.append(logits_of(target, prompt_of(40)))
+    assert torch.equal(*found)
+
+
+def test_a_head_of_which_no_whole_vectors_are_rotated_is_the_librarys() -> None:
+    model = families.random_model("Glm", partial_rotary_factor=0.375)
+    compile_linear_layers(model)
+    assert compile_cpu(Target(model)) is None

@@ -1,0 +1,290 @@
+"""Compiled passes of models with recurrent layers or short convolutions: right over trees, or not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.engines.cpu import proof
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
+from hdtool.runtime.engines.cpu.compiled_model import PIECE
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import ROOT, DraftTree
+from tests.support import families
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.described import HYBRID_MODELS, assert_right, model_of
+from tests.support.families import VOCABULARY
+from tests.support.fused import after, compiled, logits_of, widen
+from tests.support.one_sequence import OneSequence
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.trees import LyingDrafter, path_to, tokens_to
+
+KINDS = ("granitemoehybrid", "lfm2", "qwen3_5")
+BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
+"""Several nodes have several children, and later nodes follow earlier ones."""
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    widen(monkeypatch)
+    monkeypatch.setitem(families.SHAPE, "head_dim", 32)
+
+
+def target_of(name: str) -> Target:
+    model = model_of(name)
+    model.generation_config.eos_token_id = None
+    compile_linear_layers(model)
+    return Target(model)
+
+
+def compiled_of(name: str) -> Target:
+    target = target_of(name)
+    target.compiled = compile_cpu(target)
+    assert target.compiled
+    return target
+
+
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_trees_get_the_logits_of_forward(name: str) -> None:
+    target = compiled_of(name)
+    assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
+    assert compiled(target).is_current and compiled(target).passes >= 6
+
+
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
+    """In a tree, decoded alone, in a batch, after an accepted path of a tree, and in a prompt."""
+    target, context = compiled_of(name), prompt_of(40)
+    of_tree = logits_of(target, context, BUSH)
+    for node in range(len(BUSH)):
+        tokens, alone = tokens_to(BUSH, node), after(target, context)
+        for token in tokens:
+            found = alone.verify(DraftTree.bare(token)).clone()
+            alone.commit()
+        assert torch.equal(found[0], of_tree[node + 1])
+        assert torch.equal(after(target, [*context, *tokens]).verified.logits[0], of_tree[node + 1])
+        drafted, again = after(target, [*context, *tokens]), after(target, context)
+        again.verify(BUSH)
+        again.commit(path_to(BUSH, node))
+        assert torch.equal(again.verify(BUSH), drafted.verify(BUSH).clone())
+    cache = target.allocate(2)
+    for slot in range(2):
+        target.prefill(cache, slot, context, room=64)
+    both = target.verify(cache, [DraftTree.bare(7), BUSH])
+    assert torch.equal(both[1].logits, of_tree)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
+    target, prompt = compiled_of(name), prompt_of(PIECE + 40)
+    whole = logits_of(target, prompt)
+    for first in (1, 2, 77, PIECE, PIECE + 1):
+        cut = after(target, prompt[:first], room=200)
+        cut.prefill(prompt[first:], first)
+        assert torch.equal(cut.verify(BUSH)[:1], logits_of(target, prompt, BUSH)[:1])
+    assert len(whole) == 7
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdtool.runtime.engines.cpu import layer_calls
+
+    found, threads = [], torch.get_num_threads()
+    assert layer_calls.LEAST_NUMBERS > 1
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            target = compiled_of(name)
+            one = after(target, prompt_of(90))
+            one.verify(BUSH)
+            one.commit([0, 2, 3])
+            found.append(one.verify(BUSH).clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
+    target, usual, prompt = compiled_of(name), target_of(name), prompt_of(30)
+    expected = said(run(usual, prompt, SAMPLINGS[sampling], most=24))
+    assert said(run(target, prompt, SAMPLINGS[sampling], most=24)) == expected
+    for seed in range(3):
+        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+        assert said(run(target, prompt, SAMPLINGS[sampling], most=24, drafter=drafter)) == expected
+        assert drafter.accepted
+    assert compiled(target).passes > 40
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_turns_go_on_from_kept_states(name: str) -> None:
+    """And other conversations, shorter ones as well, begin with states of their own."""
+    target, turns = compiled_of(name), [prompt_of(30)]
+    one = OneSequence(target)
+    for length in (12, 25):
+        one.read_on(turns[-1])
+        for token in (5, 8):
+            one.verify(DraftTree.of(token, [9, 4], [ROOT, ROOT]))
+            one.commit([1])
+            turns[-1] = [*turns[-1], token, 4]
+        turns.append([*turns[-1], *prompt_of(length)])
+        assert_same_logits(one.read_on(turns[-1])[0], plain_logits(target.model, turns[-1]))
+        assert one.cached_tokens > 20
+    for other in (prompt_of(9), prompt_of(1), prompt_of(50)):
+        assert_same_logits(one.read_on(other)[0], plain_logits(target.model, other))
+        assert_same_logits(one.verify(BUSH)[-1], plain_logits(target.model, [*other, *tokens_to(BUSH, 8)]))
+    saved = target.cache.saved(0) if target.cache.slots[0].length else None
+    assert saved is None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
+    target, context = compiled_of(name), prompt_of(20)
+    one = after(target, context)
+    one.verify(BUSH)
+    one.cache.reserve(2000)
+    slot, before = one.cache.slots[0], target.allocate(1, 64)
+    assert slot.states and before.slots[0].states
+    other = after(target, context)
+    other.verify(BUSH)
+    states = other.cache.slots[0].states_of_tree
+    assert states
+    states.commit(0, [0, 1, 3], slot.states)
+    other.commit([0, 2])
+    assert other.cache.slots[0].states
+    for names, stack in slot.states.stacks.items():
+        assert torch.equal(stack, other.cache.slots[0].states.stacks[names])
+
+
+def test_a_library_pass_goes_on_from_compiled_ones() -> None:
+    target, prompt = compiled_of("qwen3_5"), prompt_of(50)
+    one = after(target, prompt[:30])
+    one.verify(BUSH)
+    one.commit([0, 2])
+    read = [*prompt[:30], *tokens_to(BUSH, 2), *prompt[30:]]
+    made, target.compiled = target.compiled, None
+    target.stock.read(read[one.length :], one.cache.slots[0])
+    target.compiled = made
+    assert_same_logits(one.verify(BUSH)[0], plain_logits(target.model, [*read, 3]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_written_in_place_are_used(name: str) -> None:
+    target = compiled_of(name)
+    with torch.no_grad():
+        for part, weight in target.model.named_parameters():
+            if "conv" in part or "A_log" in part:
+                weight.mul_(0.5)
+    prompt = prompt_of(30)
+    assert_same_logits(after(target, prompt).verify(BUSH)[0], plain_logits(target.model, [*prompt, 3]))
+    assert compiled(target).is_current
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "no gates of heads": ("qwen3_5", {"gates_heads": False}),
+    "no offset of norms": ("qwen3_5", {"norm": HYBRID_FAMILIES["lfm2"].norm}),
+    "no residual factor": ("granitemoehybrid", {"residual": ""}),
+    "positions": ("granitemoehybrid", {"rotates": lambda attention: True}),
+    "gate and up exchanged": (
+        "lfm2",
+        {"names": replace(HYBRID_FAMILIES["lfm2"].names, gate="w3", up="w1")},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = WRONG[fault]
+    known = HYBRID_FAMILIES[name]
+    changes = {"attributes": known.attributes | {known.residual}, **changes}
+    wrong = {**HYBRID_FAMILIES, name: replace(known, **changes)}
+    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=wrong))
+    assert compile_cpu(target_of(name)) is None
+
+
+def _mixers(model: Any, kind: str) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith(kind)]
+
+
+def a_dilated_convolution(model: Any) -> None:
+    _mixers(model, "Conv1d")[0].dilation = (2,)
+
+
+def a_new_attribute(model: Any) -> None:
+    _mixers(model, "GatedDeltaNet")[-1].temperature = 0.9
+
+
+def a_hook(model: Any) -> None:
+    _mixers(model, "GatedDeltaNet")[0].register_forward_hook(lambda module, given, found: found * 1.01)
+
+
+def a_replaced_forward(model: Any) -> None:
+    norm = _mixers(model, "RMSNormGated")[-1]
+    norm.forward = lambda *given: 1.01 * type(norm).forward(norm, *given)
+
+
+def another_activation(model: Any) -> None:
+    for mixer in _mixers(model, "GatedDeltaNet"):
+        mixer.activation = "gelu"
+
+
+def a_parameter_more(model: Any) -> None:
+    mixer: Module = _mixers(model, "GatedDeltaNet")[0]
+    mixer.scale = torch.nn.Parameter(torch.ones(1))
+
+
+def states_in_another_dtype(model: Any) -> None:
+    mixer = _mixers(model, "GatedDeltaNet")[0]
+    mixer.conv1d.weight.data = mixer.conv1d.weight.data.double()
+
+
+CHANGES: Sequence[Callable[[Any], None]] = (
+    a_dilated_convolution,
+    a_new_attribute,
+    a_hook,
+    a_replaced_forward,
+    another_activation,
+    a_parameter_more,
+    states_in_another_dtype,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_differs_is_not_compiled(change: Callable[[Any], None]) -> None:
+    target = target_of("qwen3_5")
+    change(target.model)
+    assert compile_cpu(target) is None
+
+
+def test_limited_time_steps_are_the_librarys() -> None:
+    target = target_of("granitemoehybrid")
+    for mixer in _mixers(target.model, "MambaLayer"):
+        mixer.time_step_limit = (0.0, 0.5)
+    assert compile_cpu(target) is None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
+    found = []
+    for is_compact in (False, True):
+        model = model_of(name)
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().float()
+        if is_compact:
+            compact_weights(model)
+        compile_linear_layers(model)
+        target = Target(model)
+        target.compiled = compile_cpu(target)
+        assert target.compiled
+        found.append(logits_of(target, prompt_of(40), BUSH))
+    assert torch.equal(*found)
