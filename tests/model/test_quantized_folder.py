@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from safetensors import SafetensorError
 
 pytest.importorskip("gguf")
 
@@ -59,7 +60,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def checkpoint(folder: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Path:
     place = folder / "tiny"
-    tiny_llama(seed, **{**WIDE, **changed}).to(dtype).save_pretrained(place)
+    model: Any = tiny_llama(seed, **{**WIDE, **changed})
+    model.to(dtype).save_pretrained(place)
     for file in demo.MODEL.iterdir():
         if "tokenizer" in file.name or "template" in file.name:
             shutil.copy(file, place)
@@ -119,7 +121,8 @@ def test_numbers_without_a_scale_in_float16_are_left(number: float, format: Any)
 def test_the_model_computes_with_the_rounded_weights(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     place = checkpoint(tmp_path, dtype=dtype)
     target = load(config_of(place, scheme)).target
-    found, original = formats(target.model), tiny_llama(0, **WIDE).to(dtype)
+    found, model = formats(target.model), tiny_llama(0, **WIDE)
+    original: Any = model.to(dtype=dtype)  # type: ignore[call-arg]
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
     assert len(found) == 16 and {name for name, kind in found.items() if kind == "Q8_0"} >= tables
     for name, kind in found.items():
@@ -292,7 +295,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = checkpoint(tmp_path)
 
     def full(*_: Any) -> None:
-        raise quantized_folder.SafetensorError("I/O error: No space left on device (os error 28)")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
         patched.setattr(quantized_folder, "save_file", full)
