@@ -95,11 +95,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdtool.runtime.engines.cpu import layer_calls
-
+def test_threads_change_no_bit(name: str) -> None:
     found, threads = [], torch.get_num_threads()
-    assert layer_calls.LEAST_NUMBERS > 1
     try:
         for number in (1, 3):
             torch.set_num_threads(number)
@@ -143,8 +140,6 @@ def test_turns_go_on_from_kept_states(name: str) -> None:
     for other in (prompt_of(9), prompt_of(1), prompt_of(50)):
         assert_same_logits(one.read_on(other)[0], plain_logits(target.model, other))
         assert_same_logits(one.verify(BUSH)[-1], plain_logits(target.model, [*other, *tokens_to(BUSH, 8)]))
-    saved = target.cache.saved(0) if target.cache.slots[0].length else None
-    assert saved is None
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -153,8 +148,8 @@ def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
     one = after(target, context)
     one.verify(BUSH)
     one.cache.reserve(2000)
-    slot, before = one.cache.slots[0], target.allocate(1, 64)
-    assert slot.states and before.slots[0].states
+    slot = one.cache.slots[0]
+    assert slot.states
     other = after(target, context)
     other.verify(BUSH)
     states = other.cache.slots[0].states_of_tree
@@ -173,7 +168,8 @@ def test_a_library_pass_goes_on_from_compiled_ones() -> None:
     one.commit([0, 2])
     read = [*prompt[:30], *tokens_to(BUSH, 2), *prompt[30:]]
     made, target.compiled = target.compiled, None
-    target.stock.read(read[one.length :], one.cache.slots[0])
+    with torch.inference_mode():
+        target.stock.read(read[one.length :], one.cache.slots[0])
     target.compiled = made
     assert_same_logits(one.verify(BUSH)[0], plain_logits(target.model, [*read, 3]))
 
