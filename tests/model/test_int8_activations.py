@@ -27,7 +27,6 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
-from tests.model.test_compiled_families import COMPILED_ONES
 from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.fused import compiled
@@ -193,7 +192,7 @@ def test_models_that_it_rules_out_are_refused_before_weights_are_read(
         load(ModelConfig(str(tmp_path), device="cpu", activations="int8", quantization="q8_0"))
 
 
-@pytest.mark.parametrize("name", [*fused.KINDS, *COMPILED_ONES, *described.HYBRID_MODELS])
+@pytest.mark.parametrize("name", [*fused.KINDS, *described.MODELS, *described.HYBRID_MODELS])
 def test_what_is_compiled_has_the_outline_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused.widen(monkeypatch)
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
