@@ -27,7 +27,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
-from tests.support import families, fused
+from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
@@ -192,7 +192,9 @@ def test_models_that_it_rules_out_are_refused_before_weights_are_read(
         load(ModelConfig(str(tmp_path), device="cpu", activations="int8", quantization="q8_0"))
 
 
-@pytest.mark.parametrize("kind", list(fused.KINDS))
-def test_what_is_compiled_has_the_outline_of_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*fused.KINDS, *described.MODELS, *described.HYBRID_MODELS])
+def test_what_is_compiled_has_the_outline_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused.widen(monkeypatch)
-    assert may_be_compiled(fused.model_of(kind).config)
+    monkeypatch.setitem(families.SHAPE, "head_dim", 32)
+    model = fused.model_of(name) if name in fused.KINDS else described.model_of(name)
+    assert may_be_compiled(model.config)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.nn import Embedding, Linear, Module
 
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED, scale_of
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.model.library import text_class
@@ -19,7 +19,7 @@ def _multiplies(module: Any) -> bool:
 
 
 def _embeds(module: Module) -> bool:
-    return type(module) is Embedding and module.max_norm is None
+    return (type(module) is Embedding or scale_of(module) is not None) and cast(Embedding, module).max_norm is None
 
 
 OUTLINE = cast(Any, replace(COMPILED, multiplies=_multiplies, fits=lambda weight: True, embeds=_embeds))
