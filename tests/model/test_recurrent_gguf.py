@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.decode import decode
+from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.gguf_files import add_tokenizer, vocabulary
@@ -128,3 +130,18 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
 def answer(loaded: Any, drafter: Any) -> list[int]:
     steps = decode(loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MOST, drafter=drafter)
     return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_lfm2(path, lfm2(), "Q8_0")
+    loaded = load(ModelConfig(str(path), device="cpu", activations=activations))
+    compiled = loaded.target.compiled
+    assert isinstance(compiled, CompiledModel) and compiled.activations_are_int8 == (activations == "int8")
+    expected = answer(loaded, None)
+    for seed in range(3):
+        drafter = LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
+        assert answer(loaded, drafter) == expected and drafter.accepted
+    assert compiled.passes > MOST

@@ -180,7 +180,11 @@ def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | 
 
     Only compiled passes have the same bits each time.
     """
-    if target.compiled is None or any(is_compact(one) and one.reads.number for one in target.model.parameters()):
+    if (
+        target.compiled is None
+        or target.state_shapes
+        or any(is_compact(one) and one.reads.number for one in target.model.parameters())
+    ):
         return None
     logits = logits_hash(target)
     return Proof(outline, target.shapes, compact, logits) if logits == logits_hash(target) else None
