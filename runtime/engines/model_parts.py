@@ -210,7 +210,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
     if mixes != "self_attn":
         mixer = mixer_parts(attention, place, kind, family.mixers[mixes])
-        return mixer and _mixing_layer(layer, mixer, dense, around, kind, family)
+        return None if mixer is None else _mixing_layer(layer, mixer, dense, around, kind, family)
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
     projections, out_name = ("qkv_proj",) if family.joins_qkv else PROJECTIONS, family.names.out
     names = {*projections, out_name, *family.names.head_norms[: len(head_norms)]}

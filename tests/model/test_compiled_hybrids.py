@@ -12,8 +12,8 @@ from torch.nn import Module
 
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
-from hdtool.runtime.engines.cpu.compiled_model import PIECE
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights

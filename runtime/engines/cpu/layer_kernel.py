@@ -252,7 +252,7 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
     of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
-    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))
+    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
 
 @compiled
