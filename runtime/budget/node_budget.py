@@ -199,11 +199,24 @@ class Together:
         """``curves`` hold the passes of batches with such a tree in each slot, by the number of slots."""
         self.log = log
         self.expected: dict[int, Probs] = {}
+        self._outside = SmoothedSeconds()
+        self._passes, self._called = -1, 0.0
+        """Passes at the first choice of the last step, and its time."""
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            these = range(fewer + 1, slots + 1)
+            # Passes of far fewer trees take less, whatever their size.
+            these = range(max(fewer, slots // 2) + 1, slots + 1)
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
+
+    def seconds_outside(self, expected: float, drafting: float) -> float:
+        """Those of a step outside its pass without ``drafting``, as measured; ``expected`` ones before that."""
+        log, now = self.log, time.perf_counter()
+        if log.passes != self._passes:
+            if log.passes == self._passes + 1 and log.nodes >= 0:
+                self._outside.observe(max(0.0, now - self._called - log.last_seconds - drafting))
+            self._passes, self._called = log.passes, now
+        return min(expected, self._outside.mean) if self._outside.mean > 0 else expected
 
     def costs(self, rows: int) -> MeasuredCosts:
         """The costs of passes with so many trees."""
@@ -229,7 +242,7 @@ class SharedBudget(_ChosenSize):
         costs = self._together.costs(rows)
         costs.update()
         self._use(costs)
-        self._own["overhead"] = rows * self._each
+        self._own["overhead"] = self._together.seconds_outside(rows * self._each, float(self._own["drafting"]))
         best, self._most, self._paused_until = choose_for_all(self._at, in_all, self._step(), self._most)
         return min(len(probs), best)
 
@@ -268,7 +281,8 @@ def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int
     faster = 0.0 if best == 0 else gain[best] / gain[0] * (plain + own.overhead) / (cost + own.overhead)
     pays = faster > 1
     if pays:
-        tries = faster < CLEARLY_FASTER and passes_of(costs, 0) < ENOUGH
+        # In a batch drafts gain little, and one plain pass says it for all.
+        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and passes_of(costs, 0) < ENOUGH
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, best) < ENOUGH
     # A choice that rests on an unconfirmed cost is turned round.
