@@ -9,6 +9,7 @@ from pathlib import Path
 from hdtool.builders.diagnosis.finding import MEND, NOTE, Finding
 from hdtool.builders.diagnosis.machine import available_memory
 from hdtool.data.errors import HdtoolError
+from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.tally import counted
@@ -17,6 +18,7 @@ from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
 from hdtool.runtime.model.families import refuse_by_configuration, without_trees
+from hdtool.runtime.model.gguf.slow_weights import slow_weights
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device
 from hdtool.runtime.model.quantization import library_of, require_libraries
@@ -47,8 +49,12 @@ def model_findings(config: ModelConfig) -> Iterator[Finding]:
 
 
 def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
-    if gguf_file(config):
-        yield Finding("weights", "in the GGUF file; they are read once, when they are first needed")
+    if file := gguf_file(config):
+        slow = slow_weights(GGUFHeader.read(file)) if pick_device("auto").type == "cpu" else None
+        if slow:
+            yield Finding("weights", f"in the GGUF file; {slow}", NOTE, "take a file in Q8_0, Q4_K_M or Q4_0")
+        else:
+            yield Finding("weights", "in the GGUF file; they are read once, when they are first needed")
         return
     files = weight_files(folder)
     if not files:
@@ -58,7 +64,7 @@ def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
     found = f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
     needed, available = size * BYTES_IN_FLOAT32, available_memory()
     if pick_device("auto").type == "cpu" and available and needed > available:
-        advice = "take --dtype bfloat16, --quantization int8, or a smaller model"
+        advice = "take --dtype bfloat16, --quantization q8_0 or int8, or a smaller model"
         yield Finding("weights", f"{found}, {needed / 1e9:.1f} GB in float32: more than the memory", NOTE, advice)
     else:
         yield Finding("weights", found)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hdtool.data.stores.inventory import StoredItem
 
 LIST, REMOVE = "list", "remove"
-CONVERTED = "gguf"
-"""The kind of a model converted from a GGUF file."""
+CONVERTED, QUANTIZED = "gguf", "quantized"
+"""The kinds of models that were converted from a GGUF file, and of those that were quantized on loading."""
 
 
 def stores(
@@ -32,8 +32,8 @@ def stores(
     """List the stores in hdtool's home, or remove some.
 
     A model store belongs to one model, a corpus index to all models of its tokenizer. Stores in other folders are
-    shown by inspect. Models converted from GGUF files are listed too, and so are set-ups, which keep copies of the
-    conversations in their logs.
+    shown by inspect. Models converted from GGUF files or quantized on loading are listed too, and so are set-ups, which
+    keep copies of the conversations in their logs.
     """
     from hdtool.cli.output.stored_items import as_row, listed
     from hdtool.data.stores.home import home
@@ -58,6 +58,8 @@ def _everything() -> list[StoredItem]:
     from hdtool.data.stores.inventory import DIGITS, StoredItem, stored_items, with_single_names
     from hdtool.data.stores.manifest import Checkpoint
     from hdtool.runtime.model.gguf.manifest import MANIFEST, manifests
+    from hdtool.runtime.model.quantized_manifest import MANIFEST as QUANTIZED_MANIFEST
+    from hdtool.runtime.model.quantized_manifest import quantized_manifests
 
     models = [
         StoredItem(
@@ -69,6 +71,17 @@ def _everything() -> list[StoredItem]:
             model=Checkpoint(manifest.sha256[:16], folder.name.rpartition("-")[0]),
         )
         for folder, manifest in manifests()
+    ]
+    models += [
+        StoredItem(
+            f"{QUANTIZED}-{manifest.scheme}-{manifest.sha256[:DIGITS]}",
+            QUANTIZED,
+            folder,
+            (folder / QUANTIZED_MANIFEST).stat().st_mtime,
+            sum(file.bytes for file in manifest.files.values()),
+            model=Checkpoint(manifest.fingerprint, folder.name.rpartition("-")[0]),
+        )
+        for folder, manifest in quantized_manifests()
     ]
     return with_single_names(
         [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *kept_setups()]
@@ -101,6 +114,10 @@ def _remove_one(item: StoredItem) -> None:
 
     if item.kind == KIND:
         remove_setup(item)
+    elif item.kind == QUANTIZED:
+        from hdtool.runtime.model.quantized_manifest import remove_quantized
+
+        remove_quantized(item.folder)
     elif item.kind != CONVERTED:
         remove_store(item)
     elif manifest := Manifest.read(item.folder):

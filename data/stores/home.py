@@ -58,6 +58,16 @@ def converted_models() -> Path:
     return home() / "gguf"
 
 
+def quantized_models() -> Path:
+    """The folder of checkpoints whose weights were quantized to blocks."""
+    return home() / "quantized"
+
+
+def quantized_at_home(name: str, fingerprint: str) -> Path:
+    """The folder of a quantized checkpoint: the name is for people, the fingerprint is of its content."""
+    return quantized_models() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
+
+
 def setups(model: str) -> Path:
     """The folder of a model's set-ups."""
     return home() / "setups" / _folder_name(model)

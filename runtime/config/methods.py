@@ -83,7 +83,7 @@ NEED_MODEL = ("lade", *TRAINED)
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
 """Methods that need the model's computation or its logits, not only its text."""
 OPTION_METHODS = {
-    "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "pld", "lade", "hd-paper")),
+    "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper")),
     "sources": ("hd-paper", *HIERARCHIES),
     "order": ("hd-paper",),
     "lookahead": ("hd-paper",),

@@ -13,8 +13,9 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ATTENTIONS = ("sdpa", "eager")
 """Implementations of attention that take the masks of draft trees."""
-QUANTIZATIONS = ("int8", "nf4")
-"""Weight-only quantizations on loading; activations are not quantized."""
+BLOCKS = ("q8_0", "q4_0")
+QUANTIZATIONS = ("int8", "nf4", *BLOCKS)
+"""Weight-only quantizations on loading; activations are not quantized. ``BLOCKS`` are hdtool's own, for CPUs."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
 """How the inputs of products with packed weights are computed with."""
@@ -46,7 +47,7 @@ class ModelConfig(Settings):
     )
     fused_layers: bool = setting(
         True,
-        "Compute decoder layers of the Llama kind in compiled code on a CPU in float32. Layers of transformers stay "
+        "Compute decoder layers of known families in compiled code on a CPU in float32. Layers of transformers stay "
         "where it differs, and with --attn-implementation.",
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
@@ -64,7 +65,9 @@ class ModelConfig(Settings):
     )
     quantization: str | None = setting(
         None,
-        f"Quantize the weights on loading: {', '.join(QUANTIZATIONS)} (torchao, bitsandbytes). Default: none.",
+        "Quantize the weights on loading: int8 (torchao), nf4 (bitsandbytes), or on CPUs q8_0 or q4_0, in the blocks "
+        "of GGUF files, once: hdtool keeps them. Default: none.",
+        alias="quantize",
         choices=QUANTIZATIONS,
     )
     generation_config: str | None = setting(
@@ -75,6 +78,10 @@ class ModelConfig(Settings):
         super().__post_init__()
         alone = self.device_map is None or self.device == "auto"
         require(alone, "device", self.device, "left out with --device-map, which chooses the devices")
+        in_blocks = self.quantization in BLOCKS
+        for name, value, usual in (("dtype", self.dtype, "auto"), ("device-map", self.device_map, None)):
+            expected = f"left out with --quantization {self.quantization}, which computes in float32 on a CPU"
+            require(not in_blocks or value == usual, name, value, expected)
         attention = self.attn_implementation
         usable = attention is None or attention in ATTENTIONS
         expected = f"{' or '.join(ATTENTIONS)}, which take the masks of draft trees"

@@ -159,7 +159,7 @@ def _trained(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, tar
 
 MAKERS: dict[str, Maker] = {
     "ar": lambda config, stores, budget, target: NoDraft(),
-    "pld": lambda config, stores, budget, target: PromptLookup(),
+    "pld": lambda config, stores, budget, target: PromptLookup(budget=budget()),
     "lade": lambda config, stores, budget, target: lookahead_decoding(),
     "sam": lambda config, stores, budget, target: SamDecoding(budget()),
     "suffix": lambda config, stores, budget, target: SuffixDecoding(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import types
-from numba.core.imputils import lower_constant  # type: ignore[attr-defined]
+from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 from numba.extending import NativeValue, models, register_model, unbox
 
@@ -19,7 +19,7 @@ class MatrixKind:
     name: str
 
 
-class MatrixKindType(types.Type):  # type: ignore[misc]
+class MatrixKindType(types.Type):
     """The type of one kind in compiled code."""
 
     def __init__(self, kind_name: str) -> None:
@@ -33,16 +33,16 @@ def type_of(kind: MatrixKind) -> MatrixKindType:
     return MatrixKindType(kind.name)
 
 
-@typeof_impl.register(MatrixKind)  # type: ignore[untyped-decorator]
+@typeof_impl.register(MatrixKind)
 def _typeof(kind: MatrixKind, _: object) -> MatrixKindType:
     return type_of(kind)
 
 
-@unbox(MatrixKindType)  # type: ignore[untyped-decorator]
+@unbox(MatrixKindType)  # type: ignore[no-untyped-call]
 def _unboxed(_: object, __: object, compiled: Any) -> Any:
-    return NativeValue(compiled.context.get_dummy_value())
+    return NativeValue(compiled.context.get_dummy_value())  # type: ignore[no-untyped-call]
 
 
-@lower_constant(MatrixKindType)  # type: ignore[untyped-decorator]
+@lower_constant(MatrixKindType)  # type: ignore[no-untyped-call]
 def _constant(target: Any, _: object, __: object, ___: object) -> Any:
     return target.get_dummy_value()

@@ -59,7 +59,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
     for places in list(_places(model).values()):
         module, name = places[0]
         weight: Any = module._parameters[name]
-        fits = all(_takes(*place) for place in places)
+        fits = is_of_linear_layers(places)
         if is_compact(weight):
             if not fits or not _is_proved(weight.stored, places, proved):
                 replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
@@ -137,6 +137,11 @@ def has_compact_weights(model: Module) -> bool:
 def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
     """The weights that are kept compact, with all places of each."""
     return [(weight, places) for places, weight in weight_places(model) if is_compact(weight)]
+
+
+def is_of_linear_layers(places: list[Place]) -> bool:
+    """Whether linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
+    return all(_takes(*place) for place in places)
 
 
 def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:

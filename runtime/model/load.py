@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import transformers
@@ -18,23 +18,32 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import INT8
+from hdtool.runtime.config.model import BLOCKS, INT8
 from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.kernels.compact_weight import in_float32
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint.identity import checkpoint_of
 from hdtool.runtime.model.checkpoint.place import packed_place, place_of
+from hdtool.runtime.model.checkpoint.weight_files import weight_files
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
 from hdtool.runtime.model.cuda_graphs import never
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.gguf.manifest import MANIFEST as CONVERSION
+from hdtool.runtime.model.gguf.manifest import Manifest
 from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
+from hdtool.runtime.model.gguf.packing import read_weights
+from hdtool.runtime.model.gguf.which_file import gguf_file
+from hdtool.runtime.model.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
 from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
+from hdtool.runtime.model.quantized_folder import quantized_folder, read_quantized
+from hdtool.runtime.model.quantized_manifest import MANIFEST as QUANTIZED
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampling.sampler import Sampler
@@ -51,13 +60,22 @@ T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
 """How the names of tokenizers' files begin."""
-NO_INT8 = (
-    "--activations int8 needs a GGUF file with packed weights, or weights of torchao, on a CPU, with layers that "
-    "hdtool computes in compiled code (of the Llama kind, without --no-fused-layers, --attn-implementation or another "
-    "--dtype): leave it out"
+NO_BLOCKS = (
+    "--quantization {scheme} is for one process on a CPU that converts float16: leave it out, or take int8 or nf4, "
+    "which libraries compute with"
 )
 CONFIG_FILES = ("config.json",)
 """A folder without it holds no model."""
+
+
+class Packed(NamedTuple):
+    """The weights of a model in blocks."""
+
+    folder: Path
+    """Has the settings of the model."""
+    files: tuple[Path, ...]
+    """What the weights depend on beyond the folder."""
+    read: Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -108,11 +126,15 @@ def load(config: ModelConfig | str) -> Loaded:
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
     device = pick_device(config.device)
+    if config.activations == INT8:
+        if config.device_map or device.type != "cpu" or leader():
+            raise OptionError(NO_INT8)
+        refuse_by_file(config)
     settings = load_settings(config)
     refuse_by_configuration(settings)
     tokenizer = load_tokenizer(config)
-    if config.activations == INT8 and (config.device_map or device.type != "cpu" or leader()):
-        raise OptionError(NO_INT8)
+    if config.quantization in BLOCKS and (device.type != "cpu" or leader() or not EXPANDS_FLOAT16):
+        raise OptionError(NO_BLOCKS.format(scheme=config.quantization))
     if group := leader():
         target = _leading_target(config, settings, group)
     elif config.device_map:
@@ -128,38 +150,80 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
     if device.type != "cpu":
         model = _on_one_device(config, settings, device)
         return _attempt(config.name, f"on {device}", lambda: Target(model))
-    kept = _kept_proof(config, settings)
-    target = _proved_before(config, settings, kept, kept.read()) if kept else None
+    if config.activations == INT8:
+        refuse_by_settings(config, settings)
+    packed = _packed(config, settings)
+    kept = _kept_proof(config, settings, packed)
+    target = _proved_before(config, settings, packed, kept, kept.read()) if kept else None
     if target is None:
-        target = _proved_now(config, settings, device, kept)
+        target = _proved_now(config, settings, packed, device, kept)
     if config.activations == INT8:
         _compute_in_int8(target)
     return target
 
 
-def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
+def _packed(config: ModelConfig, settings: Any) -> Packed | None:
+    """Where the weights of a model are in blocks; None where they are not, or are not computed with as they are."""
+    if scheme := config.quantization if config.quantization in BLOCKS else None:
+        folder = _quantized(config, settings, scheme)
+        return Packed(folder, (), lambda: read_quantized(folder))
+    if config.dtype != "auto" or config.quantization or library_of(settings) or not gguf_file(config):
+        return None
+    place = packed_place(config)
+    manifest = Manifest.read(place[1] if place else place_of(config, CONFIG_FILES))
+    if manifest and manifest.slow:
+        print(f"note: {config.name}: {manifest.slow}", file=sys.stderr)
+    if not place:
+        return None
+    file, folder = place
+    return Packed(folder, (file,), lambda: read_weights(file, folder))
+
+
+def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
+    """The folder of a checkpoint's weights in blocks."""
+    name = config.name
+    if saved := library_of(settings):
+        raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
+    if config.trust_remote_code and getattr(settings, "auto_map", None):
+        raise OptionError(f"--quantization {scheme} takes no model with code of its own, as {name} is: leave it out")
+    place = place_of(config, CONFIG_FILES, weights=True)
+    files = weight_files(place)
+    if not files:
+        raise ModelError(f"{name} has no weights, or not all of them: get the checkpoint again, whole")
+
+    def loaded() -> Any:
+        with loading_as_stored(place):
+            return _on_one_device(replace(config, quantization=None), settings, torch.device("cpu"))
+
+    return quantized_folder(name, scheme, [place / CONFIG_FILES[0], *files], loaded)
+
+
+def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
     """Where the proof of a model is kept; None for one that is proved at each start."""
-    fixed = config.dtype != "auto" or config.quantization or library_of(settings) or config.trust_remote_code
+    in_blocks = config.quantization in BLOCKS
+    by_library = library_of(settings) or (config.quantization and not in_blocks)
+    fixed = config.dtype != "auto" or by_library or config.trust_remote_code
     if fixed or not config.fused_layers or config.attn_implementation:
         return None
     try:
         family = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)])
-        place = place_of(config, CONFIG_FILES, weights=not packed_place(config))
-        files = [file for file in place.iterdir() if file.is_file() and file.name != CONVERSION]
-        packed = packed_place(config)
-        return KeptProof(config, settings, family, [*files, *(packed[:1] if packed else ())])
+        place = packed.folder if packed else place_of(config, CONFIG_FILES, weights=True)
+        files = [file for file in place.iterdir() if file.is_file() and file.name not in (CONVERSION, QUANTIZED)]
+        return KeptProof(config, settings, family, [*files, *(packed.files if packed else ())])
     except (HdtoolError, KeyError, OSError):  # loading it raises an error that names the fault
         return None
 
 
-def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: Proof | None) -> Target | None:
+def _proved_before(
+    config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
+) -> Target | None:
     """The target of a model that was proved in an earlier process; None, and the record is gone, if it is another."""
     if proof is None:
         return None
     try:
-        if packed := packed_place(config):
+        if packed:
             use_planless_attention(torch.device("cpu"))
-            model = assembled_model(settings, *packed)
+            model = assembled_model(settings, packed.read(), packed.folder)
             _set_generation(model, config)
         else:
             with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)):
@@ -180,11 +244,18 @@ def _proved_before(config: ModelConfig, settings: Any, kept: KeptProof, proof: P
     return None
 
 
-def _proved_now(config: ModelConfig, settings: Any, device: torch.device, kept: KeptProof | None) -> Target:
-    is_compact = config.dtype == "auto" and not (config.quantization or library_of(settings))
-    if is_compact and (packed := packed_place(config)):
+def _proved_now(
+    config: ModelConfig, settings: Any, packed: Packed | None, device: torch.device, kept: KeptProof | None
+) -> Target:
+    by_library = library_of(settings) or (config.quantization and not packed)
+    is_compact = config.dtype == "auto" and not by_library
+    if packed:
         use_planless_attention(device)
-        model = _attempt(config.name, "its weights", lambda: packed_model(settings, *packed, **_attention(config)))
+        model = _attempt(
+            config.name,
+            "its weights",
+            lambda: packed_model(settings, packed.read(), packed.folder, **_attention(config)),
+        )
         _set_generation(model, config)
     else:
         with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
@@ -236,8 +307,15 @@ def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
 
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
-    """The unmodified model, for comparisons."""
-    model: PreTrainedModel = _on_one_device(config, load_settings(config), pick_device(config.device))
+    """The unmodified model, for comparisons; its weights are those of ``load`` in float32 where they were rounded."""
+    settings = load_settings(config)
+    model: PreTrainedModel
+    if config.quantization in BLOCKS and (packed := _packed(config, settings)):
+        weights = {name: in_float32(weight) for name, weight in packed.read().items()}
+        model = packed_model(settings, weights, packed.folder, **_attention(config))
+        _set_generation(model, config)
+    else:
+        model = _on_one_device(config, settings, pick_device(config.device))
     model.eval()
     return model
 

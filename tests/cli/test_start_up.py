@@ -20,7 +20,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "rich", "jinja2", "matp
         ["generate", "--top-p", "7"],
         ["bench", "--num-prompts", "0"],
         ["bench-cost", "--help"],
-        ["generate", "--method", "pld", "--draft-tokens", "4"],
+        ["generate", "--method", "lade", "--draft-tokens", "4"],
         ["serve", "--help"],
         ["serve", "--port", "90000"],
         ["serve", "--engine", "vllm", "--port", "9"],

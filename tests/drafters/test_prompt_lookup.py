@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafters.prompt_lookup import PromptLookup
 from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
@@ -88,3 +89,49 @@ def test_long_contexts(size: int) -> None:
     tree = drafter.draft(context)
     assert tree.tokens.tolist() == library(context, 10, 3) == context[17_003:17_013]
     assert drafter.seconds[SourceName.CONTEXT] > 0
+
+
+class Recorded(FixedBudget):
+    """A fixed budget that keeps the probabilities it was asked about."""
+
+    def nodes(self, probs: Probs) -> int:
+        asked.append(probs.tolist())
+        return super().nodes(probs)
+
+
+asked: list[list[float]] = []
+
+
+def step(drafter: PromptLookup, context: list[int], answer: list[int]) -> int:
+    """How many tokens are drafted; ``answer`` is what the step adds to the context."""
+    drafted = len(drafter.draft(context))
+    drafter.observe(Accepted([], answer), Verified(torch.empty(1, 0)))
+    context += answer
+    return drafted
+
+
+def test_only_what_the_budget_takes_is_sent() -> None:
+    context = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    for most, sent in ((0, 0), (2, 2), (64, 6)):
+        drafter = PromptLookup(budget=FixedBudget(most))
+        drafter.begin(context)
+        assert drafter.draft(context).tokens.tolist() == context[3 : 3 + sent]
+
+
+@pytest.mark.parametrize("sent", [1, 5])
+def test_probabilities_follow_the_answers_after_matches_of_a_length(sent: int) -> None:
+    """Also of tokens that were not sent: the answer shows whether they would have been accepted."""
+    asked.clear()
+    drafter, fresh = PromptLookup(budget=Recorded(sent)), iter(range(100, 10_000))
+    context = [1, 2, 3, 4, 5, 6]
+    drafter.begin(context)
+    for _ in range(60):
+        context += [next(fresh), 1, 2, 3]
+        assert step(drafter, context, [4, 5, next(fresh)]) == sent  # a match of three tokens: two of what follows fit
+        context += [next(fresh), 2]
+        assert step(drafter, context, [next(fresh)]) == sent  # a match of one token: nothing fits
+    long, short = asked[-2], asked[-1]
+    assert long[0] > 0.9 > 0.2 > short[0]
+    assert len(long) == sent
+    if sent > 1:
+        assert long[1] > 0.9 * long[0] and long[2] < 0.2

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.engines.cpu.attention import QUERIES, attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.attention import MOST_QUERIES, QUERIES, attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.elementwise import norm_rows, silu_in_place
 from hdtool.runtime.kernels.vector_code import LANES
@@ -34,11 +34,13 @@ def attended(
     window: int = 0,
     places: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    together: int = QUERIES,
 ) -> torch.Tensor:
     """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
     rows, query_heads, width = queries.shape
     heads, capacity, _ = keys.shape
-    found, scratch = torch.empty_like(queries), torch.empty(attention_numbers(positions, width)).fill_(float("nan"))
+    found = torch.empty_like(queries)
+    scratch = torch.empty(attention_numbers(positions, width, together)).fill_(float("nan"))
     attend(
         queries.data_ptr(),
         rows,
@@ -58,8 +60,9 @@ def attended(
         0 if sinks is None else sinks.data_ptr(),
         scratch.data_ptr(),
         found.data_ptr(),
+        together,
         0,
-        heads * query_blocks(rows, query_heads // heads),
+        heads * query_blocks(rows, query_heads // heads, together),
     )
     return found
 
@@ -130,7 +133,8 @@ def test_a_row_has_the_bits_that_it_has_alone(
     shown = torch.rand(rows, positions, generator=generator) < data.draw(st.sampled_from([0.1, 0.5, 0.95]))
     shown[:, 0] = True
     mask = torch.zeros(rows, positions + 7)[:, :positions].masked_fill_(~shown, HIDDEN)
-    found = attended(queries, keys, values, positions, mask)
+    together = data.draw(st.sampled_from([QUERIES, MOST_QUERIES]))
+    found = attended(queries, keys, values, positions, mask, together=together)
     row = data.draw(st.integers(0, rows - 1))
     places = shown[row].nonzero()[:, 0]
     own_keys, own_values = torch.full((2, heads, -(-len(places) // 64) * 64, width), float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,23 @@ import torch
 
 from hdtool.builders.setup.answers import answer
 from hdtool.cli.app import run as command
+from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engines.cpu.outline import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.gguf import file_identity
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
+from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
@@ -164,10 +169,32 @@ def test_the_answers_of_generate_may_differ(tmp_path: Path, capfd: pytest.Captur
 
 def test_other_models_refuse_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command(["generate", "--model", "embedded", "--activations", "int8", "Hello"]) == 2
-    assert "a GGUF file with packed weights" in capfd.readouterr().err
+    assert "embedded has none: take --quantization q8_0" in capfd.readouterr().err
     with pytest.raises(OptionError, match="packed weights"):
         load(ModelConfig(str(file_of(tmp_path)), device="cpu", dtype="float32", activations="int8"))
     with pytest.raises(OptionError, match="compiled code"):
         load(ModelConfig(str(file_of(tmp_path)), device="cpu", fused_layers=False, activations="int8"))
     with pytest.raises(OptionError, match="activations"):
         ModelConfig(activations="int4")
+
+
+def test_models_that_it_rules_out_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_on_one_device", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "_packed", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OptionError, match="has none: take --quantization q8_0, or leave it out"):
+        load(ModelConfig(device="cpu", activations="int8"))
+    families.model_of("gpt2").save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, tmp_path)
+    with pytest.raises(OptionError, match="of type gpt2, has others: leave it out"):
+        load(ModelConfig(str(tmp_path), device="cpu", activations="int8", quantization="q8_0"))
+
+
+@pytest.mark.parametrize("name", [*fused.KINDS, *described.MODELS, *described.HYBRID_MODELS])
+def test_what_is_compiled_has_the_outline_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused.widen(monkeypatch)
+    monkeypatch.setitem(families.SHAPE, "head_dim", 32)
+    model = fused.model_of(name) if name in fused.KINDS else described.model_of(name)
+    assert may_be_compiled(model.config)

@@ -19,7 +19,7 @@ from hdtool.runtime.budget.node_budget import (
     SmoothedSeconds,
     Together,
 )
-from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts
+from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, cost_of
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import draft_many
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -196,6 +196,35 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
                     budget.nodes(np.array([0.5]))
             log.add(1.0, 0)
         assert (awake < 20 * slots) is rests
+
+
+def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
+    """However fast drafts seem: a plain pass measured while the machine was busy would else never be corrected."""
+    log = PassLog()
+    costs = [4.0 if rows == 1 else 4.1 for rows in PASS_SIZES]
+    budgets = together_by(log, {4: curve_of(costs)}, lambda: 4, 4, is_confirmed=False)
+    sizes = []
+    for _ in range(12):
+        sizes.append(max([budget.nodes(np.full(3, 0.9)) if budget.most else 0 for budget in budgets][1:]))
+        log.add(4.1 if sizes[-1] else 0.5, sizes[-1], 4)
+    assert 0 in sizes[:2]
+    assert sizes[-6:] == [0] * 6
+
+
+def test_a_pass_of_few_trees_says_nothing_about_many() -> None:
+    log = PassLog()
+    costs = Together(log, {8: curve_of(FLAT)}).costs(8)
+    before = cost_of_plain(costs)
+    log.add(before / 5, 0, 4)
+    costs.update()
+    assert cost_of_plain(costs) == before
+    log.add(before / 5, 0, 5)
+    costs.update()
+    assert cost_of_plain(costs) < before
+
+
+def cost_of_plain(costs: MeasuredCosts) -> float:
+    return float(cost_of(costs._own, 0))
 
 
 def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:

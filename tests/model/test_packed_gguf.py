@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 import hdtool
 from hdtool.cli.app import run as command
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import fingerprint
@@ -29,7 +30,8 @@ from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import file_identity, packing, weights_in_turn
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.manifest import PLAN, REST, WEIGHTS, Manifest
+from hdtool.runtime.model.gguf.manifest import MANIFEST, PLAN, REST, WEIGHTS, Manifest
+from hdtool.runtime.model.gguf.slow_weights import NAMES
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.precision import logits_after, more_precise
 from hdtool.runtime.model.target import Target
@@ -254,6 +256,21 @@ def test_a_model_that_was_converted_before_is_not_read_again(tmp_path: Path, mon
     assert packed_names(hdtool.load(str(file)).target.model)
 
 
+def test_weights_are_packed_again_where_formats_were_added(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    hdtool.load(str(file))
+    folder = converted(file, packed=True)
+    expected = (folder / PLAN).read_text()
+    for name, row in ((PLAN, {"version": 1, "tensors": {}}), (MANIFEST, None)):
+        row = row or {**json.loads((folder / name).read_text()), "packing": 1}
+        (folder / name).write_text(json.dumps(row))
+    files = json.loads((folder / MANIFEST).read_text())
+    files["files"][PLAN] = (folder / PLAN).stat().st_size
+    (folder / MANIFEST).write_text(json.dumps(files))
+    assert packed_names(hdtool.load(str(file)).target.model)
+    assert (folder / PLAN).read_text() == expected
+
+
 def test_expanded_weights_are_added_when_they_are_needed(tmp_path: Path) -> None:
     file = file_of(tmp_path)
     folder = converted(file, packed=True)
@@ -338,3 +355,62 @@ def test_other_uses_of_the_weights(tmp_path: Path) -> None:
     assert torch.equal(all_logits(packed.model, 9), all_logits(wide.model, 9))
     packed.model.to(torch.float64)
     assert not any(map(is_compact, packed.model.parameters()))
+
+
+def test_formats_without_a_number_in_the_header_are_named() -> None:
+    from gguf import GGMLQuantizationType
+
+    assert all(GGMLQuantizationType[name] == number for number, name in NAMES.items())
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("TQ2_0", WIDE), ("Q8_0", {})])
+def test_what_is_computed_in_float32_is_said(
+    kind: str, shape: dict[str, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, at each start, and by doctor."""
+    file = file_of(tmp_path, kind, **(shape or {"hidden_size": 64}))
+    expected = "16 of 16 weights are computed in float32, slower and larger (16 in TQ2_0)"
+    if not shape:
+        expected = "2 of 16 weights are computed in float32, slower and larger (2 in Q8_0 with 96 columns)"
+    for _ in range(2):
+        load(ModelConfig(str(file), device="cpu"))
+        notes = [line for line in capfd.readouterr().err.splitlines() if "float32" in line and "note:" in line]
+        assert [line for line in notes if "converting" not in line] == [f"note: {file}: {expected}"]
+    command(["doctor", "--model", str(file)])
+    assert expected in " ".join(capfd.readouterr().out.split())
+    load(ModelConfig(str(file), device="cpu", dtype="bfloat16"))
+    assert "slower and larger" not in capfd.readouterr().err
+
+
+def test_what_an_earlier_version_left_unpacked_is_looked_for_again(tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    folder = converted(file, packed=True)
+    manifest = Manifest.read(folder)
+    assert manifest and manifest.has_packed
+    replace(manifest, packing=1).write(folder)
+    plan, rest = folder / PLAN, folder / REST
+    row = json.loads(plan.read_text())
+    dropped = row["tensors"].pop("lm_head.weight")
+    assert dropped
+    plan.write_text(json.dumps(row).ljust(plan.stat().st_size))
+    assert rest.is_file()
+    assert "lm_head.weight" in packed_names(hdtool.load(str(file)).target.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("TQ2_0", {}, r"has none that it takes: 16 of 16 .* \(16 in TQ2_0\); leave it out, or take --q"),
+        ("F16", {}, "has none that it takes: they are not quantized; leave it out, or take --quantization q8_0"),
+        ("Q8_0", {"fused_layers": False}, "needs a GGUF file with packed weights"),
+        ("Q8_0", {"attn_implementation": "eager"}, "needs a GGUF file with packed weights"),
+        ("Q8_0", {"dtype": "float32"}, "needs a GGUF file with packed weights"),
+    ],
+)
+def test_int8_activations_are_refused_by_the_header(
+    kind: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_of(tmp_path, kind)
+    monkeypatch.setattr(Conversion, "of", lambda _: pytest.fail("the file was read"))
+    with pytest.raises(OptionError, match=message):
+        load(ModelConfig(str(file), device="cpu", activations="int8", **options))

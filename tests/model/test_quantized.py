@@ -96,7 +96,7 @@ def test_a_library_that_transformers_requires(tmp_path: Path) -> None:
 def test_quantization_on_loading_is_refused_where_it_is_impossible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(OptionError, match="--quantization must be one of int8, nf4, got int9"):
+    with pytest.raises(OptionError, match="--quantization must be one of int8, nf4, q8_0, q4_0, got int9"):
         ModelConfig(quantization="int9")
     folder = checkpoint(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(OptionError, match="quantized already, with bitsandbytes: leave out --quantization int8"):

@@ -44,7 +44,7 @@ def _stored(format: BlockFormat, scales: npt.ArrayLike) -> npt.NDArray[Any]:
         return np.asarray(scales, np.float32 if format in (INT8, INT4) else np.float16)
     size = np.nan_to_num(np.abs(np.asarray(scales, np.float64)), nan=np.inf)
     with np.errstate(divide="ignore"):
-        return np.clip(np.floor(np.log2(size)) + 128, 0, 255).astype(np.uint8)
+        return np.asarray(np.clip(np.floor(np.log2(size)) + 128, 0, 255), np.uint8)
 
 
 def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:

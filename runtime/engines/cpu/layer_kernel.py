@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
 from hdtool.runtime.engines.cpu.layer_calls import compute_part
 from hdtool.runtime.engines.cpu.layer_calls import float_of as _float_of
 from hdtool.runtime.engines.cpu.layer_calls import multiply as _multiply
@@ -195,7 +195,8 @@ def _attend(
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
     new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
-    blocks, memory = heads * query_blocks(new, groups), attention_numbers(starts.max() + new, width)
+    together = block_queries(shape[SLOTS] * heads, shape[THREADS])
+    blocks, memory = heads * query_blocks(new, groups, together), attention_numbers(starts.max() + new, width, together)
     # Rounded up, this is the number of the part: each of them has memory of its own.
     own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
     for slot in range(first // blocks, (end + blocks - 1) // blocks):
@@ -221,15 +222,24 @@ def _attend(
             layer[SINKS],
             own,
             written + at,
+            together,
             max(first - slot * blocks, 0),
             min(end - slot * blocks, blocks),
         )
 
 
 @compiled
+def _attention_blocks(shape: Numbers) -> int:
+    """The blocks of queries of all sequences."""
+    heads = shape[SLOTS] * shape[HEADS]
+    blocks = query_blocks(shape[NEW], shape[GROUPS], block_queries(heads, shape[THREADS]))
+    return heads * blocks  # type: ignore[no-any-return]
+
+
+@compiled
 def _attention_parts(shape: Numbers) -> int:
     """The parts into which the attention of a layer is divided for several threads."""
-    return parts_of(shape[THREADS], shape[SLOTS] * shape[HEADS] * query_blocks(shape[NEW], shape[GROUPS]), 1)
+    return parts_of(shape[THREADS], _attention_blocks(shape), 1)
 
 
 @compiled
@@ -239,7 +249,8 @@ def scratch_numbers(shape: Numbers, positions: int) -> int:
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * shape[HEADS] * shape[GROUPS] * width
-    of_attention = _attention_parts(shape) * attention_numbers(positions, width)
+    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
+    of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
@@ -280,7 +291,7 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
     up = gate + inner_numbers * ITEM_SIZE
     gated = up + inner_numbers * ITEM_SIZE
     rest = gated + 2 * query_numbers * shape[GATES_HEADS] * ITEM_SIZE
-    blocks = shape[SLOTS] * heads * query_blocks(shape[NEW], shape[GROUPS])
+    blocks = _attention_blocks(shape)
     work = query_numbers * (starts.max() + shape[NEW])
     for number in range(len(layers)):
         layer = layers[number]

@@ -15,6 +15,7 @@ from hdtool.runtime.model.checkpoint.place import place_of
 from hdtool.runtime.model.checkpoint.weight_files import weight_files
 from hdtool.runtime.model.gguf.manifest import REST, Manifest
 from hdtool.runtime.model.gguf.which_file import gguf_file
+from hdtool.runtime.model.quantized_manifest import QuantizedManifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,6 +78,8 @@ def _name_of(config: ModelConfig) -> str:
 def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
     if converted := Manifest.read(folder):
         return Checkpoint(converted.sha256[:DIGITS], name)
+    if quantized := QuantizedManifest.read(folder):
+        return Checkpoint(quantized.fingerprint, name)
     files = weight_files(folder)
     try:
         return Checkpoint(fingerprint_of(files), name) if files else None

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from hdtool.data.errors import ModelError, worded
 from hdtool.data.files.atomic_write import to_disk
+from hdtool.data.files.kept_folder import lock_of, locked, remove_unfinished, scratch
 from hdtool.data.files.locking import exclusive
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.model.gguf.convert import Conversion
 from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
-from hdtool.runtime.model.gguf.manifest import FORMAT, PACKING, Manifest, manifests, remove, remove_unfinished
+from hdtool.runtime.model.gguf.manifest import FORMAT, PACKING, Manifest, manifests, remove
 from hdtool.runtime.model.gguf.packing import packable
+from hdtool.runtime.model.gguf.slow_weights import slow_weights
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26
@@ -45,7 +46,10 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
     folder = next(copies, converted_at_home(file.stem, _fingerprint(digest)))
     if folder not in current or not _has(current[folder], weights, packed):
         advice = "make room, or let HDTOOL_HOME name a folder with more"
-        with worded(ModelError, f"{file} cannot be converted to {folder}", advice), _locked(folder, file):
+        with (
+            worded(ModelError, f"{file} cannot be converted to {folder}", advice),
+            locked(folder, ModelError(f"another process converts {file}")),
+        ):
             _complete(conversion, folder, digest, signature, weights, packed)
     if settled:
         _remember(folder, signature)
@@ -66,30 +70,14 @@ def _has(manifest: Manifest, weights: bool, packed: bool) -> bool:
 
 def remove_converted(folder: Path, manifest: Manifest) -> None:
     """Delete a converted model; it is converted again when it is needed."""
-    with exclusive(_lock_of(folder), ModelError(f"another process converts to {folder}: wait for it")):
+    with exclusive(lock_of(folder), ModelError(f"another process converts to {folder}: wait for it")):
         remove(folder, manifest)
-    _lock_of(folder).unlink(missing_ok=True)
+    lock_of(folder).unlink(missing_ok=True)
 
 
 def _fingerprint(digest: str) -> str:
     words = f"{FORMAT} {metadata.version('transformers')} {digest}"
     return hashlib.sha256(words.encode()).hexdigest()[:FINGERPRINT_DIGITS]
-
-
-@contextmanager
-def _locked(folder: Path, file: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    busy = ModelError(f"another process converts {file}")
-
-    def wait() -> None:
-        print(f"note: {busy}: waiting for it", file=sys.stderr)
-
-    with exclusive(_lock_of(folder), busy, wait):
-        yield
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
 
 
 def _complete(
@@ -105,7 +93,8 @@ def _complete(
     file = conversion.file
     if packed and not manifest.has_packed:
         print(f"note: finding the packed weights of {file}, once", file=sys.stderr)
-        manifest = _with_weights(conversion.write_packed, file, folder, replace(manifest, packing=PACKING), signature)
+        manifest = replace(manifest, packing=PACKING, slow=slow_weights(conversion.header) or "")
+        manifest = _with_weights(conversion.write_packed, file, folder, manifest, signature)
     if weights and not manifest.has_weights:
         _check_room(conversion, folder)
         print(f"note: converting the weights of {file}, once: {conversion.bytes:,} bytes in {folder}", file=sys.stderr)
@@ -113,10 +102,10 @@ def _complete(
 
 
 def _with_configuration(conversion: Conversion, folder: Path, digest: str, signature: Signature) -> Manifest:
-    with _scratch(folder) as place:
+    with scratch(folder) as place:
         conversion.write_configuration(place)
         files = {path.name: path.stat().st_size for path in place.iterdir()}
-        manifest = Manifest(digest, metadata.version("transformers"), files)
+        manifest = Manifest(digest, metadata.version("transformers"), files, slow=slow_weights(conversion.header) or "")
         manifest.write(place)
         for written in place.iterdir():
             to_disk(written)
@@ -143,7 +132,7 @@ def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
     """Add the files that ``write`` makes of a folder's configuration in another folder."""
-    with _scratch(folder) as place:
+    with scratch(folder) as place:
         made = write(folder, place)
         for written in made:
             shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
@@ -157,17 +146,6 @@ def _with_weights(
     return manifest
 
 
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A new folder beside the folder; what is left in it is removed."""
-    place = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
-    place.mkdir()
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
 def _check_unchanged(file: Path, signature: Signature) -> None:
     if Signature.of(file) != signature:
         raise ModelError(f"{file} was changed while it was read: run the command again")
@@ -176,7 +154,7 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 def _remember(folder: Path, signature: Signature) -> None:
     """Record that a file has this content; where that cannot be written, the hash is computed again each time."""
     busy = ModelError(f"another process converts to {folder}")
-    with suppress(ModelError, OSError), exclusive(_lock_of(folder), busy):
+    with suppress(ModelError, OSError), exclusive(lock_of(folder), busy):
         if manifest := Manifest.read(folder):
             manifest.seen_as(signature).write(folder)
 
@@ -188,5 +166,5 @@ def _remove_superseded(folder: Path, signature: Signature) -> None:
         if other == folder or not files.pop(signature.path, None) or any(one.holds for one in files.values()):
             continue
         busy = ModelError(f"another process converts to {other}")
-        with suppress(ModelError, OSError), exclusive(_lock_of(other), busy):
+        with suppress(ModelError, OSError), exclusive(lock_of(other), busy):
             remove(other, manifest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +18,10 @@ from hdtool.runtime.model.gguf.file_identity import Signature
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
-PACKING = 2
-"""Changes with the formats of blocks that are computed with as they are: weights in a new one need not be expanded."""
 """Where the file has the weights that stay packed, and all others."""
 FORMAT = 1
+PACKING = 2
+"""Raised whenever products take more formats: what stays packed is looked for again then."""
 MOST_SEEN = 16
 """Signatures kept: one for each place of the same file, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
@@ -38,9 +37,11 @@ class Manifest:
     """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
     seen: tuple[Signature, ...] = ()
     """Files that are known to have this content."""
-    format: int = FORMAT
     packing: int = 0
-    """The ``PACKING`` of the files for packed use, if there are any."""
+    """The ``PACKING`` by which packed weights were looked for."""
+    slow: str = ""
+    """Which weights are not computed with as they are, in words; empty if all are."""
+    format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -49,7 +50,13 @@ class Manifest:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**one) for one in row["seen"])
             found = cls(
-                row["sha256"], row["transformers"], dict(row["files"]), seen, row["format"], row.get("packing", 0)
+                row["sha256"],
+                row["transformers"],
+                dict(row["files"]),
+                seen,
+                row.get("packing", 0),
+                str(row.get("slow", "")),
+                row["format"],
             )
             whole = all((folder / name).stat().st_size == size for name, size in found.files.items())
         except (OSError, KeyError, TypeError, ValueError):
@@ -95,9 +102,3 @@ def remove(folder: Path, manifest: Manifest) -> None:
         for name in manifest.files:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed conversion to this folder left; its lock must be held."""
-    for place in folder.parent.glob(f".{folder.name}.*.tmp"):
-        shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Loads a model whose weights stay in the blocks of its GGUF file."""
+"""Makes a model of weights that stay in blocks, of its GGUF file or of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
-from hdtool.runtime.model.gguf.packing import read_weights
+from hdtool.runtime.model.library import text_class
 
 
-def packed_model(settings: Any, file: Path, folder: Path, **options: Any) -> Any:
-    """The model in float32 on the CPU; ``folder`` has what the file was converted to."""
-    weights = read_weights(file, folder)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
+    """The model in float32 on the CPU with these weights; ``folder`` is what it was converted to."""
+    family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],
         family.from_pretrained(
@@ -30,7 +29,7 @@ def packed_model(settings: Any, file: Path, folder: Path, **options: Any) -> Any
     return model
 
 
-def assembled_model(settings: Any, file: Path, folder: Path, **options: Any) -> Any:
+def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
     """The model without the loader of transformers, which takes longer than the rest of a start.
 
     Names and forms of the weights are not checked: compare its outline with that of ``packed_model``.
@@ -39,8 +38,9 @@ def assembled_model(settings: Any, file: Path, folder: Path, **options: Any) -> 
     from transformers.initialization import no_init_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **options)
-    for name, weight in read_weights(file, folder).items():
+        auto = text_class(settings, trust_remote_code=False)
+        model: Any = auto.from_config(settings, dtype=torch.float32, **options)
+    for name, weight in weights.items():
         path, _, last = name.rpartition(".")
         made = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
         model.get_submodule(path)._parameters[last] = made

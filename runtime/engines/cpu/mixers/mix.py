@@ -107,7 +107,8 @@ def _work_at(shape: Numbers, scratch: int) -> int:
 def _own_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
     """Those of the part that begins at a unit: rounded up, this is the number of the part."""
     part = -(-first * parts_of(shape[THREADS], units, 1) // units)
-    return _buffers_at(shape, scratch) + part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
+    before = part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
+    return _buffers_at(shape, scratch) + before  # type: ignore[no-any-return]
 
 
 @compiled

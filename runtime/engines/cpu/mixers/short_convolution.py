@@ -27,7 +27,7 @@ def gate_inputs(layer: Numbers, projected: int, kept: int, first: int, end: int)
 def convolve_gated(
     layer: Numbers, origins: Numbers, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
-    """Write what the out-projection reads of a row; ``kept`` and ``projected`` are those of all rows of a sequence."""
+    """Write what the out-projection reads of a row; ``kept`` and ``projected`` are of its whole sequence."""
     channels = layer[CHANNELS]
     size = channels * ITEM_SIZE
     if origins[row, PARENT] == PADDING:

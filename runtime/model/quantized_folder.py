@@ -1,0 +1,207 @@
+"""A checkpoint with its weights in blocks of Q8_0 or Q4_0, in hdtool's home: made once, and found by its content.
+
+Weights of linear layers and embeddings become blocks, the others stay as they are. The table of embeddings and the
+output layer are in Q8_0 with any scheme: an error there reaches each logit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hdtool.data.errors import ModelError, worded
+from hdtool.data.files.atomic_write import to_disk
+from hdtool.data.files.kept_folder import lock_of, locked, remove_unfinished, scratch
+from hdtool.data.files.locking import exclusive
+from hdtool.data.stores.home import quantized_at_home
+from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed.quantize import BY_NAME, Q4_0, Q8_0, quantized_matrix
+from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
+from hdtool.runtime.model.checkpoint.fingerprint import fingerprint_of
+from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_places
+from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
+from hdtool.runtime.model.gguf.manifest import REST
+from hdtool.runtime.model.gguf.which_file import ENDING
+from hdtool.runtime.model.quantized_manifest import (
+    FORMAT,
+    MANIFEST,
+    KeptFile,
+    QuantizedManifest,
+    Sources,
+    quantized_manifests,
+    remove,
+)
+
+SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
+BLOCKS = "blocks.safetensors"
+DIGITS = 16
+SPARE = 1 << 26
+"""Bytes that stay free on the disk."""
+
+
+def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
+    """The folder of a checkpoint's weights in blocks, which are made if they are not there.
+
+    ``files`` are all that the weights depend on, and ``load`` loads the model.
+    """
+    sources = tuple(map(Signature.of, files))
+    for folder, manifest in quantized_manifests():
+        if manifest.is_of(scheme) and sources in manifest.seen and manifest.is_whole(folder):
+            _remember(manifest, folder)
+            return folder
+    settled = all(one.is_settled for one in sources)
+    digest = hashlib.sha256("".join(map(content_hash, files)).encode()).hexdigest()
+    folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
+    advice = "make room, or let HDTOOL_HOME name a folder with more"
+    busy = ModelError(f"another process quantizes {name}")
+    with worded(ModelError, f"{name} cannot be quantized to {folder}", advice), locked(folder, busy):
+        remove_unfinished(folder)
+        made = QuantizedManifest.read(folder)  # another process may have made it while this one waited
+        if made is None or not made.is_whole(folder):
+            again = ", as files of it were damaged" if folder.is_dir() else ", once"
+            print(f"note: quantizing {name} to {SCHEMES[scheme].name} in {folder}{again}", file=sys.stderr)
+            made = _make(load(), name, scheme, folder, digest, sources, files)
+            _remove_superseded(folder, scheme, sources)
+        _remember(made.seen_as(sources) if settled else made, folder)
+    return folder
+
+
+def _remember(manifest: QuantizedManifest, folder: Path) -> None:
+    """Record what is known of files now; where that cannot be written, hashes are computed again each time."""
+    with suppress(OSError, ModelError):
+        if (found := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
+            found.write(folder)
+
+
+def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model by name, those in blocks mapped from their file."""
+    manifest = QuantizedManifest.read(folder)
+    try:
+        assert manifest
+        blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
+        found: dict[str, torch.Tensor] = {
+            name: CompactWeight(PackedMatrix(blocks[name], BY_NAME[kind])) for name, kind in manifest.kinds.items()
+        }
+    except (AssertionError, OSError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
+    return {**found, **{name: one.float() if one.is_floating_point() else one for name, one in rest.items()}}
+
+
+def _key(scheme: str, digest: str) -> str:
+    words = f"{FORMAT} {metadata.version('transformers')} {scheme} {digest}"
+    return hashlib.sha256(words.encode()).hexdigest()[:DIGITS]
+
+
+def _make(
+    model: Any, name: str, scheme: str, folder: Path, digest: str, sources: Sources, files: Sequence[Path]
+) -> QuantizedManifest:
+    """Write a model's weights to a folder; its lock is held."""
+    blocks, kinds, rest, kept = _quantized_weights(model, SCHEMES[scheme].name)
+    if kept:
+        total = len(kept) + len(kinds)
+        print(
+            f"note: {len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
+            f"{COLUMN_MULTIPLE}, or their scales fit no float16",
+            file=sys.stderr,
+        )
+    _check_room(name, sum(one.nbytes for one in (*blocks.values(), *rest.values())), folder)
+    with scratch(folder) as place:
+        _save(blocks, place / BLOCKS)
+        _save(rest, place / REST)
+        model.config.save_pretrained(place)
+        model.generation_config.save_pretrained(place)
+        written = list(place.iterdir())
+        for file in written:
+            shutil.copymode(place / "config.json", file)  # the library gives it to its owner alone
+            to_disk(file)
+        weights = [file for file in files if file.suffix != ".json"]
+        manifest = QuantizedManifest(
+            scheme,
+            digest,
+            fingerprint_of(weights),
+            metadata.version("transformers"),
+            {file.name: KeptFile.of(file, content_hash(file)) for file in written},
+            kinds,
+        )
+        if sources != tuple(map(Signature.of, files)):
+            raise ModelError(f"{name} was changed while it was read: run the command again")
+        if folder.is_dir():
+            (folder / MANIFEST).unlink(missing_ok=True)
+            for file in written:
+                file.replace(folder / file.name)
+            manifest.in_folder(folder).write(folder)
+        else:
+            manifest.write(place)
+            place.replace(folder)
+    return manifest
+
+
+def _quantized_weights(
+    model: Any, kind: str
+) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor], list[str]]:
+    """The blocks of a model's weights, the formats of these, all other weights, and the matrices among these.
+
+    The model's own weights are given up one by one.
+    """
+    tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    places = {id(weight): places for places, weight in weight_places(model)}
+    blocks, kinds, rest, kept, seen = {}, dict[str, str](), {}, list[str](), set[int]()
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) in seen:  # a tied one
+            continue
+        seen.add(id(weight))
+        if weight.dim() == 2 and id(weight) in places and all(map(_is_matrix, places[id(weight)])):
+            format = BY_NAME["Q8_0" if id(weight) in tables else kind]
+            fits = weight.shape[1] % COLUMN_MULTIPLE == 0 and is_of_linear_layers(places[id(weight)])
+            if fits and (matrix := quantized_matrix(weight, format)):
+                blocks[name], kinds[name] = matrix.blocks, format.name
+                weight.data = weight.data.new_empty(0)
+                continue
+            kept.append(name)
+        narrow = narrowed(weight.detach())
+        rest[name] = (weight.detach() if narrow is None else narrow).contiguous()
+    return blocks, kinds, rest, kept
+
+
+def _is_matrix(place: tuple[Any, str]) -> bool:
+    module, name = place
+    return name == "weight" and isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+
+
+def _check_room(name: str, needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed + SPARE:
+        raise ModelError(
+            f"{name} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
+            "HDTOOL_HOME name a folder on another one"
+        )
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # of a full disk, among others
+        raise OSError(0, " ".join(str(error).split())) from error
+
+
+def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
+    """Delete what was made from earlier contents of the same checkpoint."""
+    paths = [one.path for one in sources]
+    for other, manifest in quantized_manifests():
+        held = any(all(one.holds for one in seen) for seen in manifest.seen)
+        was_here = any([one.path for one in seen] == paths for seen in manifest.seen)
+        if other == folder or manifest.scheme != scheme or held or not was_here:
+            continue
+        with suppress(ModelError, OSError), exclusive(lock_of(other), ModelError(f"another process uses {other}")):
+            remove(other)

@@ -1,0 +1,110 @@
+"""Compiled passes of several families beside the layers of transformers: ``python -m tests.benchmarks.cpu_families``.
+
+Random weights in bfloat16, in the shapes of small models with fewer layers. Both sides compute in float32 on one thread
+and take turns in one process; times are those of the process on its core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support.one_sequence import OneSequence
+
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000, **HEADS}
+DENSE: dict[str, Any] = {**SHAPE, "intermediate_size": 3072}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama": DENSE,
+    "Gemma2": DENSE,
+    "Gemma3": {
+        "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "intermediate_size": 2048,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    },
+    "Granite": {key: value for key, value in DENSE.items() if key != "head_dim"},
+    "Olmo2": {key: value for key, value in DENSE.items() if key != "head_dim"},
+    "Phi3": {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "pad_token_id": 0},
+    "SmolLM3": {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "pad_token_id": 0},
+    "Qwen3Moe": {**SHAPE, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+}  # fmt: skip
+"""By the names of classes; Gemma 3 is that of 270 million weights."""
+ROWS = (1, 8)
+PROMPT = [place * 7919 % 20000 for place in range(256)]
+TREES = {rows: DraftTree.of(5, list(range(10, 9 + rows)), list(range(-1, rows - 2))) for rows in ROWS}
+
+
+def library(model: Any) -> Target:
+    return Target(model.float())
+
+
+def compiled(model: Any) -> Target:
+    compact_weights(model)
+    compile_linear_layers(model)
+    compile_experts(model)
+    target = Target(model)
+    target.compiled = compile_cpu(target)
+    assert target.compiled
+    return target
+
+
+SIDES: dict[str, Callable[[Any], Target]] = {"library": library, "compiled": compiled}
+
+
+def random_model(name: str) -> Any:
+    torch.manual_seed(0)
+    settings = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(settings(**SHAPES[name]))
+    model.generation_config.eos_token_id = None
+    return model.bfloat16().eval()
+
+
+def compare(name: str, repeats: int) -> str:
+    sides = {side: OneSequence(make(random_model(name))) for side, make in SIDES.items()}
+    seconds = defaultdict[tuple[str, int], list[float]](list)
+    for _ in range(repeats):
+        for side, one in sides.items():
+            seconds[side, 0].append(timed(lambda one=one: one.prefill(PROMPT, room=64)))  # type: ignore[misc]
+            for rows, tree in TREES.items():
+                seconds[side, rows].append(timed(lambda one=one, tree=tree: one.verify(tree)))  # type: ignore[misc]
+    cells = [name]
+    for rows in (*ROWS, 0):
+        usual, own = (median(seconds[side, rows]) for side in SIDES)
+        cells.append(f"{1e3 * usual:.1f} | {1e3 * own:.1f} | {usual / own:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def timed(run: Callable[[], object]) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=11)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{machine()}, one thread; milliseconds of passes after {len(PROMPT)} tokens, and of reading these\n")
+    sides = " | ".join(f"{what}: library | compiled | ratio" for what in ("1 row", "8 rows", "prompt"))
+    print(f"| | {sides} |\n|{'---|' * 10}")
+    for name in options.families:
+        print(compare(name, options.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What quantized weights and activations in 8 bits cost in quality, beside the model as it is.
+
+    python -m tests.benchmarks.quality --model smollm2 --answers 24
+
+Reads answers to questions and computes, for each of their tokens, the probabilities that the model has in each form:
+
+- perplexity: of the answers' tokens. The shipped answers are the model's own greedy ones, so it is low.
+- divergence: the mean Kullback-Leibler divergence, in bits, of a form from the model as it is, in float32.
+- same token: how often both have the same most probable token.
+
+``--weights`` are values of ``--quantization``, and ``none`` for the model as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hdtool.data import demo
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS
+from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.compact_weight import stored_of
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+
+NONE = "none"
+PIECE = 48
+"""Tokens of an answer that one pass reads."""
+LONGEST = 300
+"""Tokens of an answer that are read."""
+
+
+class Answer(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Figures(NamedTuple):
+    """Sums over all tokens."""
+
+    tokens: int = 0
+    surprise: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+
+
+def answers_of(loaded: Loaded, file: Path, count: int) -> Iterator[Answer]:
+    with file.open(encoding="utf-8") as lines:
+        for line in islice(lines, count):
+            asked, answered = json.loads(line)["messages"][:2]
+            text = loaded.tokenizer.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+            prompt = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield Answer(prompt, loaded.tokenizer(answered["content"], add_special_tokens=False)["input_ids"][:LONGEST])
+
+
+@torch.inference_mode()
+def logits_of(target: Target, answer: Answer) -> torch.Tensor:
+    """The logits of each token of an answer, by the passes that verify drafts."""
+    cache = target.allocate()
+    found = [target.prefill(cache, 0, answer.prompt, 0, room=len(answer.tokens) + 2).logits.clone()]
+    read = answer.tokens[:-1]
+    for first in range(0, len(read), PIECE):
+        root, *others = read[first : first + PIECE]
+        chain = DraftTree.of(root, others, list(range(-1, len(others) - 1)))
+        found.append(target.verify(cache, [chain])[0].logits.clone())
+        target.commit(cache, 0, list(range(len(others))))
+    return torch.cat(found)
+
+
+def added(figures: Figures, logits: torch.Tensor, expected: torch.Tensor, answer: Answer) -> Figures:
+    own, wanted = (one.double().log_softmax(-1) for one in (logits, expected))
+    tokens = torch.tensor(answer.tokens)
+    return Figures(
+        figures.tokens + len(tokens),
+        figures.surprise - float(own.gather(1, tokens[:, None]).sum()),
+        figures.divergence + float((wanted.exp() * (wanted - own)).sum()) / math.log(2),
+        figures.same + int((own.argmax(1) == wanted.argmax(1)).sum()),
+    )
+
+
+def megabytes(target: Target) -> float:
+    weights = {id(weight): stored_of(weight) for weight in target.model.parameters()}
+    return sum(one.nbytes for one in weights.values()) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--weights", nargs="+", default=[NONE, *BLOCKS], choices=[NONE, *BLOCKS])
+    parser.add_argument("--answers", type=int, default=24, help="How many answers are read.")
+    parser.add_argument("--from", dest="file", type=Path, default=demo.ANSWERS, help="JSON Lines with messages.")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    reference = load(ModelConfig(options.model, device="cpu"))
+    answers = list(answers_of(reference, options.file, options.answers))
+    expected = [logits_of(reference.target, answer) for answer in answers]
+    count = sum(len(answer.tokens) for answer in answers)
+    print(f"{machine()}; {options.model}, {len(answers)} answers, {count:,} tokens\n")
+    print("| weights | activations | MB | perplexity | divergence, bits | same token | processor time |")
+    print("|---|---|---|---|---|---|---|")
+    for scheme in options.weights:
+        for activations in ACTIVATIONS:
+            chosen = None if scheme == NONE else scheme
+            config = ModelConfig(options.model, device="cpu", quantization=chosen, activations=activations)
+            target, figures, started = load(config).target, Figures(), time.process_time()
+            for answer, wanted in zip(answers, expected, strict=True):
+                figures = added(figures, logits_of(target, answer), wanted, answer)
+            spent = time.process_time() - started
+            perplexity, bits = math.exp(figures.surprise / count), figures.divergence / count
+            name = "as they are" if scheme == NONE else scheme
+            print(
+                f"| {name} | {activations} | {megabytes(target):.0f} | {perplexity:.4f} | {bits:.5f} | "
+                f"{figures.same / count:.2%} | {spent:.1f} s |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
