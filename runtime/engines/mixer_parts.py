@@ -17,8 +17,8 @@ SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule",
 DELTA_RULE_APART = "gated delta rule, queries, keys and values apart"
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
-    "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups", "num_heads",
-    "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
+    "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups",
+    "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
     "time_step_limit", "bias", "training", "config",
 })  # fmt: skip
 """Attributes of mixers that this file reads, or that the shapes of weights show."""
