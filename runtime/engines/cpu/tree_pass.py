@@ -68,6 +68,8 @@ class TreePass:
         self._storage: Callable[[], KVTensors | None] = lambda: None
         """The KV cache whose addresses the record has, if it is still in use: its memory is not kept for it."""
         self._version = self._threads = 0
+        self._states_at = 0, 0
+        """The address of the first state of that cache, and the bytes from one sequence's to the next."""
         self.number = 0
         """Counts passes over trees: what is kept of the rows of mixers is that of the last one."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
@@ -159,19 +161,26 @@ class TreePass:
 
     def accept(self, slot: int, rows: Sequence[int], states: States) -> None:
         """Turn the states of a slot, with which the last pass began, into those after a path of its rows."""
-        table, record = self._memory["layers"], self._record[0]
-        held, mixers = self._storage(), self._table.mixers
-        if held is None or held.states is None or states.address != held.states.part(slot, 1).address:
-            assert mixers, "states without mixers"
-            table = table.copy()
-            mixers.fill_states(table, states, slot)
         path = np.array([slot, len(rows), len(rows), *rows], np.int64)
-        record["layers"] = table.ctypes.data
+        first, stride = self._states_at
+        if states.address == first + slot * stride:
+            self._accept(path)
+            return
+        assert self._table.mixers, "states without mixers"
+        moved = self._memory["layers"].copy()  # the cache has grown meanwhile
+        self._table.mixers.fill_states(moved, states, slot)
+        self._record[0]["layers"] = moved.ctypes.data
         try:
-            with self._team() as team:
-                accept_path(self._at, team, path)
+            self._accept(path)
         finally:
-            record["layers"] = self._memory["layers"].ctypes.data
+            self._record[0]["layers"] = self._memory["layers"].ctypes.data
+
+    def _accept(self, path: Array) -> None:
+        if self._threads == 1:
+            accept_path(self._at, 0, path)
+            return
+        with self._team() as team:
+            accept_path(self._at, team, path)
 
     def _team(self) -> AbstractContextManager[int]:
         return team_of(self._threads).open() if self._threads > 1 else ALONE
@@ -206,6 +215,8 @@ class TreePass:
                 memory["journal"] = torch.empty(kept, dtype=torch.float32).numpy()
         for name, part in memory.items():
             record[name] = part.ctypes.data
+        if states := storage.states:
+            self._states_at = states.address, states.stride
         record["shape"][ORIGINS], record["shape"][JOURNAL] = record["origins"], record["journal"]
         ends = record["ends"]
         ends[IDS], ends[POSITIONS] = record["ids"], record["positions"]

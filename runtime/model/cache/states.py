@@ -87,6 +87,12 @@ class States:
         """Where the first of them lies: no other states are there at the same time."""
         return next(iter(self.stacks.values())).data_ptr()
 
+    @property
+    def stride(self) -> int:
+        """Bytes from that of one sequence to that of the next."""
+        first = next(iter(self.stacks.values()))
+        return first.stride(1) * first.itemsize
+
     @torch.inference_mode()
     def clear(self) -> None:
         """Set all numbers to 0, as they are before the first token."""
