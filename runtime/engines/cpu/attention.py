@@ -20,7 +20,7 @@ from hdtool.runtime.kernels.vectors import FloatCode
 
 QUERIES, MOST_QUERIES = 16, 48
 """Queries of a block, which read the same keys and values together, while these are in the first cache: more of them
-where threads share the heads evenly. With 8,000 positions, which L2 does not hold, eight rows of nine heads took 0.79
+where threads share the heads evenly. With 8,000 positions, which L2 does not hold, eight rows of nine heads took 0.81
 of the time of blocks of 16."""
 HIDDEN = np.float32(-3e38)
 """Added to the score of a position that a row does not see."""
