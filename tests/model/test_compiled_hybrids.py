@@ -194,6 +194,20 @@ def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
         assert torch.equal(stack, other.cache.slots[0].states.stacks[names])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_path_is_accepted_after_other_passes(name: str) -> None:
+    """Another sequence is read and verified on the same model before it."""
+    target, context = compiled_of(name), prompt_of(20)
+    one, usual = after(target, context), after(target, context)
+    usual.verify(BUSH)
+    usual.commit([0, 1])
+    expected = usual.verify(BUSH).clone()
+    one.verify(BUSH)
+    after(target, prompt_of(50)).verify(BUSH)
+    one.commit([0, 1])
+    assert torch.equal(one.verify(BUSH), expected)
+
+
 def test_a_library_pass_goes_on_from_compiled_ones() -> None:
     target, prompt = compiled_of("qwen3_5"), prompt_of(50)
     one = after(target, prompt[:30])

@@ -21,19 +21,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.slots import Cache, Slot
-    from hdtool.runtime.model.cache.states import States
     from hdtool.runtime.model.pass_log import PassLog
-
-
-class StatesOfRows:
-    """The states after each row of the last pass over trees, as what mixers kept of its rows."""
-
-    def __init__(self, passes: TreePass) -> None:
-        self._passes, self._number = passes, passes.number
-
-    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        assert self._number == self._passes.number, "another tree was verified before a path of this one was accepted"
-        self._passes.accept(slot, rows, states)
 
 
 class CompiledModel:
@@ -127,6 +115,7 @@ class CompiledModel:
         if self.table.mixers:
             for slot in cache.slots[:count]:
                 self._begin(slot)
+                slot.states_of_tree = None
         if count == 1:
             one = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
             if one is None:
@@ -143,7 +132,7 @@ class CompiledModel:
         return several
 
     def _keep_states(self, passes: TreePass, slots: Sequence[Slot]) -> None:
-        states = StatesOfRows(passes)
+        states = passes.states_of_rows()
         for place, slot in enumerate(slots):
             slot.states_of_tree, slot.place_in_tree = states, place
 
@@ -151,6 +140,7 @@ class CompiledModel:
         """Verify a tree in one slot of several."""
         passes, started = self._of_slots(1), time.perf_counter()
         self._begin(slot)
+        slot.states_of_tree = None
         verified = passes.verify_one(slot.kv, tree, LOGITS_ALONE)
         if verified:
             self._add(started, len(tree))

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
-from hdtool.runtime.engines.cpu.layer_record import JOURNAL, ORIGINS
+from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, SLOTS
+from hdtool.runtime.engines.cpu.mixers.kept_rows import KeptRows
+from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT
 from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.pass_kernel import IDS, LOGITS, NORMED, POSITIONS, pass_numbers
 from hdtool.runtime.engines.cpu.tree_kernel import ROWS, TREE_PASS, accept_path, compute_tree, compute_trees
@@ -36,6 +38,21 @@ PIECE = 128
 """Tokens of a prompt that are read in one pass; larger passes take longer for each row."""
 CHAIN = np.arange(-1, PIECE, dtype=np.int32)
 """Parents of the nodes of a tree that is a sequence."""
+
+
+class StatesOfRows:
+    """The states after each row of a pass over trees, as what mixers kept of its rows."""
+
+    def __init__(self, passes: TreePass) -> None:
+        self._source: TreePass | KeptRows = passes
+
+    def leave(self) -> None:
+        """Copy what is kept: another pass is about to write there."""
+        if isinstance(self._source, TreePass):
+            self._source = self._source.copy_of_kept()
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        self._source.accept(np.array([slot, len(rows), len(rows), *rows], np.int64), states)
 
 
 class TreePass:
@@ -70,8 +87,8 @@ class TreePass:
         self._version = self._threads = 0
         self._states_at = 0, 0
         """The address of the first state of that cache, and the bytes from one sequence's to the next."""
-        self.number = 0
-        """Counts passes over trees: what is kept of the rows of mixers is that of the last one."""
+        self._kept: Callable[[], StatesOfRows | None] = lambda: None
+        """The states after the rows of the last pass, as long as a path of them may be accepted."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
 
@@ -94,7 +111,6 @@ class TreePass:
         tokens = np.concatenate([tree.tokens for tree in trees])
         parents = np.concatenate([tree.parents for tree in trees])
         ranks = any(want.rank for want in wants)
-        self.number += 1
         with self._team() as team:
             known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
         if not known:
@@ -120,7 +136,6 @@ class TreePass:
             return None
         certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
         given = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank, False
-        self.number += 1
         if self._threads == 1:
             found, finite = compute_tree(self._at, 0, *given)
         else:
@@ -159,21 +174,28 @@ class TreePass:
         kv.used = max(kv.used, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
 
-    def accept(self, slot: int, rows: Sequence[int], states: States) -> None:
+    def states_of_rows(self) -> StatesOfRows:
+        """What mixers keep of the last pass over trees."""
+        kept = StatesOfRows(self)
+        self._kept = weakref.ref(kept)
+        return kept
+
+    def accept(self, path: Array, states: States) -> None:
         """Turn the states of a slot, with which the last pass began, into those after a path of its rows."""
-        path = np.array([slot, len(rows), len(rows), *rows], np.int64)
         first, stride = self._states_at
-        if states.address == first + slot * stride:
+        if states.address == first + int(path[OF_SLOT]) * stride:
             self._accept(path)
-            return
-        assert self._table.mixers, "states without mixers"
-        moved = self._memory["layers"].copy()  # the cache has grown meanwhile
-        self._table.mixers.fill_states(moved, states, slot)
-        self._record[0]["layers"] = moved.ctypes.data
-        try:
-            self._accept(path)
-        finally:
-            self._record[0]["layers"] = self._memory["layers"].ctypes.data
+        else:  # the cache has grown meanwhile
+            self.copy_of_kept().accept(path, states)
+
+    def copy_of_kept(self) -> KeptRows:
+        record, mixers = self._record[0], self._table.mixers
+        assert mixers, "nothing is kept without mixers"
+        shape = record["shape"].copy()
+        rows = int(shape[SLOTS] * shape[NEW])
+        return KeptRows(
+            mixers, shape, self._memory["layers"].copy(), self._memory["journal"][: rows * mixers.kept].copy()
+        )
 
     def _accept(self, path: Array) -> None:
         if self._threads == 1:
@@ -187,6 +209,9 @@ class TreePass:
 
     def _takes(self, storage: KVTensors, end: int) -> bool:
         """Whether a pass up to a position of the KV cache is computed here; prepares the record for it."""
+        if kept := self._kept():
+            kept.leave()
+            self._kept = lambda: None
         if is_autocast_enabled("cpu") or end > storage.capacity:
             return False
         threads = get_num_threads()
