@@ -189,13 +189,13 @@ class TreePass:
             self.copy_of_kept().accept(path, states)
 
     def copy_of_kept(self) -> KeptRows:
+        """What is kept of the rows of the last pass, in memory of its own."""
         record, mixers = self._record[0], self._table.mixers
         assert mixers, "nothing is kept without mixers"
         shape = record["shape"].copy()
         rows = int(shape[SLOTS] * shape[NEW])
-        return KeptRows(
-            mixers, shape, self._memory["layers"].copy(), self._memory["journal"][: rows * mixers.kept].copy()
-        )
+        layers, journal = self._memory["layers"][: record["used"]], self._memory["journal"][: rows * mixers.kept]
+        return KeptRows(mixers, shape, layers.copy(), journal.copy())
 
     def _accept(self, path: Array) -> None:
         if self._threads == 1:

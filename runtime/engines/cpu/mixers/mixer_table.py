@@ -97,6 +97,8 @@ class MixerTable:
     def fill_states(self, table: layers.Numbers, states: States, first: int = 0) -> None:
         """Fill in the addresses of the states of a cache, whose first sequence has this number."""
         for number, mixer in self._mixers.items():
+            if number >= len(table):  # other layers are left out
+                break
             row = table[number]
             fields = [(layers.CONV_STATE, layers.CONV_STRIDE, CONV)]
             if mixer.kind != SHORT_CONVOLUTION:
