@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION
-from hdtool.runtime.engines.model_families import GEMMA_NORM, OF_EXPERTS, Family, Names
+from hdtool.runtime.engines.mixer_parts import DELTA_RULE, DELTA_RULE_APART, MAMBA2, SHORT_CONVOLUTION
+from hdtool.runtime.engines.model_families import (
+    AFTER,
+    GEMMA_NORM,
+    LLAMA_NORMS,
+    OF_EXPERTS,
+    ROUNDED_AFTER,
+    Family,
+    Names,
+)
 
+OF_DELTA_RULES = frozenset({
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim",
+})  # fmt: skip
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
@@ -44,16 +56,26 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "full_attn_idxs", "norm_eps",
         }),
     ),
+    "olmo_hybrid": Family(
+        mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_APART}},
+        norms=AFTER,
+        norms_of_mixers=LLAMA_NORMS,
+        norm=ROUNDED_AFTER,
+        norms_all_heads=True,
+        rotates=lambda attention: (attention.config.rope_parameters or {}).get("rope_theta") is not None,
+        settings=OF_DELTA_RULES
+        | {
+            "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max",
+            "linear_dt_min",
+        },
+    ),
     "qwen3_5": Family(
         mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,
         attributes=frozenset({"block_type"}),
-        settings=frozenset({
-            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-            "linear_value_head_dim",
-        }),
+        settings=OF_DELTA_RULES,
     ),
 }  # fmt: skip
 """By the name of the library's package of a model type."""

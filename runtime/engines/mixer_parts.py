@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
+DELTA_RULE_APART = "gated delta rule, queries, keys and values apart"
 STATE_ATTRIBUTES = frozenset({
-    "activation", "conv_dim", "conv_kernel_size", "head_dim", "head_k_dim", "head_v_dim", "hidden_size",
-    "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups", "num_heads",
-    "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
+    "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
+    "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups",
+    "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
     "time_step_limit", "bias", "training", "config",
 })  # fmt: skip
 """Attributes of mixers that this file reads, or that the shapes of weights show."""
@@ -38,6 +39,8 @@ class MixerParts(Generic[Matmul]):
     heads: int = 0
     key_width: int = 0
     value_width: int = 0
+    strength: float = 1.0
+    """The factor of how much a row teaches a gated delta rule."""
 
     @property
     def channels(self) -> int:
@@ -100,7 +103,8 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
         channels, outputs, read = hidden, [3 * hidden], hidden
     elif parts.kind == DELTA_RULE:
         channels, read = 2 * keys + values, values
-        outputs = [channels, values, heads, heads]
+        first, *rest = [keys, keys, values] if len(parts.inputs) > 4 else [channels]
+        outputs = [first, values, heads, heads, *rest]
     else:
         channels, read = values + 2 * keys, values
         outputs = [values + channels + heads]
@@ -151,6 +155,20 @@ def _delta_rule(module: Any) -> MixerParts[Any]:
     )  # fmt: skip
 
 
+def _delta_rule_apart(module: Any) -> MixerParts[Any]:
+    """With a matrix for each of queries, keys and values."""
+    parts = MixerParts(
+        DELTA_RULE, module,
+        (module.q_proj, module.g_proj, module.b_proj, module.a_proj, module.k_proj, module.v_proj),
+        module.o_proj, module.conv1d, module.o_norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+        2.0 if module.allow_neg_eigval else 1.0,
+    )  # fmt: skip
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return parts
+
+
 def _mamba2(module: Any) -> MixerParts[Any]:
     if module.activation != "silu" or tuple(module.time_step_limit) != (0.0, float("inf")):
         raise AttributeError("another activation, or limited steps")
@@ -163,5 +181,6 @@ def _mamba2(module: Any) -> MixerParts[Any]:
 READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
     SHORT_CONVOLUTION: _short_convolution,
     DELTA_RULE: _delta_rule,
+    DELTA_RULE_APART: _delta_rule_apart,
     MAMBA2: _mamba2,
 }

@@ -85,6 +85,8 @@ class Family:
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Names of modules in the place of attention, and what those of which class compute."""
+    norms_of_mixers: tuple[str, str, str, str] | None = None
+    """Names of the norms in layers with such a module, if others are there."""
     gates_heads: bool = False
     """Whether each query head has a gate beside it, for what it attends to."""
     activations: frozenset[str] = frozenset({"silu"})

@@ -192,7 +192,7 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
     is_llama = _family_of(modules[0], kind) is LLAMA
     attending = [part for part in known if part.mixer is None]
     shapes = {part.shape if is_llama else (type(part.layer), *part.shape_of_heads) for part in attending}
-    alike = {(type(part.layer), part.hidden, part.epsilon) for part in known}
+    alike = {(part.hidden, part.epsilon) for part in known}
     return known if len(known) == len(parts) and len(shapes) == len(alike) == 1 else []
 
 
@@ -200,14 +200,15 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     family, children = _family_of(layer, kind), layer._modules
     dropouts = {name for name, module in children.items() if family is not LLAMA and _drops_nothing(module)}
     mixes = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
-    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, family.norms)}:
+    norms = family.norms if mixes == "self_attn" else family.norms_of_mixers or family.norms
+    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, norms)}:
         return None
     attention, mlp = layer.get_submodule(mixes), layer.get_submodule(family.names.mlp)
     experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
     dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
     if dense is None or not _has_known_code(layer, attention, mlp if experts is None else None, family):
         return None
-    around = tuple(layer.get_submodule(name) if name else None for name in family.norms)
+    around = tuple(layer.get_submodule(name) if name else None for name in norms)
     if mixes != "self_attn":
         mixer = mixer_parts(attention, place, kind, family.mixers[mixes])
         return None if mixer is None else _mixing_layer(layer, mixer, dense, around, kind, family)

@@ -10,17 +10,22 @@ import pytest
 import torch
 from torch.nn import Module
 
+from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, answered, run, said
 from tests.support.described import HYBRID_MODELS, assert_right, model_of
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
@@ -121,6 +126,34 @@ def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
         assert said(run(target, prompt, SAMPLINGS[sampling], most=24, drafter=drafter)) == expected
         assert drafter.accepted
     assert compiled(target).passes > 40
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
+    """Answers of different lengths leave a batch and others take their slots, whose states move."""
+    target, usual = compiled_of(name), target_of(name)
+    prompts = [prompt_of(length) for length in (25, 60, 33, 140)]
+    expected = [said(run(usual, prompt, SamplingConfig(), most=20)) for prompt in prompts]
+    loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=20)
+    outcomes, waiting = [], list(enumerate(prompts))
+    while waiting or len(loop):
+        while waiting and not loop.is_full:
+            number, prompt = waiting.pop(0)
+            drafter = LyingDrafter(len(prompt), expected[number], VOCABULARY, number)
+            outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
+        outcomes += loop.step()
+    found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    for request, step in outcomes:
+        assert isinstance(step, Step)
+        found[request.key] += step.tokens
+    assert list(found.values()) == expected
+
+    one: Loop[int] = Loop(target, target.allocate(1), max_new_tokens=20, prefixes=PrefixCache(1 << 24))
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert answered(one, prompt)[0] == answer
+    again = [*prompts[0], *expected[0], *prompt_of(5)]
+    continued, cached = answered(one, again)
+    assert continued == said(run(usual, again, SamplingConfig(), most=20)) and cached >= 25
 
 
 @pytest.mark.parametrize("name", KINDS)

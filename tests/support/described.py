@@ -98,6 +98,18 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2, biases and four taps": lambda: random_model(
         "Lfm2", layer_types=["full_attention", "conv"], conv_L_cache=4, conv_bias=True
     ),
+    "olmo_hybrid": lambda: random_model(
+        "OlmoHybrid", without=("head_dim",), num_attention_heads=2, **DELTA, linear_value_head_dim=32
+    ),
+    "olmo_hybrid, no positions": lambda: random_model(
+        "OlmoHybrid",
+        without=("head_dim",),
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        linear_allow_neg_eigval=False,
+        **{**DELTA, "linear_num_key_heads": 4},
+        linear_value_head_dim=32,
+    ),
     "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=16),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.nn import Embedding, Module, Parameter
 
-from hdtool.runtime.engines.cpu.layer_record import FOURTH, MATMUL_FIELDS, TO_GATE, TO_OUTPUT
+from hdtool.runtime.engines.cpu.layer_record import FIFTH, FOURTH, MATMUL_FIELDS, SIXTH, TO_GATE, TO_OUTPUT
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
@@ -74,7 +74,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     keys, inner = part.heads * part.width, part.inner
     inputs = _split(part.qkv, (keys * part.groups, keys, keys))
     dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
-    fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH]
+    fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
     found = dict(zip(fields, inputs, strict=False))
     found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
     return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}

@@ -32,9 +32,12 @@ states, and the numbers of a key and of a value."""
 DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
 """Addresses of the logarithm of each head's decay rate, of the bias of its time step, of its factor of what skips the
 state, and of the weight of the gated norm, with the bits of the epsilon of that."""
-JOURNAL_AT, FOURTH = MIXER + 19, MIXER + 20
-"""Numbers that earlier layers keep of a row, and the matmul of a mixer's fourth input."""
-FIELDS = FOURTH + MATMUL_FIELDS
+JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
+"""Numbers that earlier layers keep of a row; the bits of the factor of how much a row teaches; and the matmul of a
+mixer's fourth input, which those of the fifth and the sixth one follow. Where these are, the first input, they two give
+queries, keys and values one after another."""
+FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
+FIELDS = SIXTH + MATMUL_FIELDS
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
 """Of a pass: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""

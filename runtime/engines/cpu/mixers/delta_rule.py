@@ -23,6 +23,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     STATE,
     STATE_HEADS,
     STATE_STRIDE,
+    STRENGTH,
     VALUE_WIDTH,
     Numbers,
 )
@@ -153,6 +154,18 @@ def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, writt
 
 
 @compiled
+def join_inputs(
+    queries: int, keys: int, values: int, of_keys: int, of_values: int, written: int, first: int, end: int
+) -> None:
+    """Copy queries, keys and values of some rows side by side; the numbers of a row are given in bytes."""
+    for row in range(first, end):
+        at = written + row * (2 * of_keys + of_values)
+        copy_numbers(queries + row * of_keys, of_keys // ITEM_SIZE, at)
+        copy_numbers(keys + row * of_keys, of_keys // ITEM_SIZE, at + of_keys)
+        copy_numbers(values + row * of_values, of_values // ITEM_SIZE, at + 2 * of_keys)
+
+
+@compiled
 def prepare_delta(
     layer: Numbers,
     origins: Numbers,
@@ -180,10 +193,10 @@ def prepare_delta(
         unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, keys + head * size)
     states = layer[STATE_HEADS]
     numbers, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
-    learns = array_at(strengths, (states,), types.float32)
+    learns, strength = array_at(strengths, (states,), types.float32), float_of(layer, STRENGTH)
     for head in range(states):
         forgets[head] = decay_of(layer, head, step_of(layer, head, numbers[head]))
-        learns[head] = ONE / (ONE + np.float32(np.exp(-learns[head])))
+        learns[head] = strength / (ONE + np.float32(np.exp(-learns[head])))
 
 
 @compiled

@@ -14,6 +14,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     COLUMNS,
     DELTA_RULE,
     FIELDS,
+    FIFTH,
     FOURTH,
     JOURNAL,
     JOURNAL_AT,
@@ -28,6 +29,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     ORIGINS,
     PASS_FIELDS,
     SHORT_CONVOLUTION,
+    SIXTH,
     SLOTS,
     STATE_HEADS,
     THREADS,
@@ -49,7 +51,7 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
-PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN = range(8, 12)
+PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN = range(8, 13)
 """The parts of mixers between their matmuls."""
 OF_SLOT, COUNT, GIVEN, PATH = range(4)
 """Of a path that becomes part of the context: its sequence, the number of its rows and of those that follow here, which
@@ -151,7 +153,10 @@ def _compute_delta(
     steps = gates + rows * of_values
     strengths = steps + rows * of_heads
     mixed = strengths + rows * of_heads
-    if part == PREPARE_DELTA:
+    if part == JOIN:
+        values = convolved + 2 * rows * of_keys
+        delta_rule.join_inputs(convolved, convolved + rows * of_keys, values, of_keys, of_values, kept, first, end)
+    elif part == PREPARE_DELTA:
         for row in range(first, end):
             slot, place = row // new, row % new
             delta_rule.prepare_delta(
@@ -301,7 +306,7 @@ def mixer_function() -> Any:
             _shift(shape, layer, kept, of_path, first, end)
         elif part <= CONVOLVE_GATED:
             _compute_convolution(shape, layer, part, scratch, kept, first, end)
-        elif part <= REPLAY_DELTA:
+        elif part <= REPLAY_DELTA or part == JOIN:
             _compute_delta(shape, layer, part, scratch, kept, of_path, first, end)
         else:
             _compute_scan(shape, layer, part, scratch, kept, of_path, first, end)
@@ -322,7 +327,7 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
     function, kept, work = shape[MIXER_PART], _kept_at(shape, layer), _work_at(shape, scratch)
     channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
     values, of_states = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-    given, slots = (scratch, kept, 0), shape[SLOTS]
+    given, slots, keys = (scratch, kept, 0), shape[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
     in_channels, in_values = rows * channels, rows * values
     window = slots * vectors * LANES
     compute_part(shape, function, layer, starts, WINDOWS, *given, slots * vectors, window)
@@ -335,7 +340,14 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
         gates = work + rows * channels * ITEM_SIZE
         steps = gates + rows * values * ITEM_SIZE
         strengths = steps + rows * heads * ITEM_SIZE
-        multiply(shape, layer, TO_QUERIES, read, rows, kept)
+        if layer[FIFTH]:
+            apart = work + rows * keys * ITEM_SIZE
+            multiply(shape, layer, TO_QUERIES, read, rows, work)
+            multiply_by(shape, layer, FIFTH, read, rows, apart)
+            multiply_by(shape, layer, SIXTH, read, rows, apart + rows * keys * ITEM_SIZE)
+            compute_part(shape, function, layer, starts, JOIN, *given, rows, in_channels)
+        else:
+            multiply(shape, layer, TO_QUERIES, read, rows, kept)
         multiply(shape, layer, TO_KEYS, read, rows, gates)
         multiply(shape, layer, TO_VALUES, read, rows, strengths)
         multiply_by(shape, layer, FOURTH, read, rows, steps)

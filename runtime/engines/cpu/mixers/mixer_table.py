@@ -76,6 +76,7 @@ class MixerTable:
             row[layers.TAPS], row[layers.COLUMNS], row[layers.CHANNELS] = mixer.taps, mixer.taps, mixer.channels
             row[layers.CONV_WEIGHT] = self._taps[number].data_ptr()
             row[layers.CONV_BIAS] = 0 if convolution.bias is None else convolution.bias.data_ptr()
+            row[layers.STRENGTH] = layers.bits(mixer.strength)
             row[layers.KEY_HEADS], row[layers.STATE_HEADS] = mixer.key_heads, mixer.heads
             row[layers.KEY_WIDTH], row[layers.VALUE_WIDTH] = mixer.key_width, mixer.value_width
             for field, name in ((layers.DECAY_LOG, "A_log"), (layers.STEP_BIAS, "dt_bias"), (layers.SKIP, "D")):
