@@ -13,9 +13,7 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
-from hdtool.runtime.engines.cpu.layer_calls import compute_part
-from hdtool.runtime.engines.cpu.layer_calls import float_of as _float_of
-from hdtool.runtime.engines.cpu.layer_calls import multiply as _multiply
+from hdtool.runtime.engines.cpu.layer_calls import compute_part, float_of, multiply
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
     EXPERTS,
@@ -135,14 +133,14 @@ def part_function() -> Any:
 def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
     """What a matmul reads of hidden states; nothing is written where it reads them as they are."""
     if weight:
-        epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+        epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
         norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
 
 
 @compiled
 def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> None:
     _norm(shape, weight, added, rows, added)
-    add_in_place(hidden, added, rows * shape[HIDDEN], _float_of(shape, RESIDUAL))
+    add_in_place(hidden, added, rows * shape[HIDDEN], float_of(shape, RESIDUAL))
 
 
 @compiled
@@ -171,7 +169,7 @@ def _append(
 def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
     """Norm and rotate the queries or the keys of a row."""
     width, turned = shape[WIDTH], shape[TURNED] * ITEM_SIZE
-    epsilon, offset = _float_of(shape, EPSILON), _float_of(shape, OFFSET)
+    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
     rows = shape[SLOTS] * shape[NEW]
@@ -215,8 +213,8 @@ def _attend(
             starts[slot],
             mask,
             shape[MASK_ROW],
-            _float_of(shape, SCALE),
-            _float_of(shape, SOFTCAP),
+            float_of(shape, SCALE),
+            float_of(shape, SOFTCAP),
             layer[WINDOW],
             shape[PLACES] + slot * new * WORD_SIZE,
             layer[SINKS],
@@ -268,7 +266,7 @@ def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, s
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
     chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
-    _multiply(shape, layer, TO_GATE, inputs, rows, scratch)
+    multiply(shape, layer, TO_GATE, inputs, rows, scratch)
     route(logits, layer[RENORMS] != 0, chosen, shares)
     mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
     rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
@@ -300,25 +298,25 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         if layer[MIXER]:
             mix(shape, layer, starts, read, rows, queries, normed)
         else:
-            _multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
-            _multiply(shape, layer, TO_KEYS, read, rows, keys)
-            _multiply(shape, layer, TO_VALUES, read, rows, values)
+            multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
+            multiply(shape, layer, TO_KEYS, read, rows, keys)
+            multiply(shape, layer, TO_VALUES, read, rows, values)
             if shape[GATES_HEADS]:
                 _compute(shape, layer, starts, SPLIT, gated, queries, 0, rows, query_numbers)
             _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
             _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
             if shape[GATES_HEADS]:
                 _compute(shape, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_numbers)
-            _multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
+            multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
         if layer[EXPERTS]:
             _mix(shape, layer, read, rows, normed, rest)
         else:
-            _multiply(shape, layer, TO_GATE, read, rows, gate)
-            _multiply(shape, layer, TO_UP, read, rows, up)
+            multiply(shape, layer, TO_GATE, read, rows, gate)
+            multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
-            _multiply(shape, layer, TO_DOWN, gate, rows, normed)
+            multiply(shape, layer, TO_DOWN, gate, rows, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
 
 

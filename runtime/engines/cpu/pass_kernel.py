@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
+from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
@@ -29,7 +30,7 @@ from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
+from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -96,11 +97,11 @@ def compute_pass(
     if rows:
         call_at(ends[EMBED], ends[EMBEDDING], shape[HIDDEN], ends[IDS], rows, hidden, 0, 0, 0, 0)
         if ends[MULTIPLIER]:
-            scale_in_place(hidden, rows * shape[HIDDEN], _float_of(ends, MULTIPLIER))
+            scale_in_place(hidden, rows * shape[HIDDEN], float_of(ends, MULTIPLIER))
     shape[PLACES], shape[ROTATED] = ends[POSITIONS], scratch
     _copy_rotary(shape, ends, positions)
     compute_layers(shape, layers, starts, hidden, scratch + ends[KINDS] * _rotary_numbers(shape) * ITEM_SIZE)
-    epsilon, offset = _float_of(ends, LAST_EPSILON), _float_of(shape, OFFSET)
+    epsilon, offset = float_of(ends, LAST_EPSILON), float_of(shape, OFFSET)
     norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], offset, epsilon, ends[NORMED])
     if len(certain) > 0:
         _write_open_logits(shape, ends, certain, hidden, scratch)
@@ -108,11 +109,6 @@ def compute_pass(
         first = ends[FIRST]
         _project(shape, ends, rows - first, ends[NORMED] + first * shape[HIDDEN] * ITEM_SIZE)
     return True
-
-
-@compiled
-def _float_of(numbers: Numbers, field: int) -> Any:
-    return array_at(numbers.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
 
 
 @compiled
@@ -128,7 +124,7 @@ def _copy_rotary(shape: Numbers, ends: Numbers, positions: Numbers) -> None:
 @compiled
 def _bound(ends: Numbers, logits: int, count: int) -> None:
     if ends[DIVISOR]:
-        bound_in_place(logits, count, _float_of(ends, DIVISOR), _float_of(ends, CAP))
+        bound_in_place(logits, count, float_of(ends, DIVISOR), float_of(ends, CAP))
 
 
 @compiled
