@@ -6,12 +6,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hdtool.data.errors import FamilyError, HdtoolError
+from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.config.methods import DRAFTER, HEADS, HIERARCHIES, MTP
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
-from hdtool.runtime.drafters.trained.published_drafter import DFLASH, EAGLE3, MODEL, PublishedDrafter
+from hdtool.runtime.drafters.trained.published_drafter import MODEL, PublishedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.load import Loaded
@@ -46,19 +46,11 @@ def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
         if method not in there:
             continue
         try:
-            if METHODS[method].trained == DRAFTER and loaded.target.compiled:
-                _refuse_layers(str(decoding.drafter))
             trained_drafter(replace(decoding, method=method), loaded.target, tokenizer)
             found.append(method)
         except HdtoolError as error:
             print(f"note: {method} is left out: {error}", file=sys.stderr)
     return found
-
-
-def _refuse_layers(name: str) -> None:
-    """Refuse a drafter for which compiled passes would be given up, for all methods that are compared."""
-    if (kind := PublishedDrafter.named(name).kind) in (EAGLE3, DFLASH):
-        raise FamilyError(f"{kind} reads the outputs of layers, which compiled passes on a CPU do not give")
 
 
 def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:

@@ -22,8 +22,11 @@ class CompiledPasses(Protocol):
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
         ...
 
-    def watch_hidden(self) -> None:
-        """Give hidden states in each pass from now on; the hooks that watch the model by now belong to it."""
+    def watch_hidden(self, layers: tuple[int, ...]) -> None:
+        """Give hidden states in each pass from now on, and behind them the outputs of these layers.
+
+        The hooks that watch the model by now belong to it.
+        """
         ...
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:

@@ -291,8 +291,7 @@ class Target:
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
         """Give hidden states in each pass from now on, for drafters that use them.
 
-        Returns the columns of the input of the output layer, or those of the outputs of these decoder layers, which
-        compiled passes do not give: they are left to the library.
+        Returns the columns of the input of the output layer, or those of the outputs of these decoder layers.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known
@@ -310,9 +309,9 @@ class Target:
                     self.hidden.watch_layers(self.model.get_decoder(), layers)
                 run()
         finally:
-            self.compiled = None if layers else compiled
+            self.compiled = compiled
         if self.compiled:
-            self.compiled.watch_hidden()
+            self.compiled.watch_hidden(self.hidden.layers)
         self._changes.count += 1  # slots that were filled before have no hidden states
         if self.captures:
             if layers:

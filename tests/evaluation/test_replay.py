@@ -414,16 +414,16 @@ def test_recordings_are_not_replayed_after_themselves(
 def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cost.json"
     CostCurve((0, 64), ((1.0, 300.0),), device="an abacus").write(path)
-    arguments = [*command, "--methods", "pld,hd", "--cost", str(path)]
+    arguments = [*command, "--methods", "hd-paper,hd", "--cost", str(path)]
     assert run([*arguments, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["plain"]["tokens_per_second"] == 1000 and told["cost"]["device"] == "an abacus"
-    pld = told["methods"]["pld"]
-    assert not pld["pays"] and pld["speedup"] == pytest.approx(pld["tokens_per_second"] / 1000, abs=1e-3)
+    paper = told["methods"]["hd-paper"]
+    assert not paper["pays"] and paper["speedup"] == pytest.approx(paper["tokens_per_second"] / 1000, abs=1e-3)
     assert run(arguments) == 0
     words = capfd.readouterr().out
     assert "(an abacus)" in words
-    assert re.search(r"^pld: 0\.\d\d times plain decoding: do not use it here$", words, re.MULTILINE)
+    assert re.search(r"^hd-paper: 0\.\d\d times plain decoding: do not use it here$", words, re.MULTILINE)
 
 
 def test_the_headline_of_a_report_is_the_default_method(
@@ -445,8 +445,8 @@ def test_the_headline_of_a_report_is_the_default_method(
 
     steep = ["--cost", "0:1000,1:1010,2:100000,64:300000"]  # drafting takes nothing beside such passes
     assert lead("--methods", "pld,hd", *steep).startswith("hd is predicted to decode 1.")
-    loses = lead("--methods", "pld", *steep)
-    assert loses.startswith("pld is predicted to decode 0.") and ": drafting does not pay here. The" in loses
+    loses = lead("--methods", "hd-paper", *steep)
+    assert loses.startswith("hd-paper is predicted to decode 0.") and ": drafting does not pay here. The" in loses
     assert lead("--methods", "pld,hd", "--draft-tokens", "7").startswith("hd gets ")
 
 

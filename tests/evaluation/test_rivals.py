@@ -71,7 +71,7 @@ def test_what_is_not_installed_is_named_and_left_out(
     assert names_in(printed) == ["hdtool, float32, plain", "hdtool, float32, `hd`"]
     missing = [line for line in said.splitlines() if line.startswith("missing: ")]
     assert [line.split(": ")[1].split()[0] for line in missing] == ["hdtool,", "llama.cpp", "llama-bench", "OpenVINO"]
-    assert "--activations int8 needs" in missing[0] and "pip install openvino-genai" in missing[3]
+    assert "embedded has none" in missing[0] and "pip install openvino-genai" in missing[3]
     assert [line.replace("missing", "- Not measured") in printed for line in missing] == [True] * 4
 
 

@@ -20,7 +20,7 @@ from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.decoding import run, said
 from tests.support.described import CHANGES, MODELS, WRONG, assert_right, model_of
-from tests.support.fused import after, compiled, logits_of, widen
+from tests.support.fused import TREE, after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
 OF_THE_LIBRARY = ("glm4_moe", "gpt_oss", "qwen2_moe")
@@ -122,3 +122,21 @@ def test_a_head_of_which_no_whole_vectors_are_rotated_is_the_librarys() -> None:
     model = families.random_model("Glm", partial_rotary_factor=0.375)
     compile_linear_layers(model)
     assert compile_cpu(Target(model)) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+def test_outputs_of_layers_are_those_of_the_library(name: str) -> None:
+    """Beside the input of the output layer, of prompts, trees and batches."""
+    target, usual = compiled_of(name), target_of(name)
+    found = list[list[torch.Tensor]]()
+    for one in (target, usual):
+        columns = [one.watch_hidden(), one.watch_hidden([1, 0])]
+        assert columns == [slice(0, 64), slice(64, 192)]
+        cache = one.allocate(2)
+        hidden = [one.prefill(cache, slot, prompt_of(length), room=64).hidden for slot, length in ((0, 150), (1, 9))]
+        hidden += [verified.hidden for verified in one.verify(cache, [TREE, TREE])]
+        found.append([rows.clone() for rows in hidden if rows is not None])
+    assert compiled(target).is_current and usual.compiled is None
+    assert len(found[0]) == len(found[1]) == 4
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)

@@ -72,9 +72,12 @@ class CompiledModel:
     def activations_are_int8(self) -> bool:
         return self.table.activations_are_int8
 
-    def watch_hidden(self) -> None:
-        """Give hidden states in each pass from now on; the hooks that watch the model by now belong to it."""
-        self.table.watches_hidden = True
+    def watch_hidden(self, layers: tuple[int, ...]) -> None:
+        """Give hidden states in each pass from now on, and behind them the outputs of these layers.
+
+        The hooks that watch the model by now belong to it.
+        """
+        self.table.watch(layers)
         if self.is_current:
             self.record()
 

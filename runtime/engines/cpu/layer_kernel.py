@@ -40,6 +40,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     NORMS_ALL,
     OF_EXPERTS,
     OFFSET,
+    OUTPUTS,
     PAIRED,
     PART,
     PASS_FIELDS,
@@ -318,6 +319,8 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
+        if layer[OUTPUTS]:
+            copy_numbers(hidden, numbers, layer[OUTPUTS])
 
 
 def compile_layers() -> None:

@@ -37,7 +37,9 @@ JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 mixer's fourth input, which those of the fifth and the sixth one follow. Where these are, the first input, they two give
 queries, keys and values one after another."""
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
-FIELDS = SIXTH + MATMUL_FIELDS
+OUTPUTS = SIXTH + MATMUL_FIELDS
+"""The address that the output of the layer is copied to, 0 if nothing reads it."""
+FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
 """Of a pass: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
-from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, SLOTS
+from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
 from hdtool.runtime.engines.cpu.mixers.kept_rows import KeptRows
 from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT
 from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS
@@ -89,6 +89,8 @@ class TreePass:
         """The address of the first state of that cache, and the bytes from one sequence's to the next."""
         self._kept: Callable[[], StatesOfRows | None] = lambda: None
         """The states after the rows of the last pass, as long as a path of them may be accepted."""
+        self._outputs: dict[int, torch.Tensor] = {}
+        """Of the layers that are watched."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
 
@@ -229,7 +231,10 @@ class TreePass:
         record["ends"] = table.ends(capacity)
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
         record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
-        memory["layers"], memory["shown"][:] = table.with_cache(storage), 0
+        memory["layers"], memory["shown"][:] = table.with_cache(storage).copy(), 0
+        self._outputs = {layer: torch.empty(rows, table.width, dtype=torch.float32) for layer in table.watched}
+        for layer, output in self._outputs.items():
+            memory["layers"][layer, OUTPUTS] = output.data_ptr()
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
             memory["scratch"] = torch.empty(pass_numbers(shape, table.kinds, capacity), dtype=torch.float32).numpy()
@@ -254,8 +259,10 @@ class TreePass:
         return found
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """The normed hidden states of a pass, if they are watched."""
-        return self._normed[first : first + rows].clone() if self._table.watches_hidden else None
+        """The normed hidden states of a pass, if they are watched, and the outputs of layers beside them."""
+        table = self._table
+        columns = [self._normed, *(self._outputs[layer] for layer in table.watched)]
+        return torch.cat([one[first : first + rows] for one in columns], dim=1) if table.watches_hidden else None
 
 
 def _certain_of(trees: Sequence[DraftTree]) -> Array:

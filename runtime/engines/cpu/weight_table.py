@@ -51,6 +51,8 @@ class WeightTable:
         self.version = 0
         """Changes with what ``ends`` and ``with_cache`` return."""
         self.watches_hidden = False
+        self.watched: tuple[int, ...] = ()
+        """Layers whose outputs are given behind the hidden states."""
         self.used = len(parts.layers)
         """Layers that a pass computes."""
         self._rotary = torch.empty(0)
@@ -84,6 +86,11 @@ class WeightTable:
     @property
     def activations_are_int8(self) -> bool:
         return bool(self._panels)
+
+    def watch(self, layers: tuple[int, ...]) -> None:
+        """Have passes give hidden states, and behind them the outputs of these layers."""
+        self.watches_hidden, self.watched = True, layers
+        self.version += 1
 
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by activations in 8 bits from now on; whether the model has any.
