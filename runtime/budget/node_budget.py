@@ -45,9 +45,8 @@ WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Expected tokens of a step, against one without a draft, from which on a larger pass of unconfirmed cost is tried, and
 how many times as fast drafts must seem for a plain pass of unconfirmed cost not to be."""
 LEAST_OF_BATCH = 1.15
-"""How many times as fast drafts must seem in a batch: all trees grow to the size that pays for most of them. Batches of
-eight on the embedded model and one core of an Intel Xeon were 0.70 times as fast as plain decoding with 1, and 0.85
-times with this."""
+"""How many times as fast drafts must seem in a batch: all trees grow to the size that pays for most of them, and what
+they are expected to bring is too high there."""
 FEWEST_DRAFTED = PASS_SIZES[3]
 """Nodes that are drafted at least, if any are."""
 Probs = npt.NDArray[np.floating[Any]]

@@ -101,18 +101,32 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
     code.loop(size, [], apply)
 
 
-@generated(*[types.int64] * 2, types.float32)
-def scale_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
-    """``numbers *= factor``"""
-    code = FloatCode(builder)
-    by = code.splat(factor)
+def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
+    """An intrinsic that changes numbers in place, each by itself and a factor that all have in common."""
 
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(numbers, index)
-        code.store(builder.fmul(code.read(place), by), place)
-        return []
+    @generated(*[types.int64] * 2, types.float32)
+    def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
+        code = FloatCode(builder)
+        by = code.splat(factor)
 
-    code.loop(size, [], apply)
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            place = code.at(numbers, index)
+            code.store(change(code, code.read(place), by), place)
+            return []
+
+        code.loop(size, [], apply)
+
+    return change_in_place
+
+
+def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
+    return code.builder.fmul(code.tanh(code.builder.fdiv(number, cap)), cap)
+
+
+scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
+"""``numbers *= factor``"""
+_divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
+_bound = _changed(_bounded)
 
 
 @compiled
@@ -127,32 +141,6 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
         rest[index] /= divisor
         if cap:
             rest[index] = np.tanh(rest[index] / cap) * cap
-
-
-@generated(*[types.int64] * 2, types.float32)
-def _divide(builder: Any, numbers: Any, size: Any, divisor: Any) -> None:
-    code = FloatCode(builder)
-    by = code.splat(divisor)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(numbers, index)
-        code.store(builder.fdiv(code.read(place), by), place)
-        return []
-
-    code.loop(size, [], apply)
-
-
-@generated(*[types.int64] * 2, types.float32)
-def _bound(builder: Any, numbers: Any, size: Any, cap: Any) -> None:
-    code = FloatCode(builder)
-    by = code.splat(cap)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(numbers, index)
-        code.store(builder.fmul(code.tanh(builder.fdiv(code.read(place), by)), by), place)
-        return []
-
-    code.loop(size, [], apply)
 
 
 @generated(*[types.int64] * 5)

@@ -19,7 +19,7 @@ from hdtool.runtime.model.quantization import LIBRARIES, library_of
 
 NO_INT8 = (
     "--activations int8 needs a GGUF file with packed weights, --quantization q8_0 or q4_0, or weights of torchao, on "
-    "a CPU, with layers that hdtool computes in compiled code (of the Llama kind, without --no-fused-layers, "
+    "a CPU, with layers that hdtool computes in compiled code (of a known family, without --no-fused-layers, "
     "--attn-implementation or another --dtype): leave it out"
 )
 TORCHAO = "torchao"

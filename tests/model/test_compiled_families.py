@@ -19,7 +19,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.decoding import run, said
-from tests.support.described import CHANGES, MODELS, WRONG, assert_right, model_of
+from tests.support.described import CHANGES, MODELS, WRONG, assert_right, compiled_of, model_of, target_of
 from tests.support.fused import TREE, after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
@@ -33,21 +33,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a head is rotated in some models, so it has the numbers of four small vectors."""
     widen(monkeypatch)
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
-
-
-def target_of(name: str) -> Target:
-    model = model_of(name)
-    model.generation_config.eos_token_id = None
-    compile_linear_layers(model)
-    compile_experts(model)
-    return Target(model)
-
-
-def compiled_of(name: str) -> Target:
-    target = target_of(name)
-    target.compiled = compile_cpu(target)
-    assert target.compiled
-    return target
 
 
 @pytest.mark.parametrize("name", COMPILED_ONES)

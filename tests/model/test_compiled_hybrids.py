@@ -26,7 +26,7 @@ from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, answered, run, said
-from tests.support.described import HYBRID_MODELS, assert_right, model_of
+from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
@@ -42,20 +42,6 @@ BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
-
-
-def target_of(name: str) -> Target:
-    model = model_of(name)
-    model.generation_config.eos_token_id = None
-    compile_linear_layers(model)
-    return Target(model)
-
-
-def compiled_of(name: str) -> Target:
-    target = target_of(name)
-    target.compiled = compile_cpu(target)
-    assert target.compiled
-    return target
 
 
 @pytest.mark.parametrize("name", HYBRID_MODELS)

@@ -10,7 +10,10 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
+from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.model_families import FAMILIES, NormKind
+from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
@@ -124,6 +127,23 @@ def model_of(name: str) -> Any:
         if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D")):
             weight.data = torch.rand_like(weight) + 0.5
     return model
+
+
+def target_of(name: str) -> Target:
+    """A model with compiled matmuls and experts, in the library's code."""
+    model = model_of(name)
+    model.generation_config.eos_token_id = None
+    compile_linear_layers(model)
+    compile_experts(model)
+    return Target(model)
+
+
+def compiled_of(name: str) -> Target:
+    """A model that is wholly compiled."""
+    target = target_of(name)
+    target.compiled = compile_cpu(target)
+    assert target.compiled
+    return target
 
 
 def assert_right(

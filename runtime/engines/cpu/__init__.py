@@ -1,4 +1,4 @@
-"""The CPU engine: passes of models of the Llama kind in compiled code, from token ids to logits.
+"""The CPU engine: passes of known families of models in compiled code, from token ids to logits.
 
 Imports `data`, `runtime/config`, `runtime/kernels`, `runtime/model`, the draft tree and sampling's walks. Its entries
 are `compile_cpu` and `KeptProof`; nothing outside imports anything else of it. Other models, other passes and changed

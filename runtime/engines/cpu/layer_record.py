@@ -24,11 +24,11 @@ MIXER = RENORMS + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
-"""Of a short convolution: its taps, the columns of its state, and its channels; addresses of the weight ``[taps,
-channels]``, the bias and the state ``[channels, columns]``; and numbers from one sequence's state to the next."""
+"""What describes a short convolution: its taps, the columns of its state, and its channels; addresses of the weight
+``[taps, channels]``, the bias and the state ``[channels, columns]``; numbers from one state to the next sequence's."""
 STATE, STATE_STRIDE, KEY_HEADS, STATE_HEADS, KEY_WIDTH, VALUE_WIDTH = range(MIXER + 8, MIXER + 14)
-"""Of a recurrence: the address of its state, and numbers from one sequence's to the next; heads of keys, heads of
-states, and the numbers of a key and of a value."""
+"""What describes a recurrence: the address of its state, and numbers from one sequence's to the next; heads of keys,
+heads of states, and the numbers of a key and of a value."""
 DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
 """Addresses of the logarithm of each head's decay rate, of the bias of its time step, of its factor of what skips the
 state, and of the weight of the gated norm, with the bits of the epsilon of that."""
@@ -42,7 +42,7 @@ OUTPUTS = SIXTH + MATMUL_FIELDS
 FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
-"""Of a pass: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
+"""The fields of a pass begin here: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
 PLACES, ROTATED, TURNED, PAIRED = range(7, 11)
 """Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a head
 that are rotated, and whether their pairs are side by side."""
@@ -63,5 +63,5 @@ Numbers = npt.NDArray[np.int64]
 
 
 def bits(number: float) -> int:
-    """Those of a float32."""
+    """The bits of a number in float32, as an integer."""
     return int(np.float32(number).view(np.int32))

@@ -90,7 +90,7 @@ class TreePass:
         self._kept: Callable[[], StatesOfRows | None] = lambda: None
         """The states after the rows of the last pass, as long as a path of them may be accepted."""
         self._outputs: dict[int, torch.Tensor] = {}
-        """Of the layers that are watched."""
+        """Outputs of the layers that are watched, by their numbers."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Logits by their first row and their number."""
 

@@ -75,7 +75,7 @@ class WeightTable:
 
     @property
     def kinds(self) -> int:
-        """Of rotary positions."""
+        """How many kinds of rotary positions the layers have."""
         return len(self._kinds)
 
     @property

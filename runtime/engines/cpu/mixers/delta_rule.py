@@ -37,9 +37,9 @@ from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
 from hdtool.runtime.kernels.vectors import FloatCode
 
 EPSILON = np.float32(1e-6)
-"""Of the norms of queries and keys."""
+"""The epsilon of the norms of queries and keys."""
 VECTORS = 4
-"""Of a state's columns that are computed together, where there are so many."""
+"""Vectors of a state's columns that are computed together, where there are so many."""
 ONE = np.float32(1)
 
 

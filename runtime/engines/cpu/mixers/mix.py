@@ -54,8 +54,8 @@ PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
 PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN = range(8, 13)
 """The parts of mixers between their matmuls."""
 OF_SLOT, COUNT, GIVEN, PATH = range(4)
-"""Of a path that becomes part of the context: its sequence, the number of its rows and of those that follow here, which
-may be the last ones only, and these."""
+"""The record of a path that becomes part of the context: its sequence, the number of its rows and of those that follow
+here, which may be the last ones only, and these."""
 
 
 @compiled
