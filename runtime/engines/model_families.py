@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from hdtool.runtime.engines.expert_parts import ExpertKind
+
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 SANDWICH = (
     "input_layernorm",
@@ -115,11 +117,8 @@ class Family:
     """The setting by which logits are divided."""
     logit_softcap: str = ""
     """The setting that bounds the logits."""
-    experts: str = ""
-    """The class of a mixture of experts in place of the MLP, which the pass calls as it is."""
-    router: str = ""
-    """The class of what chooses experts by the largest of their probabilities, which are made to add up to 1 if it says
-    so."""
+    experts: ExpertKind | None = None
+    """The mixture of experts in some layers."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()
@@ -190,7 +189,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(
         is_partial=True,
-        experts="Glm4MoeMoE",
+        experts=ExpertKind(
+            "Glm4MoeMoE",
+            "Glm4MoeTopkRouter",
+            shared="shared_experts",
+            has_sigmoids=True,
+            correction="gate.e_score_correction_bias",
+            added=1e-20,
+        ),
         attributes=frozenset({"rope_parameters", "use_qk_norm"}),
         settings=OF_EXPERTS | {"num_mtp_layers", "use_qk_norm"},
     ),
@@ -198,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
         norm=ROUNDED_AFTER,
         has_sinks=True,
         has_half_tables=True,
-        experts="GptOssMLP",
+        experts=ExpertKind("GptOssMLP", "GptOssTopKRouter", gate="router"),
         settings=OF_EXPERTS | {"swiglu_alpha", "swiglu_limit"},
     ),
     "granite": Family(
@@ -207,13 +213,20 @@ FAMILIES: Mapping[str, Family] = {
         logit_divisor="logits_scaling",
         settings=frozenset({"attention_multiplier"}),
     ),
-    "mixtral": Family(experts="MixtralSparseMoeBlock", router="MixtralTopKRouter", settings=OF_EXPERTS),
+    "granitemoe": Family(
+        names=Names(mlp="block_sparse_moe"),
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        experts=ExpertKind("GraniteMoeMoE", "GraniteMoeTopKRouter", gate="router"),
+        settings=OF_EXPERTS | {"attention_multiplier"},
+    ),
+    "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=OF_EXPERTS),
     "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
-        experts="OlmoeSparseMoeBlock",
-        router="OlmoeTopKRouter",
+        experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
         settings=OF_EXPERTS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
@@ -225,11 +238,17 @@ FAMILIES: Mapping[str, Family] = {
         required={"resid_pdrop": (0.0,)},
     ),
     "qwen2_moe": Family(
-        experts="Qwen2MoeSparseMoeBlock",
+        experts=ExpertKind(
+            "Qwen2MoeSparseMoeBlock",
+            "Qwen2MoeTopKRouter",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
         settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
     "qwen3_moe": Family(
-        experts="Qwen3MoeSparseMoeBlock", router="Qwen3MoeTopKRouter", settings=OF_EXPERTS | {"use_sliding_window"}
+        experts=ExpertKind("Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
+        settings=OF_EXPERTS | {"use_sliding_window"},
     ),
     "smollm3": Family(
         rotates=lambda attention: bool(attention.use_rope),

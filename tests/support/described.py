@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ LOCAL_AND_GLOBAL: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "exaone4": lambda: random_model("Exaone4", **WINDOWS),
     "gemma": lambda: random_model("Gemma"),
@@ -45,13 +55,25 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         use_qk_norm=True,
         n_routed_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
+        moe_intermediate_size=64,
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS),
+    "glm4_moe, groups": lambda: random_model(
+        "Glm4Moe",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=64,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        first_k_dense_replace=0,
+    ),
+    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS, rope_parameters=YARN),
     "granite": lambda: random_model("Granite", **MULTIPLIERS),
+    "granitemoe": lambda: random_model("GraniteMoe", without=("head_dim",), **EXPERTS, **MULTIPLIERS),
     "mixtral": lambda: random_model("Mixtral", **EXPERTS),
     "olmo2": lambda: random_model("Olmo2"),
     "olmo3": lambda: random_model("Olmo3", **WINDOWS),
@@ -59,7 +81,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3": lambda: random_model("Phi3"),
     "phi3, a part rotated": lambda: random_model("Phi3", partial_rotary_factor=0.5),
     "qwen2_moe": lambda: random_model(
-        "Qwen2Moe", **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        "Qwen2Moe",
+        **EXPERTS,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=192,
+        decoder_sparse_step=2,
+        num_hidden_layers=4,
+        mlp_only_layers=[3],
     ),
     "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64),
     "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64, mlp_only_layers=[0]),
@@ -126,6 +154,9 @@ def model_of(name: str) -> Any:
     for part, weight in model.named_parameters():
         if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D")):
             weight.data = torch.rand_like(weight) + 0.5
+    for part, buffer in model.named_buffers():
+        if "bias" in part:
+            buffer.copy_(torch.rand_like(buffer))
     return model
 
 
@@ -189,6 +220,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+    "no softmax": ("qwen2_moe", {"experts": replace(FAMILIES["qwen2_moe"].experts, has_sigmoids=True)}),
+    "no gate of the shared expert": ("qwen2_moe", {"experts": replace(FAMILIES["qwen2_moe"].experts, shared_gate="")}),
+    "no sigmoids": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, has_sigmoids=False)}),
+    "no correction": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, correction="")}),
+    "no shared expert": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, shared="")}),
+    "another sum of shares": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, added=0.1)}),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
-from hdtool.runtime.engines.cpu.layer_calls import compute_part, float_of, multiply
+from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
     EXPERTS,
@@ -45,10 +45,10 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PART,
     PASS_FIELDS,
     PLACES,
-    RENORMS,
     RESIDUAL,
     ROTARY,
     ROTATED,
+    ROUTER,
     SCALE,
     SINKS,
     SLOT_STRIDE,
@@ -64,7 +64,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
-    TOP,
     TURNED,
     VALUES,
     WIDTH,
@@ -84,10 +83,11 @@ from hdtool.runtime.kernels.elementwise import (
     silu_in_place,
 )
 from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
+from hdtool.runtime.kernels.routing import ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, route
+from hdtool.runtime.kernels.team import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS = range(8)
@@ -262,17 +262,35 @@ def _compute(
 
 
 @compiled
-def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
-    """The experts of a layer; ``outputs`` may be ``inputs``."""
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
+    """Write the outputs of the experts of a layer, then the scores of the one that all rows have."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
-    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
-    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
-    multiply(shape, layer, TO_GATE, inputs, rows, scratch)
-    route(logits, layer[RENORMS] != 0, chosen, shares)
-    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
-    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
-    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
-    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
+    router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+    of_shared = scratch + rows * shape[HIDDEN] * ITEM_SIZE
+    at = of_shared + rows * ITEM_SIZE
+    scores = array_at(at, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, router[TOP]), np.int64), np.empty((rows, router[TOP]), np.float32)
+    multiply_by(shape, router, ROUTE, inputs, rows, at)
+    route(router, scores, chosen, shares)
+    if router[SHARED_GATE]:
+        multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
+    rest = at + rows * experts[NUMBER] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+
+
+@compiled
+def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
+    """Add what ``_mix`` wrote to the outputs of the expert that all rows have, if there is one."""
+    numbers = rows * shape[HIDDEN]
+    if layer[TO_DOWN * MATMUL_FIELDS]:
+        router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+        scores = array_at(mixed + numbers * ITEM_SIZE, (rows,), types.float32)
+        for row in range(rows):
+            share, at = np.float32(1), row * shape[HIDDEN] * ITEM_SIZE
+            if router[SHARED_GATE]:
+                share /= np.float32(1) + np.exp(-scores[row])
+            add_in_place(mixed + at, outputs + at, shape[HIDDEN], share)
+    copy_numbers(mixed, numbers, outputs)
 
 
 @compiled
@@ -312,12 +330,14 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
         if layer[EXPERTS]:
-            _mix(shape, layer, read, rows, normed, rest)
-        else:
+            _mix(shape, layer, read, rows, rest)
+        if layer[TO_DOWN * MATMUL_FIELDS]:
             multiply(shape, layer, TO_GATE, read, rows, gate)
             multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[EXPERTS]:
+            _add_shared(shape, layer, rows, rest, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
         if layer[OUTPUTS]:
             copy_numbers(hidden, numbers, layer[OUTPUTS])

@@ -15,12 +15,12 @@ MATMUL_FIELDS = 5
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
-EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
+EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
 keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
-the number of the kind of rotary positions, -1 for none. In place of an MLP, the address of a record of experts, how
-many of them each row has, and whether their shares add up to 1; the first matmul of the MLP gives their scores then."""
-MIXER = RENORMS + 1
+the number of the kind of rotary positions, -1 for none. Addresses of the records of experts and of what chooses
+them; the matmuls of the MLP are those of an expert that all rows have then, if there is one."""
+MIXER = ROUTER + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
@@ -60,8 +60,3 @@ scratch memory for a row, for a state, and for the columns of a sequence."""
 PASS_FIELDS = MIXER_WINDOW + 1
 
 Numbers = npt.NDArray[np.int64]
-
-
-def bits(number: float) -> int:
-    """The bits of a number in float32, as an integer."""
-    return int(np.float32(number).view(np.int32))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
@@ -29,7 +28,7 @@ from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
+from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers, float_of
 from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE

@@ -89,7 +89,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
-    dense = {layer.activation for layer in parts.layers if not layer.experts}
+    dense = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(dense) < 2
         and dense <= {*ACTIVATIONS}
