@@ -62,7 +62,7 @@ ROUNDED_FIRST = NormKind()
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules of a layer, and of the decoder's last norm."""
+    """Names of modules of a layer, and of the last norm and the rotary positions of the decoder."""
 
     mlp: str = "mlp"
     gate: str = "gate_proj"
@@ -75,6 +75,7 @@ class Names:
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,20 @@ GELU = frozenset({"gelu_tanh", "gelu"})
 GEMMA_NORM, ROUNDED_AFTER = NormKind(offset=1.0, rounds=False), NormKind(rounds=False)
 ONE_WAY = {"use_bidirectional_attention": (None, False)}
 FAMILIES: Mapping[str, Family] = {
+    "ernie4_5_moe": Family(
+        is_interleaved=True,
+        experts=ExpertKind(
+            "Ernie4_5_MoeSparseMoeBlock",
+            "Ernie4_5_MoeTopKRouter",
+            shared="shared_experts",
+            correction="gate.moe_statics.e_score_correction_bias",
+        ),
+        settings=frozenset({
+            "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
+            "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "output_router_logits", "router_aux_loss_coef",
+            "use_bias",
+        }),
+    ),
     "exaone4": Family(
         norms=AFTER,
         rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
@@ -255,7 +270,7 @@ FAMILIES: Mapping[str, Family] = {
         attributes=frozenset({"use_rope"}),
         settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
     ),
-}
+}  # fmt: skip
 """By the name of the library's package of a model type."""
 
 

@@ -148,11 +148,11 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     family = _family_of(modules[0], kind)
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     names = DECODER_PARTS | {family.names.last_norm}
-    if len(owners) != 1 or set(owners[0]._modules) - {"rotary_emb"} != names:
+    if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} != names:
         return None
     decoder: Any = owners[0]
     embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
-    rotary = decoder._modules.get("rotary_emb")
+    rotary = decoder._modules.get(family.names.rotary)
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
     rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
     if (

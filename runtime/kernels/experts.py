@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numba import types
 from torch.nn import Module
+from torch.nn.functional import silu
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, compiled
@@ -196,6 +197,8 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _has_silu(module: Any) -> bool:
+    if not module._modules:
+        return getattr(module, "act_fn", None) is silu
     return set(module._modules) == {"act_fn"} and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 

@@ -44,6 +44,12 @@ YARN: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "ernie4_5_moe": lambda: random_model(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=2
+    ),
+    "ernie4_5_moe, none shared": lambda: random_model(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=0, use_bias=True
+    ),
     "exaone4": lambda: random_model("Exaone4", **WINDOWS),
     "gemma": lambda: random_model("Gemma"),
     "gemma2": lambda: random_model("Gemma2", **WINDOWS, **BOUNDS),
@@ -123,11 +129,32 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         num_attention_heads=2,
         **{**MAMBA, "mamba_n_groups": 1, "mamba_conv_bias": False},
     ),
+    "granitemoehybrid, experts": lambda: random_model(
+        "GraniteMoeHybrid", without=("head_dim",), num_attention_heads=2, **{**MAMBA, **EXPERTS}, **MULTIPLIERS
+    ),
     "lfm2": lambda: random_model(
         "Lfm2", num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3
     ),
     "lfm2, biases and four taps": lambda: random_model(
         "Lfm2", layer_types=["full_attention", "conv"], conv_L_cache=4, conv_bias=True
+    ),
+    "lfm2_moe": lambda: random_model(
+        "Lfm2Moe",
+        **EXPERTS,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        moe_intermediate_size=64,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2_moe, no correction": lambda: random_model(
+        "Lfm2Moe",
+        **EXPERTS,
+        layer_types=["full_attention", "conv"],
+        moe_intermediate_size=64,
+        num_dense_layers=0,
+        use_expert_bias=False,
+        norm_topk_prob=False,
     ),
     "olmo_hybrid": lambda: random_model(
         "OlmoHybrid", without=("head_dim",), num_attention_heads=2, **DELTA, linear_value_head_dim=32
@@ -142,6 +169,14 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         linear_value_head_dim=32,
     ),
     "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=16),
+    "qwen3_5_moe": lambda: random_model(
+        "Qwen3_5MoeText",
+        **DELTA,
+        **EXPERTS,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
 }
 """With recurrent layers or short convolutions. Heads of 80 are computed in wide columns and narrow ones."""
