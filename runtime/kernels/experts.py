@@ -6,7 +6,8 @@ The outputs of a token's experts are added in the order of the experts, so its b
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from hdtool.runtime.kernels.elementwise import add_in_place, gate_pairs, silu_in
 from hdtool.runtime.kernels.linear import PLAIN, form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.memory.raw_memory import array_at, bits, copy_numbers, float_of
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Mapping
 
 NUMBER, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
 """Experts of a layer, and their shapes; of the matrices that give gate and up, the address of their matmul, those of
@@ -114,21 +116,47 @@ def _expand(team: int, threads: int, experts: Array, expert: int, inputs: int, r
     silu_in_place(gate, up, rows * inner)
 
 
-def matrices_of(weight: torch.Tensor) -> torch.Tensor:
+def matrices_of(weight: Any) -> Any:
     """The matrices ``[experts, rows, columns]`` of a parameter, of which some have them transposed."""
     return weight if weight.is_contiguous() else weight.transpose(1, 2)
 
 
-def experts_record(module: Any) -> Array:
-    """What compiled code reads of the experts of a layer."""
+class ExpertMatrices(NamedTuple):
+    """Where compiled code has the matrices of all experts."""
+
+    matmul: int
+    """Its address."""
+    first: int
+    """The address of the first expert's matrix."""
+    size: int
+    """Bytes from one expert to the next."""
+
+
+def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
+    """Those of a parameter: of one matrix of each expert, or of gate and up apart.
+
+    ``panels`` has what packed parts are multiplied as, by their addresses.
+    """
+    stored = matrices_of(stored_of(weight))
+    parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
+    found = []
+    for part in parts:
+        made = panels.get(part.data_ptr())
+        matmul = made.matmul if made else matmul_of(*form_of(part)).address
+        memory, size = (made.data_ptr(), made.nbytes) if made else (part.data_ptr(), part.nbytes)
+        found.append(ExpertMatrices(matmul, memory, size // len(stored)))
+    return found
+
+
+def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
+    """What compiled code reads of the experts of a layer, see ``expert_matrices``."""
     record = np.zeros(FIELDS, np.int64)
-    expand, reduce = (matrices_of(stored_of(getattr(module, name))) for name in WEIGHTS)
-    number, width, inner = reduce.shape
-    size = expand[0].numel() * expand.itemsize
-    record[: INNER + 1] = number, width, inner
-    record[EXPAND : GATE_SIZE + 1] = matmul_of(*form_of(expand)).address, expand.data_ptr(), size
-    record[UP : UP_SIZE + 1] = expand.data_ptr() + size // 2, size
-    record[REDUCE : DOWN_SIZE + 1] = matmul_of(*form_of(reduce)).address, reduce.data_ptr(), size // 2
+    (gate, *of_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
+    up = of_up[0] if of_up else gate._replace(first=gate.first + gate.size // 2)
+    record[: INNER + 1] = matrices_of(module.down_proj).shape
+    record[EXPAND : GATE_SIZE + 1] = gate
+    record[UP : UP_SIZE + 1] = up.first, up.size
+    record[REDUCE : DOWN_SIZE + 1] = down
     if _has_pairs(module):
         record[EXPAND_BIAS], record[REDUCE_BIAS] = (getattr(module, name).data_ptr() for name in BIASES)
         record[PAIRS : LIMIT + 1] = 1, bits(module.alpha), bits(module.limit)
@@ -190,10 +218,20 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
     expand, reduce = (weight.transpose(1, 2) if kind["is_transposed"] else weight for weight in weights)
     number, width, inner = reduce.shape
     return (
-        (_pairs_fit(module, dtypes) if kind["has_bias"] else _has_silu(module))
+        all(map(_parts_fit, weights))
+        and (_pairs_fit(module, dtypes) if kind["has_bias"] else _has_silu(module))
         and expand.shape == (number, 2 * inner, width)
         and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
     )
+
+
+def _parts_fit(weight: Any) -> bool:
+    """Whether the parts of a packed weight have one format, and are gate and up if there are several."""
+    stored = stored_of(weight)
+    if not isinstance(stored, PackedExperts):
+        return not is_compact(weight) or isinstance(stored, torch.Tensor)
+    forms = {(part.format, part.shape) for part in stored.parts}
+    return len(forms) == 1 and len(stored.parts) <= 2 and not (stored.is_transposed and len(stored.parts) > 1)
 
 
 def _has_silu(module: Any) -> bool:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.nn import Embedding, Module
 
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.engines.cpu.layer_record import FIFTH, FOURTH, MATMUL_FIELDS, SIXTH, TO_GATE, TO_OUTPUT
 from hdtool.runtime.engines.expert_parts import router_of
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
-from hdtool.runtime.kernels.experts import CompiledExperts
+from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
@@ -95,6 +98,20 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
         and router.weight.shape[1] == part.hidden
         and all(_fits(one) for one in (router.weight, router.bias, router.correction) if one is not None)
     )
+
+
+def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
+    """The parts of a layer's experts in blocks, of which each expert has whole panels."""
+    experts = cast(Any, part.experts).experts if part.experts else None
+    for name in WEIGHTS if experts else ():
+        stored = stored_of(getattr(experts, name))
+        if not isinstance(stored, PackedExperts):
+            continue
+        rows = [len(one) // len(stored) for one in stored.parts]
+        # One matrix with gate and up is multiplied by halves.
+        halves = 2 if name == WEIGHTS[0] and len(rows) == 1 else 1
+        if all(number % (halves * PANEL_ROWS) == 0 for number in rows):
+            yield from stored.parts
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:

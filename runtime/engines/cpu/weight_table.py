@@ -13,8 +13,7 @@ import torch
 from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
-from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, scale_of
-from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
+from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
 from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
@@ -102,6 +101,10 @@ class WeightTable:
         for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part).values()), self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
+                self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
+                stored.page_out()
+        for part in self._parts.layers:
+            for stored in packed_experts(part):
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
                 stored.page_out()
         self._fill()
@@ -200,7 +203,7 @@ class WeightTable:
         router = described and router_of(part.experts, described)
         assert router
         gate = part.shared_gate and self._matmul_row(MatmulRows(part.shared_gate, 0, 1))
-        self._experts.append(experts_record(cast(Any, part.experts).experts))
+        self._experts.append(experts_record(cast(Any, part.experts).experts, self._panels))
         self._routers.append(router_record(router, gate))
         row[layers.EXPERTS] = self._experts[-1].ctypes.data
         row[layers.ROUTER] = self._routers[-1].ctypes.data
@@ -210,10 +213,10 @@ class WeightTable:
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
-            called, matrix = int8_matmul_of(panels.format.kind), panels.data_ptr()
+            called, matrix = panels.matmul, panels.data_ptr()
         else:
-            called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
-        return called.address, matrix, rows.end - rows.first, layer.in_features, bias
+            called, matrix = matmul_of(*form_of(stored)).address, stored.data_ptr()
+        return called, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
         """Renew what was computed from weights and buffers that may have been written in place."""
