@@ -1,4 +1,4 @@
-"""Experts of GGUF files: they stay in blocks, and only those that a row has are read."""
+"""Experts of GGUF files and of checkpoints in MXFP4: they stay in blocks, and only those that a row has are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, Mxfp4Config
 
+from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
@@ -21,6 +24,8 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.described import YARN
+from tests.support.families import ALTERNATING, random_model
 from tests.support.fused import TREE, after, compiled, logits_of
 from tests.support.gguf_files import write_experts_gguf
 from tests.support.oracle import assert_same_logits
@@ -102,6 +107,49 @@ def test_parts_are_read_as_one_tensor(is_transposed: bool) -> None:
     weight.reads.number = 0
     chosen = torch.tensor([[2, 0], [-1, 1]])
     assert torch.equal(weight[chosen], expected[chosen]) and not weight.reads.number
+
+
+def checkpoint_in_mxfp4(folder: Path) -> Path:
+    """A gpt-oss as it is published: experts in blocks, all else in 16 bits."""
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model: Any = random_model(
+        "GptOss", hidden_size=64, intermediate_size=128, head_dim=64, vocab_size=2048, initializer_range=0.3,
+        sliding_window=24, layer_types=ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN,
+    )  # fmt: skip
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in model.bfloat16().state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            state[name] = weight.contiguous()
+            continue
+        experts, columns, rows = weight.shape
+        blocks = experts, rows, columns // 32
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), generator=random, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(120, 126, blocks, generator=random, dtype=torch.uint8)
+    model.config.quantization_config = Mxfp4Config(modules_to_not_convert=["self_attn", "router", "embed", "lm_head"])
+    model.config.architectures = ["GptOssForCausalLM"]
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(folder)
+    return folder
+
+
+def test_experts_of_gpt_oss_stay_in_the_blocks_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint_in_mxfp4(tmp_path)
+    packed, wide, rounded = (loaded(folder, **given) for given in ({}, {"dtype": "float32"}, {"activations": "int8"}))
+    weights, expanded = (
+        [one.get_parameter(name) for one in experts_of(target) for name in ("gate_up_proj", "down_proj")]
+        for target in (packed, wide)
+    )
+    assert all(map(is_packed, weights)) and not any(map(is_compact, expanded))
+    assert all(torch.equal(one + 0, other) for one, other in zip(weights, expanded, strict=True))
+    assert compiled(packed).is_current and compiled(wide).is_current
+    expected = logits_of(wide, PROMPT)
+    assert torch.equal(logits_of(packed, PROMPT), expected)
+    assert 1e-4 < (logits_of(rounded, PROMPT) - expected).norm() / expected.norm() < 0.05
+    with torch.inference_mode():
+        of_library = packed.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
+    assert_same_logits(expected[0], of_library)
 
 
 def test_logits_are_those_of_the_library(tmp_path: Path) -> None:
