@@ -74,8 +74,8 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
         best[group] = first + second
     is_used = np.zeros(groups, np.bool_)
     for _ in range(used):
-        group = np.argmax(best)
-        is_used[group], best[group] = True, -np.inf
+        most = np.argmax(best)
+        is_used[most], best[most] = True, -np.inf
     for group in range(groups):
         if not is_used[group]:
             choices[group * size : (group + 1) * size] = -np.inf

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, Mxfp4Config
+from transformers import AutoTokenizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig

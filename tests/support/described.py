@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.expert_parts import ExpertKind
 from hdtool.runtime.engines.model_families import FAMILIES, NormKind
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -237,6 +238,13 @@ def assert_right(
             target.commit(cache, slot, path_to(tree, len(tree) - 1))
 
 
+def _experts_of(name: str, **changes: Any) -> ExpertKind:
+    """The experts of a family, described wrongly."""
+    known = FAMILIES[name].experts
+    assert known
+    return replace(known, **changes)
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no offset": ("gemma3", {"norm": NormKind()}),
     "no bound of scores": ("gemma2", {"softcap": ""}),
@@ -255,12 +263,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
-    "no softmax": ("qwen2_moe", {"experts": replace(FAMILIES["qwen2_moe"].experts, has_sigmoids=True)}),
-    "no gate of the shared expert": ("qwen2_moe", {"experts": replace(FAMILIES["qwen2_moe"].experts, shared_gate="")}),
-    "no sigmoids": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, has_sigmoids=False)}),
-    "no correction": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, correction="")}),
-    "no shared expert": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, shared="")}),
-    "another sum of shares": ("glm4_moe", {"experts": replace(FAMILIES["glm4_moe"].experts, added=0.1)}),
+    "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),
+    "no gate of the shared expert": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", shared_gate="")}),
+    "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
+    "no correction": ("glm4_moe", {"experts": _experts_of("glm4_moe", correction="")}),
+    "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
+    "another sum of shares": ("glm4_moe", {"experts": _experts_of("glm4_moe", added=0.1)}),
 }
 
 

@@ -202,7 +202,7 @@ class WeightTable:
         described = self._parts.family.experts
         router = described and router_of(part.experts, described)
         assert router
-        gate = part.shared_gate and self._matmul_row(MatmulRows(part.shared_gate, 0, 1))
+        gate = self._matmul_row(MatmulRows(part.shared_gate, 0, 1)) if part.shared_gate else None
         self._experts.append(experts_record(cast(Any, part.experts).experts, self._panels))
         self._routers.append(router_record(router, gate))
         row[layers.EXPERTS] = self._experts[-1].ctypes.data
