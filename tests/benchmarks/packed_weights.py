@@ -54,9 +54,9 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks import cpu_weights
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident
-from tests.support.gguf_files import write_random_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.packed_blocks import NAMES, some_matrix
+from tests.support.random_gguf import write_random_gguf
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPTS = (64, 256, 1024)
