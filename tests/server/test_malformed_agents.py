@@ -227,5 +227,10 @@ def test_responses(server: RunningServer, body: Any) -> None:
     assert found["error"]["message"] and "\n" not in found["error"]["message"]
 
 
+def test_the_fault_of_an_item_is_named(server: RunningServer) -> None:
+    assert server.ask(RESPONSES, item(role="robot", content="Hi"))[1]["error"]["param"] == "input.0.role"
+    assert server.ask(MESSAGES, HI | said([1]))[1]["error"]["message"].startswith("messages.0.content.0: ")
+
+
 def test_both_lists_are_long() -> None:
     assert min(len(MESSAGE_BODIES), len(RESPONSE_BODIES)) >= 80

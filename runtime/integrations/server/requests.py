@@ -278,10 +278,13 @@ def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    """The first field that is wrong; where several types may stand, the fault of the one that fits best."""
+    errors = error.errors(include_url=False, include_context=False)
+    faults = [([part for part in one["loc"] if not _is_branch(part)], one) for one in errors]
+    first = faults[0][0][:1]
+    path, fault = max((one for one in faults if one[0][:1] == first), key=lambda one: len(one[0]))
+    place, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
         message = "this server does not know the field: leave it out"
     return RequestError(f"{place}: {message}" if place else message, param=place or None)
 

@@ -243,7 +243,10 @@ def _unknown(item: Item, where: str) -> RequestError:
 
 def _function(tool: Row, place: int) -> Row:
     name = tool.get("name")
-    if tool.get("type") != "function" or not isinstance(name, str):
+    if tool.get("type") == "function" and not isinstance(name, str):
+        lacks = f"tools.{place}: a function has its name and its parameters beside its type"
+        raise RequestError(lacks, param=f"tools.{place}.name")
+    if tool.get("type") != "function":
         raise RequestError(
             f"tools.{place}: this server runs no tools, and this one is of type {str(tool.get('type'))[:40]!r}: "
             "send functions with a name and parameters only",
