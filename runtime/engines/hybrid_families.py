@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hdtool.runtime.engines.expert_parts import ExpertKind
-from hdtool.runtime.engines.mixer_parts import DELTA_RULE, DELTA_RULE_APART, MAMBA2, SHORT_CONVOLUTION
+from hdtool.runtime.engines.mixer_parts import (
+    DELTA_RULE,
+    DELTA_RULE_APART,
+    DELTA_RULE_BY_HEADS,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+)
 from hdtool.runtime.engines.model_families import (
     AFTER,
     GEMMA_NORM,
@@ -85,6 +91,20 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max",
             "linear_dt_min",
         },
+    ),
+    "qwen3_next": Family(
+        mixers={"linear_attn": {"Qwen3NextGatedDeltaNet": DELTA_RULE_BY_HEADS}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        experts=ExpertKind(
+            "Qwen3NextSparseMoeBlock",
+            "Qwen3NextTopKRouter",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+        attributes=frozenset({"block_type"}),
+        settings=OF_DELTA_RULES | OF_EXPERTS,
     ),
     "qwen3_5": Family(
         mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},

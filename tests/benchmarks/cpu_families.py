@@ -52,6 +52,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         **SHAPE, **EXPERTS, "intermediate_size": 3072, "num_dense_layers": 1,
         "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
     },
+    "Qwen3Next": {
+        **DENSE, **EXPERTS, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
+    },
     "Qwen3_5Moe": {
         **SHAPE, **EXPERTS, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 8,
         "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,

@@ -34,7 +34,7 @@ from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter, path_to, tokens_to
 
-KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe")
+KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
 """Several nodes have several children, and later nodes follow earlier ones."""
 

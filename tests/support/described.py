@@ -170,6 +170,15 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         linear_value_head_dim=32,
     ),
     "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=16),
+    "qwen3_next": lambda: random_model(
+        "Qwen3Next",
+        **DELTA,
+        **EXPERTS,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+    ),
     "qwen3_5_moe": lambda: random_model(
         "Qwen3_5MoeText",
         **DELTA,

@@ -136,7 +136,7 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
         matrix = weight.detach().reshape(-1, weight.shape[-1]).numpy()
         numbers = matrix if stored == GGMLQuantizationType.F32 else _blocks(matrix, stored)
         writer.add_tensor(f"{name}.weight", numbers.reshape(*weight.shape[:-1], -1), raw_dtype=stored)
-    return _written(writer, path)
+    return written(writer, path)
 
 
 def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:

@@ -35,7 +35,7 @@ state, and of the weight of the gated norm, with the bits of the epsilon of that
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """Numbers that earlier layers keep of a row; the bits of the factor of how much a row teaches; and the matmul of a
 mixer's fourth input, which those of the fifth and the sixth one follow. Where these are, the first input, they two give
-queries, keys and values one after another."""
+queries, keys and values one after another. A delta rule without a fourth input has all in two, by heads of keys."""
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS
 """The address that the output of the layer is copied to, 0 if nothing reads it."""

@@ -165,6 +165,39 @@ def join_inputs(
 
 
 @compiled
+def spread_inputs(
+    layer: Numbers,
+    inputs: int,
+    scores: int,
+    joined: int,
+    gates: int,
+    strengths: int,
+    steps: int,
+    first: int,
+    end: int,
+) -> None:
+    """Sort the inputs of some rows, which are there by heads of keys: a query, a key, values and gates of each.
+
+    ``joined`` gets queries, keys and values side by side; ``scores`` are strengths and steps by heads of keys.
+    """
+    heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
+    some = states // heads
+    values, keys = some * layer[VALUE_WIDTH], heads * width
+    for row in range(first, end):
+        for head in range(heads):
+            read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
+            at = joined + row * layer[CHANNELS] * ITEM_SIZE
+            copy_numbers(read, width, at + head * width * ITEM_SIZE)
+            copy_numbers(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
+            read += 2 * width * ITEM_SIZE
+            copy_numbers(read, values, at + (2 * keys + head * values) * ITEM_SIZE)
+            copy_numbers(read + values * ITEM_SIZE, values, gates + (row * heads + head) * values * ITEM_SIZE)
+            of_head = (row * states + head * some) * ITEM_SIZE
+            copy_numbers(scores + 2 * of_head, some, strengths + of_head)
+            copy_numbers(scores + 2 * of_head + some * ITEM_SIZE, some, steps + of_head)
+
+
+@compiled
 def prepare_delta(
     layer: Numbers,
     origins: Numbers,
