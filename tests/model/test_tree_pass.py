@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engines.cpu import pass_kernel
+from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.model.cache import position_moves
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
@@ -228,6 +229,8 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     before = passes_of(one)
     verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
+    rows_computed = fused.compiled(target)._passes[3]._record["shape"][0, TOTAL_ROWS]
+    assert len(drafted) == 1 or rows_computed == sum(len(tree) + 1 for tree in drafted), "no padding"
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
         assert len(found) == len(tree) + 1
         assert (found.walk is not None) == walks and (found.maxima is not None) == rank
