@@ -10,6 +10,7 @@ import numpy as np
 
 from hdtool.runtime.budget.node_budget import (
     CHOICE,
+    LONGEST_PAUSE,
     STEP_OVERHEAD,
     Budget,
     ChosenSize,
@@ -17,6 +18,7 @@ from hdtool.runtime.budget.node_budget import (
     SmoothedSeconds,
     best_size,
     decide,
+    retry_steps,
     useful_tree,
 )
 from hdtool.runtime.budget.pass_costs import COSTS, LARGEST_CHOSEN, MeasuredCosts
@@ -174,5 +176,7 @@ def choose_together(
         paused_until = 0
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
-            paused_until = decide(own, pays and nodes > 0, saved, plain + overhead, step)
+            # A tree has few nodes that pay in a batch: it is often tried again where this takes little of the time.
+            longest = retry_steps(own, (plain + overhead) / slots) if own.drafting > 0 else LONGEST_PAUSE
+            paused_until = decide(own, pays and nodes > 0, saved, longest, step)
         chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until

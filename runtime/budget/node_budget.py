@@ -216,7 +216,14 @@ def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
     if tries:
         return chosen, most, 0
     saved = gain[chosen] * (plain + own.overhead) - (cost if pays else plain) - own.overhead
-    return chosen, most, decide(own, pays, saved, plain + own.overhead, step)
+    longest = max(LONGEST_PAUSE, retry_steps(own, plain + own.overhead))
+    return chosen, most, decide(own, pays, saved, longest, step)
+
+
+@compiled
+def retry_steps(own: Any, plain: float) -> int:
+    """The steps of so many seconds after which a draft may be tried again."""
+    return int(own.drafting / (RETRY_SHARE * plain))
 
 
 @compiled
@@ -253,17 +260,15 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
 
 
 @compiled
-def decide(own: Any, paid: bool, saved: float, plain: float, step: int) -> int:
-    """Decide whether to pause drafting, which ``saved`` so many seconds but for its own; the step of its end, or 0.
+def decide(own: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+    """Decide whether to pause drafting, which ``saved`` so many seconds but for its own.
 
-    A plain step takes ``plain`` seconds.
+    Returns the step up to which it pauses, or 0.
     """
-    longest = LONGEST_PAUSE
     if own.drafting > 0:
         saved -= own.drafting
         own.saved = saved if np.isnan(own.saved) else own.saved + SAVED_LEARNING_RATE * (saved - own.saved)
         paid = own.saved > 0
-        longest = max(longest, int(own.drafting / (RETRY_SHARE * plain)))
     own.pause = 0 if paid else min(max(1, 2 * own.pause), longest)
     if own.pause <= 2:
         return 0
