@@ -149,7 +149,7 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 @compiled
 def _offsets(shape: Numbers) -> Numbers:
     """Where the rows of each sequence begin, and the end of the last one's."""
-    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)  # type: ignore[no-any-return]
+    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
 
 
 @compiled
