@@ -247,9 +247,7 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
             assert tops[0] == tops[1]
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingConfig(), SamplingConfig(temperature=0.8, top_p=0.9)], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_with_trees_of_all_sizes_are_those_given_alone(one: OneSequence, temperature: float) -> None:
     """Two samples of each prompt, trees of no to many nodes beside each other, and answers that end one by one."""
     target, asked = one.target, dict[tuple[int, int], Request[tuple[int, int]]]()
