@@ -49,6 +49,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     ROTARY,
     ROTATED,
     ROUTER,
+    ROW_OFFSETS,
     SCALE,
     SINKS,
     SLOT_STRIDE,
@@ -64,6 +65,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
+    TOTAL_ROWS,
     TURNED,
     VALUES,
     WIDTH,
@@ -145,6 +147,12 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 
 
 @compiled
+def _offsets(shape: Numbers) -> Numbers:
+    """Where the rows of each sequence begin, and the end of the last one's."""
+    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
+
+
+@compiled
 def _append(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
@@ -152,11 +160,13 @@ def _append(
 
     ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries and keys are changed in place.
     """
-    new, heads, width = shape[NEW], shape[HEADS], shape[WIDTH]
+    heads, width = shape[HEADS], shape[WIDTH]
     query_heads, size = heads * shape[GROUPS], width * ITEM_SIZE
+    offsets, slot = _offsets(shape), 0
     for row in range(first, end):
-        slot, place = row // new, row % new
-        kept_slot = slot * shape[SLOT_STRIDE]
+        while row >= offsets[slot + 1]:
+            slot += 1
+        place, kept_slot = row - offsets[slot], slot * shape[SLOT_STRIDE]
         _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
         _prepare_heads(shape, layer, layer[NORM_K], row, heads, keys + row * heads * size)
         for head in range(heads):
@@ -173,7 +183,7 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * turned
     sin = cos + rows * turned
     for head in range(heads):
@@ -193,15 +203,20 @@ def _attend(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
-    new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
-    together = block_queries(shape[SLOTS] * heads, shape[THREADS])
-    blocks, memory = heads * query_blocks(new, groups, together), attention_numbers(starts.max() + new, width, together)
+    heads, groups, width = shape[HEADS], shape[GROUPS], shape[WIDTH]
+    offsets, together = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
+    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape)
     # Rounded up, this is the number of the part: each of them has memory of its own.
-    own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
-    for slot in range(first // blocks, (end + blocks - 1) // blocks):
-        at = slot * new * heads * groups * width * ITEM_SIZE
+    own = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
+    before = blocks = 0
+    for slot in range(shape[SLOTS]):
+        before, new = before + blocks, offsets[slot + 1] - offsets[slot]
+        blocks = heads * query_blocks(new, groups, together)
+        if before >= end or before + blocks <= first:
+            continue
+        at = offsets[slot] * heads * groups * width * ITEM_SIZE
         kept = slot * shape[SLOT_STRIDE] * ITEM_SIZE
-        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
+        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
         attend(
             queries + at,
             new,
@@ -217,39 +232,36 @@ def _attend(
             float_of(shape, SCALE),
             float_of(shape, SOFTCAP),
             layer[WINDOW],
-            shape[PLACES] + slot * new * WORD_SIZE,
+            shape[PLACES] + offsets[slot] * WORD_SIZE,
             layer[SINKS],
             own,
             written + at,
             together,
-            max(first - slot * blocks, 0),
-            min(end - slot * blocks, blocks),
+            max(first - before, 0),
+            min(end - before, blocks),
         )
 
 
 @compiled
 def _attention_blocks(shape: Numbers) -> int:
     """The blocks of queries of all sequences."""
-    heads = shape[SLOTS] * shape[HEADS]
-    blocks = query_blocks(shape[NEW], shape[GROUPS], block_queries(heads, shape[THREADS]))
-    return heads * blocks  # type: ignore[no-any-return]
-
-
-@compiled
-def _attention_parts(shape: Numbers) -> int:
-    """The parts into which the attention of a layer is divided for several threads."""
-    return parts_of(shape[THREADS], _attention_blocks(shape), 1)
+    offsets, blocks = _offsets(shape), 0
+    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
+    for slot in range(shape[SLOTS]):
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], shape[GROUPS], together)
+    return blocks * shape[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
 def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
-    rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
+    rows, heads, width = shape[TOTAL_ROWS], shape[SLOTS] * shape[HEADS], shape[WIDTH]
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * shape[HEADS] * shape[GROUPS] * width
-    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
-    of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
+    together = block_queries(heads, shape[THREADS])
+    parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], shape[GROUPS], together), 1)
+    of_attention = parts * attention_numbers(positions, width, together)
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
@@ -296,7 +308,7 @@ def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
-    rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
+    rows, heads, width = shape[TOTAL_ROWS], shape[HEADS], shape[WIDTH]
     query_numbers, key_numbers = rows * heads * shape[GROUPS] * width, rows * heads * width
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
     normed = scratch

@@ -42,7 +42,8 @@ OUTPUTS = SIXTH + MATMUL_FIELDS
 FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
-"""The fields of a pass begin here: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
+"""The fields of a pass begin here: sequences and the most new rows of one, which is that of each where layers have
+mixers; then shapes, and ``INNER`` is that of the widest MLP."""
 PLACES, ROTATED, TURNED, PAIRED = range(7, 11)
 """Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a head
 that are rotated, and whether their pairs are side by side."""
@@ -57,6 +58,8 @@ GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIX
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""
-PASS_FIELDS = MIXER_WINDOW + 1
+TOTAL_ROWS, ROW_OFFSETS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 3)
+"""The rows of all sequences, one sequence after another; and the address of where those of each begin, and end."""
+PASS_FIELDS = ROW_OFFSETS + 1
 
 Numbers = npt.NDArray[np.int64]

@@ -12,14 +12,13 @@ from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numb
 from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
     HIDDEN,
-    NEW,
     OFFSET,
     PASS_FIELDS,
     PLACES,
     ROTATED,
-    SLOTS,
     TEAM,
     THREADS,
+    TOTAL_ROWS,
     TURNED,
     Numbers,
 )
@@ -71,7 +70,7 @@ def pass_numbers(shape: Numbers, kinds: int, positions: int) -> int:
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
     """Cosines and sines of one kind for all rows."""
-    return 2 * shape[SLOTS] * shape[NEW] * shape[TURNED]  # type: ignore[no-any-return]
+    return 2 * shape[TOTAL_ROWS] * shape[TURNED]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -88,7 +87,7 @@ def compute_pass(
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):

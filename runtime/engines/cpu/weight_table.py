@@ -127,6 +127,7 @@ class WeightTable:
         keys = storage.layers[self._parts.layers.index(part)][0]
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
         inner = max(layer.inner for layer in self._parts.layers)
+        shape[layers.TOTAL_ROWS] = slots * new
         shape[: layers.INNER + 1] = slots, new, part.heads, part.groups, part.width, part.hidden, inner
         shape[layers.TURNED] = self._rotary_below(1).shape[-1] if self._kinds else 0
         shape[layers.PAIRED] = family.is_interleaved
