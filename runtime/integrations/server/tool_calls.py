@@ -61,8 +61,18 @@ NOTATIONS = (
 class ToolCallReader:
     """Splits the text of an answer into plain text, reasoning and tool calls while it is generated."""
 
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str
+    ) -> ToolCallReader | None:
+        """None if there is nothing to read but text: no tools, and a tokenizer that does not describe its answers."""
+        return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
         own = getattr(tokenizer, "response_template", None)
+        self.reads_thinking = own is not None
+        """Whether the tokenizer describes its answers, and what is thinking in them."""
+        self._takes_calls = bool(tools)
         self._opening = ""
         template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
         self._parser = (
@@ -92,10 +102,12 @@ class ToolCallReader:
         for event in events:
             field, text = event["field"], event.get("text", "")
             if event["type"] == "region_chunk" and not event.get("dirty"):
-                plain += text if field == "content" else ""
-                reasoning += text if field in REASONING else ""
+                if field in REASONING:
+                    reasoning += text
+                else:
+                    plain += text
             elif event["type"] == "region_close" and field == "tool_calls":
-                found = calls_of(event["value"])
+                found = calls_of(event["value"]) if self._takes_calls else []
                 calls += found
                 if not found:
                     plain += self._opening + _text_of(event["value"])
