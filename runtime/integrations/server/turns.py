@@ -13,24 +13,27 @@ if TYPE_CHECKING:
 
 PARAGRAPH = "\n\n"
 SYSTEM, USER = "system", "user"
-LATE = "late instruction"
+LATE = ("after a question", "after an answer", "at the end")
 CONVERSATION = (
     {"role": SYSTEM, "content": "first instruction"},
     {"role": USER, "content": "question"},
+    {"role": SYSTEM, "content": LATE[0]},
     {"role": "assistant", "content": "answer"},
+    {"role": SYSTEM, "content": LATE[1]},
     {"role": USER, "content": "next question"},
-    {"role": SYSTEM, "content": LATE},
+    {"role": SYSTEM, "content": LATE[2]},
 )
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template shows the model a message of the system that is not the first message."""
+    """Whether the chat template shows the model messages of the system wherever they are in a conversation."""
     if not has_chat_template(tokenizer):
         return True
     try:
-        return LATE in conversation_text(tokenizer, CONVERSATION, chat=True)
+        text = conversation_text(tokenizer, CONVERSATION, chat=True)
     except PromptError:
         return False
+    return all(instruction in text for instruction in LATE)
 
 
 def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
