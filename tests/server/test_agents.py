@@ -7,6 +7,7 @@ each goes on from the answer to the first. ``LIMIT`` is the tests' own: some sen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -315,6 +316,16 @@ def test_a_function_in_a_namespace_is_called_by_both_names(server: RunningServer
 def test_tools_that_the_makers_run_are_left_out_beside_functions(server: RunningServer) -> None:
     answer = asked(server, RESPONSES, CODEX | {"max_output_tokens": 1})
     assert [tool.get("name") for tool in answer["tools"]] == ["exec_command", "multi_agent_v1", "get_goal"]
+
+
+def test_claude_code_is_told_how_much_too_long_a_prompt_is(server: RunningServer) -> None:
+    """It compacts the conversation by the two numbers in this message."""
+    status, found = server.ask(MESSAGES, CLAUDE_CODE | {"system": "one two three " * 3_000})
+    assert status == 400
+    numbers = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum: ", found["error"]["message"])
+    assert numbers and int(numbers[1]) > 9_000 > int(numbers[2])
+    status, found = server.ask(RESPONSES, CODEX | {"instructions": "one two three " * 3_000})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_images_that_tools_return_are_replaced_by_a_note(server: RunningServer) -> None:

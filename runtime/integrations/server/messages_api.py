@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hdtool.data.errors import ContextError
 from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
@@ -337,6 +338,11 @@ class MessagesFormat:
 
     def _shown(self, delta: Delta) -> Delta:
         return delta if self._shows_thinking else replace(delta, reasoning="")
+
+
+def too_long(error: ContextError) -> str:
+    """The message of a prompt that is too long, as Claude Code reads the numbers in it to compact a conversation."""
+    return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum: {error.advice}"
 
 
 def error_body(error: RequestError) -> Row:
