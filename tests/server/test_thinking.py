@@ -138,6 +138,17 @@ def test_the_template_of_the_tokenizer_comes_first(tokenizer: PreTrainedTokenize
     assert (found.reasoning, found.text) == ("Well, <think>.", "Hello, </think>.")
 
 
+def test_an_answer_unlike_the_template_stays_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The parser of the library raises where a call is no JSON."""
+    own: Any = tokenizer
+    calls = {"open": "<|call|>", "close": "<|end|>", "content": "json", "repeats": True}
+    own.response_template = OWN | {"fields": {"tool_calls": calls, "content": {}}}
+    for text, expected in {"A<|call|>{b<|end|>c": "A{b<|end|>c", "A<|call|>{b": "A{b"}.items():
+        found = whole(answer(tokenizer, text, tools=TOOLS))
+        assert (found.text.replace("<|end|>", ""), found.calls) == (expected.replace("<|end|>", ""), [])
+    assert [call.name for call in whole(answer(tokenizer, 'A<|call|>{"name": "f"}<|end|>', tools=TOOLS)).calls] == ["f"]
+
+
 def test_all_apis_name_it(tokenizer: PreTrainedTokenizerBase) -> None:
     deltas = answer(tokenizer, "<think>\nWell.\n</think>\n\nHello.")
     usage = usage_of(1, Stats())

@@ -73,7 +73,7 @@ class ToolCallReader:
         self.reads_thinking = own is not None
         """Whether the tokenizer describes its answers, and what is thinking in them."""
         self._takes_calls = bool(tools)
-        self._opening = ""
+        self._opening = self._unread = ""
         template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
         self._parser = (
             tokenizer.get_response_parser(template, prefix=prompt if own else "", tools=list(tools))
@@ -91,11 +91,22 @@ class ToolCallReader:
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
         """The plain text, the reasoning and the calls that more text completes."""
-        return self._read(self._parser.feed(text)) if self._parser else (text, "", [])
+        if self._parser is None:
+            return text, "", []
+        try:
+            return self._read(self._parser.feed(text))
+        except ValueError:  # not as the template says: the rest of the answer is text
+            self._parser = None
+            return self._unread + text, "", []
 
     def end(self) -> tuple[str, str, list[ToolCall]]:
         """The rest, at the end of the answer."""
-        return self._read(self._parser.finalize()[1]) if self._parser else ("", "", [])
+        if self._parser is None:
+            return "", "", []
+        try:
+            return self._read(self._parser.finalize()[1])
+        except ValueError:
+            return self._unread, "", []
 
     def _read(self, events: Sequence[dict[str, Any]]) -> tuple[str, str, list[ToolCall]]:
         plain, reasoning, calls = "", "", []
@@ -106,7 +117,11 @@ class ToolCallReader:
                     reasoning += text
                 else:
                     plain += text
-            elif event["type"] == "region_close" and field == "tool_calls":
+            elif event["type"] == "region_chunk":
+                self._unread += text
+            elif event["type"] == "region_close":
+                self._unread = ""
+            if event["type"] == "region_close" and field == "tool_calls":
                 found = calls_of(event["value"]) if self._takes_calls else []
                 calls += found
                 if not found:
