@@ -35,7 +35,7 @@ def schema(*required: str, **properties: Any) -> Row:
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 9007199254740991}
 DRAFT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-CACHED = {"cache_control": {"type": "ephemeral"}}
+CACHED: Row = {"cache_control": {"type": "ephemeral"}}
 
 
 def text(content: str, kind: str = "text", **more: Any) -> Row:
@@ -164,7 +164,8 @@ def read_chat(events: list[Row]) -> Turn:
     assert all(event["object"] == "chat.completion.chunk" for event in events)
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert choices[-1]["finish_reason"] in ("stop", "length")
-    usage = events[-1]["usage"] if not events[-1]["choices"] else {"prompt_tokens": 0, "prompt_tokens_details": {}}
+    none: Row = {"prompt_tokens": 0, "prompt_tokens_details": {}}
+    usage: Row = none if events[-1]["choices"] else events[-1]["usage"]
     answer = "".join(choice["delta"].get("content") or "" for choice in choices)
     return Turn(answer, usage["prompt_tokens"], usage["prompt_tokens_details"].get("cached_tokens", 0))
 

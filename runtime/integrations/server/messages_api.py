@@ -98,7 +98,7 @@ class OutputConfig(BaseModel):
 class KeptTurns(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["thinking_turns", "all"]
-    value: int = Field(1, ge=1)
+    value: int = Field(default=1, ge=1)
 
 
 class ContextEdit(BaseModel):
