@@ -13,7 +13,7 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
-from hdtool.runtime.engines.cpu.layer_calls import compute_part, float_of, multiply
+from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
     EPSILON,
     EXPERTS,
@@ -45,10 +45,11 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PART,
     PASS_FIELDS,
     PLACES,
-    RENORMS,
     RESIDUAL,
     ROTARY,
     ROTATED,
+    ROUTER,
+    ROW_OFFSETS,
     SCALE,
     SINKS,
     SLOT_STRIDE,
@@ -64,7 +65,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
-    TOP,
+    TOTAL_ROWS,
     TURNED,
     VALUES,
     WIDTH,
@@ -84,10 +85,11 @@ from hdtool.runtime.kernels.elementwise import (
     silu_in_place,
 )
 from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
+from hdtool.runtime.kernels.routing import ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, route
+from hdtool.runtime.kernels.team import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS = range(8)
@@ -145,6 +147,12 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 
 
 @compiled
+def _offsets(shape: Numbers) -> Numbers:
+    """Where the rows of each sequence begin, and the end of the last one's."""
+    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
+
+
+@compiled
 def _append(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
@@ -152,11 +160,13 @@ def _append(
 
     ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries and keys are changed in place.
     """
-    new, heads, width = shape[NEW], shape[HEADS], shape[WIDTH]
+    heads, width = shape[HEADS], shape[WIDTH]
     query_heads, size = heads * shape[GROUPS], width * ITEM_SIZE
+    offsets, slot = _offsets(shape), 0
     for row in range(first, end):
-        slot, place = row // new, row % new
-        kept_slot = slot * shape[SLOT_STRIDE]
+        while row >= offsets[slot + 1]:
+            slot += 1
+        place, kept_slot = row - offsets[slot], slot * shape[SLOT_STRIDE]
         _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
         _prepare_heads(shape, layer, layer[NORM_K], row, heads, keys + row * heads * size)
         for head in range(heads):
@@ -173,7 +183,7 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * turned
     sin = cos + rows * turned
     for head in range(heads):
@@ -193,15 +203,20 @@ def _attend(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
-    new, heads, groups, width = shape[NEW], shape[HEADS], shape[GROUPS], shape[WIDTH]
-    together = block_queries(shape[SLOTS] * heads, shape[THREADS])
-    blocks, memory = heads * query_blocks(new, groups, together), attention_numbers(starts.max() + new, width, together)
+    heads, groups, width = shape[HEADS], shape[GROUPS], shape[WIDTH]
+    offsets, together = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
+    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape)
     # Rounded up, this is the number of the part: each of them has memory of its own.
-    own = scratch + -(-first * _attention_parts(shape) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
-    for slot in range(first // blocks, (end + blocks - 1) // blocks):
-        at = slot * new * heads * groups * width * ITEM_SIZE
+    own = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
+    before = blocks = 0
+    for slot in range(shape[SLOTS]):
+        before, new = before + blocks, offsets[slot + 1] - offsets[slot]
+        blocks = heads * query_blocks(new, groups, together)
+        if before >= end or before + blocks <= first:
+            continue
+        at = offsets[slot] * heads * groups * width * ITEM_SIZE
         kept = slot * shape[SLOT_STRIDE] * ITEM_SIZE
-        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
+        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
         attend(
             queries + at,
             new,
@@ -217,39 +232,36 @@ def _attend(
             float_of(shape, SCALE),
             float_of(shape, SOFTCAP),
             layer[WINDOW],
-            shape[PLACES] + slot * new * WORD_SIZE,
+            shape[PLACES] + offsets[slot] * WORD_SIZE,
             layer[SINKS],
             own,
             written + at,
             together,
-            max(first - slot * blocks, 0),
-            min(end - slot * blocks, blocks),
+            max(first - before, 0),
+            min(end - before, blocks),
         )
 
 
 @compiled
 def _attention_blocks(shape: Numbers) -> int:
     """The blocks of queries of all sequences."""
-    heads = shape[SLOTS] * shape[HEADS]
-    blocks = query_blocks(shape[NEW], shape[GROUPS], block_queries(heads, shape[THREADS]))
-    return heads * blocks  # type: ignore[no-any-return]
-
-
-@compiled
-def _attention_parts(shape: Numbers) -> int:
-    """The parts into which the attention of a layer is divided for several threads."""
-    return parts_of(shape[THREADS], _attention_blocks(shape), 1)
+    offsets, blocks = _offsets(shape), 0
+    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
+    for slot in range(shape[SLOTS]):
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], shape[GROUPS], together)
+    return blocks * shape[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
 def scratch_numbers(shape: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
-    rows, width = shape[SLOTS] * shape[NEW], shape[WIDTH]
+    rows, heads, width = shape[TOTAL_ROWS], shape[SLOTS] * shape[HEADS], shape[WIDTH]
     of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * shape[HEADS] * shape[GROUPS] * width
-    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
-    of_attention = _attention_parts(shape) * attention_numbers(positions, width, together)
+    together = block_queries(heads, shape[THREADS])
+    parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], shape[GROUPS], together), 1)
+    of_attention = parts * attention_numbers(positions, width, together)
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
@@ -262,23 +274,41 @@ def _compute(
 
 
 @compiled
-def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
-    """The experts of a layer; ``outputs`` may be ``inputs``."""
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
+    """Write the outputs of the experts of a layer, then the scores of the one that all rows have."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
-    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
-    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
-    multiply(shape, layer, TO_GATE, inputs, rows, scratch)
-    route(logits, layer[RENORMS] != 0, chosen, shares)
-    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
-    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
-    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
-    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
+    router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+    of_shared = scratch + rows * shape[HIDDEN] * ITEM_SIZE
+    at = of_shared + rows * ITEM_SIZE
+    scores = array_at(at, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, router[TOP]), np.int64), np.empty((rows, router[TOP]), np.float32)
+    multiply_by(shape, router, ROUTE, inputs, rows, at)
+    route(router, scores, chosen, shares)
+    if router[SHARED_GATE]:
+        multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
+    rest = at + rows * experts[NUMBER] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+
+
+@compiled
+def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
+    """Add what ``_mix`` wrote to the outputs of the expert that all rows have, if there is one."""
+    numbers = rows * shape[HIDDEN]
+    if layer[TO_DOWN * MATMUL_FIELDS]:
+        router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+        scores = array_at(mixed + numbers * ITEM_SIZE, (rows,), types.float32)
+        for row in range(rows):
+            share, at = np.float32(1), row * shape[HIDDEN] * ITEM_SIZE
+            if router[SHARED_GATE]:
+                share /= np.float32(1) + np.exp(-scores[row])
+            add_in_place(mixed + at, outputs + at, shape[HIDDEN], share)
+    copy_numbers(mixed, numbers, outputs)
 
 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
-    rows, heads, width = shape[SLOTS] * shape[NEW], shape[HEADS], shape[WIDTH]
+    rows, heads, width = shape[TOTAL_ROWS], shape[HEADS], shape[WIDTH]
     query_numbers, key_numbers = rows * heads * shape[GROUPS] * width, rows * heads * width
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
     normed = scratch
@@ -312,12 +342,14 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
         if layer[EXPERTS]:
-            _mix(shape, layer, read, rows, normed, rest)
-        else:
+            _mix(shape, layer, read, rows, rest)
+        if layer[TO_DOWN * MATMUL_FIELDS]:
             multiply(shape, layer, TO_GATE, read, rows, gate)
             multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[EXPERTS]:
+            _add_shared(shape, layer, rows, rest, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
         if layer[OUTPUTS]:
             copy_numbers(hidden, numbers, layer[OUTPUTS])

@@ -15,12 +15,12 @@ MATMUL_FIELDS = 5
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
-EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
+EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
 keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
-the number of the kind of rotary positions, -1 for none. In place of an MLP, the address of a record of experts, how
-many of them each row has, and whether their shares add up to 1; the first matmul of the MLP gives their scores then."""
-MIXER = RENORMS + 1
+the number of the kind of rotary positions, -1 for none. Addresses of the records of experts and of what chooses
+them; the matmuls of the MLP are those of an expert that all rows have then, if there is one."""
+MIXER = ROUTER + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
@@ -35,14 +35,15 @@ state, and of the weight of the gated norm, with the bits of the epsilon of that
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """Numbers that earlier layers keep of a row; the bits of the factor of how much a row teaches; and the matmul of a
 mixer's fourth input, which those of the fifth and the sixth one follow. Where these are, the first input, they two give
-queries, keys and values one after another."""
+queries, keys and values one after another. A delta rule without a fourth input has all in two, by heads of keys."""
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS
 """The address that the output of the layer is copied to, 0 if nothing reads it."""
 FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
-"""The fields of a pass begin here: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
+"""The fields of a pass begin here: sequences and the most new rows of one, which is that of each where layers have
+mixers; then shapes, and ``INNER`` is that of the widest MLP."""
 PLACES, ROTATED, TURNED, PAIRED = range(7, 11)
 """Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a head
 that are rotated, and whether their pairs are side by side."""
@@ -57,11 +58,8 @@ GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIX
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""
-PASS_FIELDS = MIXER_WINDOW + 1
+TOTAL_ROWS, ROW_OFFSETS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 3)
+"""The rows of all sequences, one sequence after another; and the address of where those of each begin, and end."""
+PASS_FIELDS = ROW_OFFSETS + 1
 
 Numbers = npt.NDArray[np.int64]
-
-
-def bits(number: float) -> int:
-    """The bits of a number in float32, as an integer."""
-    return int(np.float32(number).view(np.int32))

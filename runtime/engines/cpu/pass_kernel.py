@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
     FIELDS,
     HIDDEN,
-    NEW,
     OFFSET,
     PASS_FIELDS,
     PLACES,
     ROTATED,
-    SLOTS,
     TEAM,
     THREADS,
+    TOTAL_ROWS,
     TURNED,
     Numbers,
 )
@@ -29,7 +27,7 @@ from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
+from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers, float_of
 from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -72,7 +70,7 @@ def pass_numbers(shape: Numbers, kinds: int, positions: int) -> int:
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
     """Cosines and sines of one kind for all rows."""
-    return 2 * shape[SLOTS] * shape[NEW] * shape[TURNED]  # type: ignore[no-any-return]
+    return 2 * shape[TOTAL_ROWS] * shape[TURNED]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -89,7 +87,7 @@ def compute_pass(
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):
