@@ -47,6 +47,18 @@ def encode_conversation(
     conversation must be a single message, and its text is the prompt. The template presents the ``tools``, and is given
     the ``variables``.
     """
+    return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
+
+
+def read_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    chat: bool | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
+) -> tuple[str, list[int]]:
+    """The text of a prompt and its token ids, as ``encode_conversation`` makes them."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:
@@ -59,7 +71,7 @@ def encode_conversation(
     ids = encode_text(tokenizer, text, special=not chat)
     if not ids:
         raise PromptError("the prompt has no tokens: give some text to answer")
-    return ids
+    return text, ids
 
 
 def conversation_text(

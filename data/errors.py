@@ -37,9 +37,11 @@ class PromptError(HdtoolError):
 class ContextError(PromptError):
     """A prompt leaves no room in the model's context."""
 
-    def __init__(self, found: str, advice: str) -> None:
-        super().__init__(f"{found}: {advice}")
-        self.found = found
+    def __init__(self, tokens: int, limit: int) -> None:
+        self.found = f"the prompt is {tokens:,} tokens long, but the model's context holds {limit:,}, answer included"
+        self.advice = "shorten it, or take a model with a longer context"
+        super().__init__(f"{self.found}: {self.advice}")
+        self.tokens, self.limit = tokens, limit
 
 
 class ModelError(HdtoolError):

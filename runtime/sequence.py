@@ -178,10 +178,7 @@ def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tupl
     if limit is None or len(prompt) + max_new_tokens <= limit:
         return max_new_tokens, Finish.LENGTH
     if len(prompt) >= limit:
-        raise ContextError(
-            f"the prompt is {len(prompt):,} tokens long, but the model's context holds {limit:,}, answer included",
-            "shorten it, or take a model with a longer context",
-        )
+        raise ContextError(len(prompt), limit)
     return limit - len(prompt), Finish.CONTEXT
 
 

@@ -54,7 +54,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "service_tier": wrong(service_tier="flex"),
     "container": wrong(container="c"),
     "mcp_servers": wrong(mcp_servers=[{"type": "url", "url": "https://example.com"}]),
-    "context_management": wrong(context_management={"edits": []}),
+    "context_management": wrong(context_management={"edits": [{"type": "clear_tool_uses_20250919"}]}),
 }
 
 
@@ -92,7 +92,16 @@ MESSAGE_BODIES: dict[str, Any] = {
     "an image": HI | said([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}]),
     "a document": HI
     | said([{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}]),
-    "an image in a result": HI | said([{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]),
+    "a search in a result": HI
+    | said([{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "search_result"}]}]),
+    "thinking of no turn": HI
+    | wrong(
+        context_management={
+            "edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 0}}]
+        }
+    ),
+    "betas a text": HI | wrong(betas="a"),
+    "speed": HI | wrong(speed="fast"),
     "a result of numbers": HI | said([{"type": "tool_result", "tool_use_id": "a", "content": [3]}]),
     "half a character": b'{"max_tokens": 4, "messages": [{"role": "user", "content": "\\ud83d"}]}',
     "a turn to be continued": HI | said("The answer is", "assistant"),
@@ -175,9 +184,10 @@ RESPONSE_BODIES: dict[str, Any] = {
     "a call whose arguments are no JSON": item(type="function_call", call_id="a", name="f", arguments="{"),
     "a call whose arguments are an object": item(type="function_call", call_id="a", name="f", arguments={}),
     "an output without an id": item(type="function_call_output", output="a"),
-    "an output that is an image": item(
-        type="function_call_output", call_id="a", output=[{"type": "input_image", "image_url": "a"}]
-    ),
+    "an output of a number": item(type="function_call_output", call_id="a", output=[4]),
+    "an output of another type": item(type="function_call_output", call_id="a", output=[{"type": "link"}]),
+    "a free-form call without an id": item(type="custom_tool_call", name="f", input="a"),
+    "a free-form call whose input is an object": item(type="custom_tool_call", call_id="a", name="f", input={}),
     "instructions a list": ASKED | wrong(instructions=["a"]),
     "max_output_tokens 0": ASKED | wrong(max_output_tokens=0),
     "max_output_tokens a text": ASKED | wrong(max_output_tokens="8"),
@@ -196,7 +206,13 @@ RESPONSE_BODIES: dict[str, Any] = {
     "reasoning unknown": ASKED | wrong(reasoning={"mode": "pro"}),
     "stream_options unknown": ASKED | wrong(stream_options={"include_usage": True}),
     "a tool of the makers": ASKED | wrong(tools=[{"type": "file_search", "vector_store_ids": ["a"]}]),
-    "a free-form tool": ASKED | wrong(tools=[{"type": "custom", "name": "patch"}]),
+    "a search of the makers alone": ASKED | wrong(tools=[{"type": "web_search"}]),
+    "a free-form tool without a name": ASKED | wrong(tools=[{"type": "custom"}]),
+    "a namespace without tools": ASKED | wrong(tools=[{"type": "namespace", "name": "a"}]),
+    "a namespace of numbers": ASKED | wrong(tools=[{"type": "namespace", "name": "a", "tools": [1]}]),
+    "a namespace in a namespace": ASKED
+    | wrong(tools=[{"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b", "tools": []}]}]),
+    "client_metadata a text": ASKED | wrong(client_metadata="a"),
     "a function in the form of chats": ASKED | wrong(tools=[{"type": "function", "function": {"name": "f"}}]),
     "tool_choice unknown": ASKED | wrong(tools=[FUNCTION], tool_choice="any"),
     "tool_choice of no tool": ASKED | wrong(tools=[FUNCTION], tool_choice={"type": "function", "name": "g"}),

@@ -174,5 +174,5 @@ def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
         ask(client, [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}])
     with pytest.raises(anthropic.BadRequestError, match="this server runs no tools, and 'web_search' is of type"):
         ask(client, tools=[{"type": "web_search_20250305", "name": "web_search"}])
-    with pytest.raises(anthropic.BadRequestError, match="mcp_servers: this server does not know the field"):
-        ask(client, extra_body={"mcp_servers": []})
+    with pytest.raises(anthropic.BadRequestError, match="container: this server does not know the field"):
+        ask(client, extra_body={"container": "c"})

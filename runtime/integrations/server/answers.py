@@ -13,6 +13,7 @@ from hdtool.runtime.integrations.server.engine import Job, OverloadError, Schedu
 from hdtool.runtime.integrations.server.formats import OVERLOADED, SERVER, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.monitoring import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
+from hdtool.runtime.integrations.server.thinking import CLOSING, ThinkingReader
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import Finish, Step
@@ -107,13 +108,15 @@ class AnswerText:
         """``ends`` are the tokens that end answers; they are not part of the text."""
         self.stats = Stats()
         self._choice, self._ends = choice, ends
-        tools = choice.prompt.tools
-        self._must_call = tools.grammar is not None
-        self._reader = (
-            ToolCallReader(tokenizer, tools.tools, choice.prompt.text) if tools.tools and not self._must_call else None
-        )
-        # Tool calls may be marked by special tokens.
-        self._stream = TextStream(tokenizer, skip_special_tokens=self._reader is None)
+        prompt = choice.prompt
+        self._must_call = prompt.tools.grammar is not None
+        is_free = prompt.text and prompt.grammar is None
+        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.text) if is_free else None
+        has_own = self._reader is not None and self._reader.reads_thinking
+        self._thinking = ThinkingReader.of(tokenizer, prompt.text) if is_free and not has_own else None
+        # Tool calls and thinking may be marked by special tokens.
+        has_marks = self._reader or (self._thinking and CLOSING in tokenizer.all_special_tokens)
+        self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)
         self._held = ""
         self._is_cut = False
         self._stop_text: str | None = None
@@ -130,10 +133,13 @@ class AnswerText:
         text = self._before_stop(text, is_last=finish is not None)
         reasoning: str = ""
         calls: list[ToolCall] = []
+        if self._thinking:
+            text, reasoning = self._thinking.add(text, is_last=finish is not None)
         if self._must_call:
             text, calls = self._required_calls(text, is_last=finish is not None)
         elif self._reader:
-            text, reasoning, calls = self._reader.add(text)
+            text, more_reasoning, calls = self._reader.add(text)
+            reasoning += more_reasoning
             if finish:
                 more = self._reader.end()
                 text, reasoning, calls = text + more[0], reasoning + more[1], calls + more[2]

@@ -393,13 +393,15 @@ def _failure() -> RequestError:
 
 
 def _refused(request: Request, error: HdtoolError) -> Response:
+    is_message = request.scope["path"].startswith(MESSAGES)
+    if isinstance(error, ContextError):
+        message = messages_api.too_long(error) if is_message else str(error)
+        error = RequestError(message, code="context_length_exceeded")
     if not isinstance(error, RequestError):
-        code = "context_length_exceeded" if isinstance(error, ContextError) else None
-        error = RequestError(str(error), code=code)
+        error = RequestError(str(error))
     request.scope[ENTRY].error = error.name
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    is_message = request.scope["path"].startswith(MESSAGES)
     body = messages_api.error_body(error) if is_message else error.body
     return JSONResponse(body, status_code=error.status, headers=headers)

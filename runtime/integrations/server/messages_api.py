@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hdtool.data.errors import ContextError
 from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
@@ -19,7 +20,8 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
     Row,
 )
-from hdtool.runtime.integrations.server.requests import MOST_STOPS, UNSUPPORTED, Body, ChatRequest
+from hdtool.runtime.integrations.server.requests import MOST_STOPS, UNREADABLE, UNSUPPORTED, Body, ChatRequest
+from hdtool.runtime.integrations.server.turns import PARAGRAPH
 
 PATH = "/v1/messages"
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -31,7 +33,10 @@ ERROR_TYPES = {
     503: OVERLOADED,
 }
 BLOCKS = {Kind.REASONING: "thinking", Kind.TEXT: "text", Kind.CALL: "tool_use"}
-PARAGRAPH = "\n\n"
+MEDIA_PARTS = ("image", "document")
+BILLING = "x-anthropic-billing-header:"
+"""Begins a part of the system prompt that Claude Code writes for Anthropic's accounts, with a number that changes from
+conversation to conversation; as the model's first words it would keep the rest of the prompt out of the cache."""
 
 
 class Part(BaseModel):
@@ -90,6 +95,33 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
+class KeptTurns(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["thinking_turns", "all"]
+    value: int = Field(default=1, ge=1)
+
+
+class ContextEdit(BaseModel):
+    """What is taken out of earlier turns; the results of tools stay."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["clear_thinking_20251015"]
+    keep: KeptTurns | Literal["all"] = KeptTurns(type="thinking_turns")
+
+
+class ContextManagement(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    edits: list[ContextEdit] | None = None
+
+    def apply(self, messages: list[Row]) -> None:
+        """Take the thinking out of all turns of the assistant but the last ones, as many as the edits keep."""
+        thinking = [message for message in messages if "reasoning_content" in message]
+        for edit in self.edits or ():
+            if isinstance(edit.keep, KeptTurns) and edit.keep.type != "all":
+                for message in thinking[: -edit.keep.value]:
+                    message.pop("reasoning_content", None)
+
+
 class TokenCountRequest(Body):
     """The body of ``/v1/messages/count_tokens``: the fields that make the prompt."""
 
@@ -101,6 +133,10 @@ class TokenCountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
+    context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = Field(None, max_length=0)
+    speed: Literal["standard"] | None = None
+    betas: list[str] | None = None
 
     def chat(self) -> ChatRequest:
         """The chat that this request is."""
@@ -115,8 +151,11 @@ class TokenCountRequest(Body):
         output = self.output_config or OutputConfig()
         choice = self.tool_choice
         schema = {"name": "answer", "schema": output.format.schema_} if output.format else None
+        messages = list(_messages(self.system, self.messages))
+        if self.context_management:
+            self.context_management.apply(messages)
         return {
-            "messages": list(_messages(self.system, self.messages)),
+            "messages": messages,
             "tools": [_function(tool, place) for place, tool in enumerate(self.tools or ())] or None,
             "tool_choice": _tool_choice(choice) if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
@@ -137,6 +176,8 @@ class MessagesRequest(TokenCountRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
     metadata: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
     @property
@@ -156,6 +197,8 @@ class MessagesRequest(TokenCountRequest):
 
 def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> Iterator[Row]:
     names: dict[str, str] = {}
+    if isinstance(system, list):
+        system = [part for part in system if not (part.text or "").startswith(BILLING)]
     if system:
         yield {"role": "system", "content": _text(system, "system")}
     for place, message in enumerate(messages):
@@ -198,13 +241,23 @@ def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str])
         if texts:
             yield {"role": role, "content": PARAGRAPH.join(texts)}
             texts = []
-        result = _text(part.content or "", f"{where}.content.{place}")
+        result = _result(part.content or "", f"{where}.content.{place}")
         made = {"role": "tool", "content": f"Error: {result}" if part.is_error else result}
         made |= {"tool_call_id": part.tool_use_id} if part.tool_use_id else {}
         name = names.get(part.tool_use_id or "")
         yield made | ({"name": name} if name else {})
     if texts or not parts:
         yield {"role": role, "content": PARAGRAPH.join(texts)}
+
+
+def _result(content: str | list[Part], where: str) -> str:
+    """The text of what a tool returned, in which a note stands for each image or document."""
+    if isinstance(content, str):
+        return content
+    notes = [
+        Part(type="text", text=UNREADABLE.format(part.type)) if part.type in MEDIA_PARTS else part for part in content
+    ]
+    return _text(notes, where)
 
 
 def _text(content: str | list[Part], where: str) -> str:
@@ -285,6 +338,11 @@ class MessagesFormat:
 
     def _shown(self, delta: Delta) -> Delta:
         return delta if self._shows_thinking else replace(delta, reasoning="")
+
+
+def too_long(error: ContextError) -> str:
+    """The message of a prompt that is too long, as Claude Code reads the numbers in it to compact a conversation."""
+    return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum: {error.advice}"
 
 
 def error_body(error: RequestError) -> Row:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import LogitsProcessor
 
-from hdtool.data.chat import conversation_text, encode_answer, encode_conversation, encode_text
+from hdtool.data.chat import encode_answer, encode_text, read_conversation
 from hdtool.data.grammar import Grammar, grammar_of
 from hdtool.data.predictions import prediction_of
 from hdtool.data.tools import tools_of
@@ -34,6 +34,7 @@ from hdtool.runtime.integrations.server.requests import (
     require_text_answers,
     template_messages,
 )
+from hdtool.runtime.integrations.server.turns import takes_late_instructions, with_early_instructions
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
@@ -58,7 +59,7 @@ class Prompt:
     """The number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
     text: str = ""
-    """What the model reads; only where tools are presented."""
+    """What the model reads; of chats only."""
     echo: str = ""
     """Text before the answer."""
 
@@ -81,6 +82,7 @@ class Preparer:
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, defaults: SamplingConfig) -> None:
         """``defaults`` holds for what a request leaves open."""
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
+        self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._lock = threading.Lock()
 
     def chat(self, body: ChatRequest) -> list[Choice]:
@@ -91,7 +93,7 @@ class Preparer:
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
-        ids = encode_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
+        text, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
         prompt = Prompt(
             ids,
             self._limit(ids, body.max_completion_tokens or body.max_tokens),
@@ -99,9 +101,7 @@ class Preparer:
             encode_answer(tokenizer, messages, predicted, variables=variables) if predicted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
-            conversation_text(tokenizer, messages, chat=True, tools=choice.tools, variables=variables)
-            if choice.tools
-            else "",
+            text,
         )
         return self._choices(body, [prompt])
 
@@ -109,13 +109,14 @@ class Preparer:
         """The tokens of the prompt of a chat request."""
         messages, choice = self._conversation(body)
         variables = body.template_variables
-        return len(encode_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables))
+        return len(read_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables)[1])
 
     def _conversation(self, body: ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
         require_text_answers(body)
         tools = tools_of(body.tools, "the request")
         choice = ToolChoice.of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
-        return template_messages(body.messages), choice
+        messages = template_messages(body.messages)
+        return (messages if self._takes_late_instructions else with_early_instructions(messages)), choice
 
     def completion(self, body: CompletionRequest) -> list[Choice]:
         """The choices of a completion request, prompt by prompt."""

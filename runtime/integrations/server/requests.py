@@ -15,6 +15,8 @@ from hdtool.runtime.integrations.server.formats import RequestError
 MOST_CHOICES, MOST_STOPS, MOST_LOGPROBS, MOST_PROMPTS = 16, 16, 20, 64
 TEXT = "text"
 UNSUPPORTED = "unsupported_content"
+UNREADABLE = "[{}: left out, because this model reads text only]"
+"""What a model reads in place of an image that a tool returned; images of users are refused."""
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 

@@ -15,16 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from hdtool.data.chat import encode_text
 from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
 from hdtool.runtime.integrations.server.formats import Delta, RequestError, Row, TokenLogprobs, logprob_rows
-from hdtool.runtime.integrations.server.requests import MOST_LOGPROBS, UNSUPPORTED, Body, ChatRequest
+from hdtool.runtime.integrations.server.requests import MOST_LOGPROBS, UNREADABLE, UNSUPPORTED, Body, ChatRequest
+from hdtool.runtime.integrations.server.response_tools import (
+    CUSTOM,
+    ResponseTools,
+    custom_arguments,
+    function_name,
+    input_of,
+)
+from hdtool.runtime.integrations.server.turns import PARAGRAPH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PATH = "/v1/responses"
+MEDIA_PARTS = {"input_image": "image", "input_file": "file", "input_audio": "sound"}
+CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
-PARAGRAPH = "\n\n"
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
@@ -44,7 +53,9 @@ class Item(BaseModel):
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
 
@@ -103,10 +114,11 @@ class TokenCountRequest(Body):
                 )
 
     def _chat_fields(self) -> Row:
+        tools = ResponseTools(self.tools)
         return {
             "messages": _messages(self.instructions, self.input),
-            "tools": [_function(tool, place) for place, tool in enumerate(self.tools or ())] or None,
-            "tool_choice": _tool_choice(self.tool_choice),
+            "tools": tools.functions,
+            "tool_choice": tools.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _response_format(self.text.format if self.text else None),
@@ -134,6 +146,7 @@ class ResponsesRequest(TokenCountRequest):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None
 
     def _chat_fields(self) -> Row:
         return super()._chat_fields() | {
@@ -164,7 +177,7 @@ class ResponsesRequest(TokenCountRequest):
             "temperature": self.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
-            "tools": self.tools or [],
+            "tools": ResponseTools(self.tools).presented,
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -186,11 +199,13 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
         elif item.type == "reasoning":
             if text := _text(item.content or item.summary, where):
                 made.append({"role": "assistant", "content": "", "reasoning_content": text})
-        elif item.type == "function_call" and item.name and item.call_id:
-            names[item.call_id] = item.name
-            _add_call(made, {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments or "{}"}})
-        elif item.type == "function_call_output" and item.call_id:
-            message = {"role": "tool", "content": _text(item.output, where), "tool_call_id": item.call_id}
+        elif item.type in CALLS and item.name and item.call_id:
+            names[item.call_id] = function_name(item.name, item.namespace)
+            is_custom = item.type.startswith(CUSTOM)
+            arguments = custom_arguments(item.input or "") if is_custom else item.arguments or "{}"
+            _add_call(made, {"id": item.call_id, "function": {"name": names[item.call_id], "arguments": arguments}})
+        elif item.type in OUTPUTS and item.call_id:
+            message = {"role": "tool", "content": _output(item.output, where), "tool_call_id": item.call_id}
             made.append(message | ({"name": names[item.call_id]} if item.call_id in names else {}))
         else:
             raise _unknown(item, where)
@@ -228,8 +243,19 @@ def _text(content: str | list[Part] | None, where: str) -> str:
     return "".join(part.text or part.refusal or "" for part in content)
 
 
+def _output(output: str | list[Part] | None, where: str) -> str:
+    """The text of what a tool returned, in which a note stands for each image or file."""
+    if not isinstance(output, list):
+        return output or ""
+    notes = [
+        Part(type="text", text=UNREADABLE.format(MEDIA_PARTS[part.type])) if part.type in MEDIA_PARTS else part
+        for part in output
+    ]
+    return _text(notes, where)
+
+
 def _unknown(item: Item, where: str) -> RequestError:
-    if item.type in ("message", "function_call", "function_call_output"):
+    if item.type in ("message", *CALLS, *OUTPUTS):
         return RequestError(
             f"{where}: an item of type {item.type!r} lacks its role, its name or its call_id", param=where
         )
@@ -239,27 +265,6 @@ def _unknown(item: Item, where: str) -> RequestError:
         param=where,
         code=UNSUPPORTED,
     )
-
-
-def _function(tool: Row, place: int) -> Row:
-    name = tool.get("name")
-    if tool.get("type") == "function" and not isinstance(name, str):
-        lacks = f"tools.{place}: a function has its name and its parameters beside its type"
-        raise RequestError(lacks, param=f"tools.{place}.name")
-    if tool.get("type") != "function":
-        raise RequestError(
-            f"tools.{place}: this server runs no tools, and this one is of type {str(tool.get('type'))[:40]!r}: "
-            "send functions with a name and parameters only",
-            param=f"tools.{place}",
-        )
-    kept = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
-    return {"type": "function", "function": {"name": name, **kept}}
-
-
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 def _response_format(form: TextFormat | None) -> Row | None:
@@ -276,7 +281,7 @@ class ResponsesFormat:
     last_event: str | None = None
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: ResponsesRequest) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tools = tokenizer, ResponseTools(body.tools)
         made = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
         self._made: Row = made | body.echoed
         self._blocks = Blocks()
@@ -355,20 +360,24 @@ class ResponsesFormat:
             yield self._event("response.output_item.done", output_index=index, item=self._item(block))
 
     def _call_events(self, event: Event, at: Row) -> Iterator[Row]:
-        block, name = event.block, "response.function_call_arguments"
+        block, text = event.block, event.text or event.block.text
+        name, whole = "response.function_call_arguments", {"name": block.name, "arguments": text}
+        if self._tools.is_custom(block.name):
+            text = input_of(text)
+            name, whole = "response.custom_tool_call_input", {"input": text}
         if event.change is Change.OPENED:
             item = self._item(block, IN_PROGRESS)
             yield self._event("response.output_item.added", output_index=block.index, item=item)
         elif event.change is Change.ADDED:
-            yield self._event(f"{name}.delta", **at, delta=event.text)
+            yield self._event(f"{name}.delta", **at, delta=text)
         else:
-            yield self._event(f"{name}.done", **at, name=block.name, arguments=block.text)
+            yield self._event(f"{name}.done", **at, **whole)
             yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _item(self, block: Block, status: str = COMPLETED) -> Row:
         made = {**self._identity(block), "status": status}
         if block.kind is Kind.CALL:
-            return {**made, "type": "function_call", "name": block.name, "arguments": block.text}
+            return {**made, **self._tools.called(block.name, block.text)}
         content = [] if status == IN_PROGRESS else [self._part(block)]
         if block.kind is Kind.REASONING:
             return {**made, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}

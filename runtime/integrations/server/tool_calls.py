@@ -61,9 +61,19 @@ NOTATIONS = (
 class ToolCallReader:
     """Splits the text of an answer into plain text, reasoning and tool calls while it is generated."""
 
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str
+    ) -> ToolCallReader | None:
+        """None if there is nothing to read but text: no tools, and a tokenizer that does not describe its answers."""
+        return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
         own = getattr(tokenizer, "response_template", None)
-        self._opening = ""
+        self.reads_thinking = own is not None
+        """Whether the tokenizer describes its answers, and what is thinking in them."""
+        self._takes_calls = bool(tools)
+        self._opening = self._unread = ""
         template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
         self._parser = (
             tokenizer.get_response_parser(template, prefix=prompt if own else "", tools=list(tools))
@@ -81,21 +91,38 @@ class ToolCallReader:
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
         """The plain text, the reasoning and the calls that more text completes."""
-        return self._read(self._parser.feed(text)) if self._parser else (text, "", [])
+        if self._parser is None:
+            return text, "", []
+        try:
+            return self._read(self._parser.feed(text))
+        except ValueError:  # not as the template says: the rest of the answer is text
+            self._parser = None
+            return self._unread + text, "", []
 
     def end(self) -> tuple[str, str, list[ToolCall]]:
         """The rest, at the end of the answer."""
-        return self._read(self._parser.finalize()[1]) if self._parser else ("", "", [])
+        if self._parser is None:
+            return "", "", []
+        try:
+            return self._read(self._parser.finalize()[1])
+        except ValueError:
+            return self._unread, "", []
 
     def _read(self, events: Sequence[dict[str, Any]]) -> tuple[str, str, list[ToolCall]]:
         plain, reasoning, calls = "", "", []
         for event in events:
             field, text = event["field"], event.get("text", "")
             if event["type"] == "region_chunk" and not event.get("dirty"):
-                plain += text if field == "content" else ""
-                reasoning += text if field in REASONING else ""
-            elif event["type"] == "region_close" and field == "tool_calls":
-                found = calls_of(event["value"])
+                if field in REASONING:
+                    reasoning += text
+                else:
+                    plain += text
+            elif event["type"] == "region_chunk":
+                self._unread += text
+            elif event["type"] == "region_close":
+                self._unread = ""
+            if event["type"] == "region_close" and field == "tool_calls":
+                found = calls_of(event["value"]) if self._takes_calls else []
                 calls += found
                 if not found:
                     plain += self._opening + _text_of(event["value"])
