@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 NODES = tuple(rows - 1 for rows in PASS_SIZES)
 TIMES, PATIENCE = 20, 10.0
@@ -33,6 +34,11 @@ QUICK_TIMES, QUICK_PATIENCE = 4, 1.0
 """Repetitions and seconds of the quick measurement before an answer."""
 SHORT = 4
 """Length of a context that hardly affects the time of a pass."""
+LONG, LEAST_LONG, LONG_BYTES = 4096, 256, 128 * 2**20
+"""Length of the other context of the quick measurement, if its keys and values take no more bytes; else it is shorter,
+but not shorter than the least."""
+LONG_NODES = (0, 7, 15, 31, 63)
+"""Numbers of nodes whose passes are timed after it."""
 
 
 def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
@@ -76,21 +82,32 @@ def cost_of_passes(
 
 
 def seconds_of_trees(
-    target: Target, sizes: Sequence[int], times: int, patience: float, length: int = SHORT, batch: int = 1
+    target: Target,
+    sizes: Sequence[int],
+    times: int,
+    patience: float,
+    length: int = SHORT,
+    batch: int = 1,
+    *,
+    unread: bool = False,
 ) -> Floats:
     """Seconds of a forward pass for trees of each size.
 
     ``length`` is that of the context without the root; in a ``batch`` each slot has such a context and such a tree.
     Where trees are not padded, all have so many rows but one: roots, and nodes beyond the size of the batch.
+    An ``unread`` context has keys and values that no pass has computed; passes after it take as long.
     The median of ``times`` passes counts; no more are run after ``patience`` seconds. Steps take the time of a usual
     pass, and the fastest one is faster than that by a tenth.
     """
     began = time.perf_counter()
-    is_free = batch == 1 and target.cache.user is None and not target.cache.slots[0].tokens
+    is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
     cache = target.cache if is_free else target.allocate(batch)  # steps captured for the former serve answers, too
     context = some_context(length, target.config.vocab_size)
     for slot in range(batch):
-        target.prefill(cache, slot, context, room=max(sizes))
+        if unread:
+            cache.pretend(slot, context, LARGEST_TREE + 1)
+        else:
+            target.prefill(cache, slot, context, room=max(sizes))
     rounds: list[list[float]] = []
     for _ in range(times):
         rounds.append([])
@@ -113,13 +130,35 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
     # Saved curves are measured in one process.
     if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
-    kept = quick_record(target, nodes=NODES) if batch == 1 else None
-    medians = kept.read(_milliseconds, most_seconds=KEPT_SECONDS) if kept else None
-    if medians is None:
-        medians = tuple(1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch))
+    contexts = _quick_contexts(target) if batch == 1 else (SHORT,)
+    kept = quick_record(target, nodes=NODES, contexts=contexts) if batch == 1 else None
+    rows = kept.read(partial(_milliseconds, len(contexts)), most_seconds=KEPT_SECONDS) if kept else None
+    if rows is None:
+        rows = _quick_milliseconds(target, contexts, batch)
         if kept:
-            kept.write(list(medians))
-    return CostCurve(NODES, (medians,))
+            kept.write([list(row) for row in rows])
+    return CostCurve(NODES, rows, contexts)
+
+
+def _quick_contexts(target: Target) -> tuple[int, ...]:
+    """The short context and, where attention can be timed without reading a prompt, a long one."""
+    if target.captures or target.processes > 1 or not target.takes_trees:
+        return (SHORT,)
+    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
+    limit = target.context_limit(1) or LONG
+    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // of_token if of_token else 0)
+    return (SHORT, longest) if longest >= LEAST_LONG else (SHORT,)
+
+
+def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
+    """The times after each context; what a longer one adds is measured for some numbers of nodes."""
+    short = 1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
+    rows = [short]
+    for length in contexts[1:]:
+        long = 1e3 * seconds_of_trees(target, LONG_NODES, QUICK_TIMES, QUICK_PATIENCE, length, unread=True)
+        added = np.maximum(0, long - np.interp(LONG_NODES, NODES, short))
+        rows.append(short + np.interp(NODES, LONG_NODES, added))
+    return tuple(tuple(map(float, row)) for row in rows)
 
 
 def quick_record(target: Target, **circumstances: Any) -> KeptRecord | None:
@@ -133,10 +172,13 @@ def quick_record(target: Target, **circumstances: Any) -> KeptRecord | None:
     return KeptRecord(quick_costs_at_home(), {"curve": str(_saved_file(target)), **words})
 
 
-def _milliseconds(row: list[Any]) -> tuple[float, ...]:
-    medians = tuple(map(float, row))
-    if len(medians) != len(NODES) or not all(0 < one < np.inf for one in medians):
+def _milliseconds(contexts: int, rows: list[Any]) -> tuple[tuple[float, ...], ...]:
+    medians = tuple(tuple(map(float, row)) for row in rows)
+    if len(medians) != contexts:
         raise ValueError
+    for row in medians:
+        if len(row) != len(NODES) or not all(0 < one < np.inf for one in row):
+            raise ValueError
     return medians
 
 

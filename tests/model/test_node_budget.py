@@ -160,6 +160,22 @@ def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pyte
     assert target.log.passes > measured
 
 
+def test_the_quick_measurement_knows_what_a_longer_context_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    model = model_of("llama")
+    model.config.max_position_embeddings = 2048
+    target = Target(model)
+    curve = cost_here(target)
+    short, long = curve.contexts
+    assert short < 1000 < long < 2048
+    assert all(after >= before for before, after in zip(*curve.milliseconds, strict=True))
+    assert target.cache.capacity < long, "the cache of answers does not grow with it"
+    model.config.max_position_embeddings = 256
+    assert cost_here(Target(model)).contexts == (short,)
+
+
 def test_costs_follow_the_length_of_the_context() -> None:
     log = PassLog()
     budget = budget_by(log, curve_of(FLAT, STEEP, contexts=(0, 1000)))

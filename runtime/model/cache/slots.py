@@ -211,6 +211,15 @@ class Cache:
             self._allocate(len(self.slots), 0)  # frees the memory of the old one before more is allocated
         self._allocate(len(self.slots), capacity)
 
+    @torch.inference_mode()
+    def pretend(self, slot: int, tokens: Sequence[int], room: int) -> None:
+        """Fill a slot with tokens that nothing has read, to time passes after them, with ``room`` for more."""
+        self.reserve(len(tokens) + room)
+        for keys, values in self.slots[slot].kv.storage.layers:
+            for numbers in (keys, values):
+                numbers.fill_(0.01)  # pages that were never written are one page, which is always in the CPU's cache
+        self.slots[slot].extend(tokens, None)
+
     def _allocate(self, slots: int, capacity: int) -> None:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # A view of the only slot would be another object, which nothing but its identity tells from the whole.
