@@ -2,8 +2,8 @@
 
 For each size of batches, plain decoding and ``hd`` (or another ``--method``) answer the same held-out prompts in turn,
 in one process, on the CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers
-together, prompts included; of several rounds the median counts. Answers must be those of plain decoding one at a
-time; others are counted.
+together, prompts included, of the CPU with one thread; of several rounds the median counts. Answers must be those of
+plain decoding one at a time; others are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 
+import torch
 from transformers.utils import logging
 
 from hdtool.data import demo
@@ -27,12 +28,13 @@ SIZES = (1, 2, 4, 6, 8)
 def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
     """The ids of all answers, the tokens per second in total, and the tokens per step of one answer."""
     answers = []
-    started = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     for answer in answerer.all_answers(prompts):
         for _ in answer:
             pass
         answers.append(answer)
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     tokens = sum(answer.stats.tokens for answer in answers)
     steps = sum(answer.stats.steps for answer in answers)
     return [answer.output_ids for answer in answers], tokens / seconds, tokens / steps
