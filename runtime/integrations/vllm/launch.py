@@ -18,11 +18,10 @@ from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
 from hdtool.runtime.integrations.vllm.settings import Settings, tenant_among
+from hdtool.runtime.integrations.vllm_plugin import METHOD, PROPOSER
 from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
-
-PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
 
 class Launch:
@@ -71,7 +70,7 @@ class Launch:
     def command(self) -> list[str]:
         """The command line of the server; it works on any machine that has the same folders."""
         speculation = {
-            "method": "custom_class",
+            "method": METHOD,
             "model": PROPOSER,
             "num_speculative_tokens": self._serving.draft_tokens,
         }
