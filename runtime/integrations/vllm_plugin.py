@@ -15,6 +15,9 @@ from typing import Any
 LOGGER = logging.getLogger("vllm.hdtool")
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 METHOD = "custom_class"
+PLUGIN = "hdtool"
+"""The name of the entry point."""
+REQUEST_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 REFUSED = f"speculative method '{METHOD}'"
 """What vLLM lists among the features that V2 does not support."""
 UNSUPPORTED, FACTORY = "_get_v2_model_runner_unsupported_features", "init_speculator"
@@ -24,7 +27,7 @@ def register() -> None:
     """Called by vLLM in each of its processes, before it reads its configuration; may be called again."""
     from vllm import envs
 
-    if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
+    if not getattr(envs, REQUEST_V2, None):
         return
     try:
         from vllm.config.vllm import VllmConfig
@@ -34,9 +37,9 @@ def register() -> None:
         build(spec_decode)
     except (ImportError, AttributeError) as error:
         LOGGER.error(
-            "hdtool cannot draft in Model Runner V2 of this vLLM (%s): unset VLLM_USE_V2_MODEL_RUNNER, which lets vLLM "
-            "choose the V1 runner",
+            "hdtool cannot draft in Model Runner V2 of this vLLM (%s): unset %s, and vLLM chooses V1",
             error,
+            REQUEST_V2,
         )
 
 
