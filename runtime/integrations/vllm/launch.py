@@ -115,7 +115,7 @@ def require_hook(environment: Mapping[str, str]) -> None:
     plugins = environment.get("VLLM_PLUGINS")
     if environment.get(REQUEST_V2) == "1" and plugins is not None and PLUGIN not in plugins.split(","):
         raise ServeError(
-            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN}, which drafts in Model Runner V2: add it, or unset {REQUEST_V2}"
+            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN}, the drafter of Model Runner V2: add it, or unset {REQUEST_V2}"
         )
 
 
