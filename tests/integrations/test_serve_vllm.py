@@ -24,8 +24,9 @@ from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import cpu_fixes as repair
-from hdtool.runtime.integrations.vllm.launch import HOOK, PROPOSER, Launch, require_hook
+from hdtool.runtime.integrations.vllm.launch import HOOK, Launch, require_hook
 from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm_plugin import PROPOSER
 from hdtool.runtime.model.load import load_tokenizer
 from tests.support.vllm_batch import worker
 

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -34,8 +35,12 @@ class Runner:
             all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths)
         )
         self.speculator = HierarchySpeculator(worker_config(NO_STORES), torch.device("cpu"), self._states)
-        put = self.speculator._slots.put
-        self.speculator._slots.put = lambda slot, *known: (self.copied.append(slot), put(slot, *known))[1]  # type: ignore[method-assign]
+        self._put = self.speculator._slots.put
+        self.speculator._slots.put = self._note  # type: ignore[method-assign]
+
+    def _note(self, slot: int, request: str, tokens: npt.NDArray[np.int32]) -> None:
+        self.copied.append(slot)
+        self._put(slot, request, tokens)
 
     def write(self, slot: int, tokens: list[int]) -> None:
         self._states.all_token_ids.gpu[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -51,8 +56,8 @@ class Runner:
             idx_mapping_np=slots,
         )
         sampled: Any = torch.tensor([count for _, _, count in batch], dtype=torch.int32)
-        rest: Any = [None] * 4
-        drafts = self.speculator.propose(described, *rest, sampled, *rest, rest[0], **options)
+        unused: Any = None
+        drafts = self.speculator.propose(described, unused, unused, unused, unused, sampled, *[unused] * 5, **options)
         assert drafts.dtype == torch.int64 and drafts.shape == (len(batch), MOST)
         return drafts.tolist()
 
@@ -145,7 +150,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def _get_v2_model_runner_unsupported_features(self) -> list[str]:
             return [vllm_plugin.REFUSED, "dual batch overlap"]
 
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.envs": {"VLLM_USE_V2_MODEL_RUNNER": True},
         "vllm.config": {},
