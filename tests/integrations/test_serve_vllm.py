@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,15 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
+from hdtool.data.extras import install_command
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import cpu_fixes as repair
-from hdtool.runtime.integrations.vllm.launch import PROPOSER, Launch
+from hdtool.runtime.integrations.vllm.launch import HOOK, Launch, require_hook
 from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm_plugin import PROPOSER
 from hdtool.runtime.model.load import load_tokenizer
 from tests.support.vllm_batch import worker
 
@@ -303,7 +308,7 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([MODEL], 1, 'pip install "vllm<0.33,>=0.32"'),
+        ([MODEL], 1, install_command("vllm")),
         (["--port", "9"], 2, "hdtool serve MODEL --engine vllm"),
         ([MODEL, "--draft-tokens", "0"], 2, "draft-tokens"),
         ([MODEL, "--min-draft-prob", "2"], 2, "--min-draft-prob"),
@@ -317,6 +322,31 @@ def test_what_goes_wrong_is_one_line(
     assert run(["serve", "--engine", "vllm", *arguments]) == code
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and said in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("has_hook", "environment", "said"),
+    [
+        (True, {}, None),
+        (False, {}, "no custom_class drafters .*: " + re.escape(install_command("vllm"))),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, None),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "lora,hdtool"}, None),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": "lora"}, None),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "lora"}, "VLLM_PLUGINS=lora leaves out hdtool.*unset"),
+    ],
+)
+def test_a_vllm_that_would_not_draft_is_refused_before_it_starts(
+    has_hook: bool, environment: dict[str, str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = tmp_path / "vllm" / HOOK
+    hook.parent.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
+    if has_hook:
+        hook.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(ServeError, match=said) if said else nullcontext():
+        require_hook(environment)
 
 
 def other_tokenizer(folder: Path) -> str:

@@ -11,6 +11,7 @@ from hdtool.data import demo
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.integrations.vllm_plugin import METHOD, PROPOSER
 from hdtool.runtime.stores.store_set import StoreSet
 
 MODEL = str(demo.MODEL)
@@ -45,22 +46,25 @@ def engine(
     return made
 
 
-def worker(
+def worker_config(
     additional: Any = None, tokenizer: str = MODEL, served: str = MODEL, *, model: str = MODEL, **parallel: int
-) -> HierarchyProposer:
-    """A proposer as one of vLLM's workers makes it."""
+) -> Any:
+    """The configuration that vLLM passes to a drafter in one of its workers."""
     described = SimpleNamespace(
         tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=model,
         revision=None, max_model_len=256, get_vocab_size=lambda: 4096,
     )  # fmt: skip
-    config = SimpleNamespace(
+    sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"), 1)
+    return SimpleNamespace(
         model_config=described,
-        parallel_config=SimpleNamespace(
-            **{"rank": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **parallel}
-        ),
-        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        parallel_config=SimpleNamespace(**{"rank": 0, **sizes, **parallel}),
+        speculative_config=SimpleNamespace(method=METHOD, model=PROPOSER, num_speculative_tokens=4),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         additional_config=additional or {},
         device_config=SimpleNamespace(device_type="cuda"),
     )
-    return HierarchyProposer(config)
+
+
+def worker(*arguments: Any, **options: Any) -> HierarchyProposer:
+    """A proposer as one of vLLM's workers makes it."""
+    return HierarchyProposer(worker_config(*arguments, **options))

@@ -73,3 +73,21 @@ def test_a_server_that_is_killed_keeps_its_answers(tmp_path: Path, monkeypatch: 
             server.wait()
     assert accepted[1] > 1.3 * accepted[0]
     assert [path.name for path in past.iterdir()] == ["demo"]
+
+
+def test_two_replicas_draft_from_the_answers_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of one machine that share a folder: what the first one answered, the second one drafts from."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    past, waves = tmp_path / "past", requests(ASKED)
+    options = [*SERVED[: SERVED.index("--tensor-parallel-size")], "--min-draft-prob", "0.05", "--history", str(past)]
+    with Server(tmp_path / "log1", *options) as first, Server(tmp_path / "log2", *options) as second:
+        found = []
+        for run, server in enumerate((first, second), 1):
+            found.append([server.stream(request["prompt"], request["sampling"]) for request in waves])
+            stop = time.monotonic() + 30
+            while not (are_kept(found[-1], past / "demo") and len(held(past / "demo")) == run * ASKED):
+                assert time.monotonic() < stop, "the answers are not kept while the servers wait"
+                time.sleep(0.2)
+        cold, warm = (server.metric("vllm:spec_decode_num_accepted_tokens_total") for server in (first, second))
+    assert found[0] == found[1]
+    assert warm > 1.3 * cold

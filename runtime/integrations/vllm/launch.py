@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import ServeError
+from hdtool.data.extras import install_command
 from hdtool.data.stores.home import has_stores, namespace_among
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.endpoint import Endpoint
 from hdtool.runtime.integrations.vllm.options import read_options
 from hdtool.runtime.integrations.vllm.secrets import without_secrets
 from hdtool.runtime.integrations.vllm.settings import Settings, tenant_among
+from hdtool.runtime.integrations.vllm_plugin import METHOD, PLUGIN, PROPOSER, REQUEST_V2
 from hdtool.runtime.model.checkpoint.identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
-PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
+HOOK = "v1/spec_decode/custom_class_proposer.py"
+"""The file of vLLM that loads drafters of others."""
 
 
 class Launch:
@@ -71,7 +75,7 @@ class Launch:
     def command(self) -> list[str]:
         """The command line of the server; it works on any machine that has the same folders."""
         speculation = {
-            "method": "custom_class",
+            "method": METHOD,
             "model": PROPOSER,
             "num_speculative_tokens": self._serving.draft_tokens,
         }
@@ -97,7 +101,22 @@ class Launch:
 
     def run(self) -> NoReturn:
         """Replace this process by the server, so that it gets signals and its exit code is returned."""
+        require_hook(os.environ)
         os.execv(self.command[0], self.command)
+
+
+def require_hook(environment: Mapping[str, str]) -> None:
+    """Raise ServeError if the vLLM that is installed would not load hdtool's drafter; this does not import vLLM."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return
+    if not (Path(spec.origin).parent / HOOK).exists():
+        raise ServeError(f"this vLLM has no {METHOD} drafters (no {HOOK}): {install_command('vllm')}")
+    plugins = environment.get("VLLM_PLUGINS")
+    if environment.get(REQUEST_V2) == "1" and plugins is not None and PLUGIN not in plugins.split(","):
+        raise ServeError(
+            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN}, the drafter of Model Runner V2: add it, or unset {REQUEST_V2}"
+        )
 
 
 def _server(model: str) -> list[str]:
