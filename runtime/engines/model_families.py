@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 SANDWICH = (
     "input_layernorm",
@@ -92,6 +93,19 @@ class Family:
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
     """Whether one matrix gives queries, keys and values."""
+    projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
+    """Which modules give queries, keys and values: values are keys where the third one is missing, and keys and values
+    those of an earlier layer of the same kind where there is but one."""
+    keeps: str = ""
+    """The attribute of attention that says whether later layers read its keys and values."""
+    value_norm: str = ""
+    """The name of a norm of values, which has no weight."""
+    varies_heads: bool = False
+    """Whether the heads of layers may differ in number and width."""
+    factor: str = ""
+    """The buffer of a layer by which it multiplies its output."""
+    has_inputs: bool = False
+    """Whether layers may have inputs beside hidden states."""
     joins_gate: bool = False
     """Whether one matrix gives gate and up."""
     norms_all_heads: bool = False
@@ -115,6 +129,10 @@ class Family:
     """The setting by which logits are divided."""
     logit_softcap: str = ""
     """The setting that bounds the logits."""
+    bounding: tuple[str, ...] = ("ForCausalLM",)
+    """How the names of the classes end that change logits so."""
+    placeholders: tuple[str, ...] = ()
+    """The settings of a multimodal model that name tokens which stand for something else than text."""
     experts: str = ""
     """The class of a mixture of experts in place of the MLP, which the pass calls as it is."""
     router: str = ""
@@ -143,7 +161,7 @@ class Family:
         changes_logits = any(
             getattr(config, name) is not None for name in (self.logit_divisor, self.logit_softcap) if name
         )
-        return not changes_logits or type(model).__name__.endswith("ForCausalLM")
+        return not changes_logits or type(model).__name__.endswith(self.bounding)
 
 
 LLAMA = Family()

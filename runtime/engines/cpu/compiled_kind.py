@@ -9,10 +9,20 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch.nn import Embedding, Module, Parameter
 
-from hdtool.runtime.engines.cpu.layer_record import FIFTH, FOURTH, MATMUL_FIELDS, SIXTH, TO_GATE, TO_OUTPUT
+from hdtool.runtime.engines.cpu.layer_record import (
+    FIFTH,
+    FOURTH,
+    INPUT_GATE,
+    INPUT_OUT,
+    MATMUL_FIELDS,
+    SIXTH,
+    TO_GATE,
+    TO_OUTPUT,
+)
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
+from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.linear import CompiledLinear
@@ -50,7 +60,9 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES})
+COMPILED: Kind[CompiledLinear] = Kind(
+    _multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
+)
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Those of gated units that are compiled."""
 
@@ -62,6 +74,10 @@ class MatmulRows(NamedTuple):
     first: int
     end: int
 
+    @classmethod
+    def whole(cls, layer: CompiledLinear) -> MatmulRows:
+        return cls(layer, 0, layer.out_features)
+
     @property
     def stored(self) -> Stored:
         """The rows as they are kept."""
@@ -72,11 +88,13 @@ class MatmulRows(NamedTuple):
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     """The matmuls of a decoder layer by the first of their fields in its record."""
     keys, inner = part.heads * part.width, part.inner
-    inputs = _split(part.qkv, (keys * part.groups, keys, keys))
+    sizes = keys * part.groups, keys, keys
+    inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
     dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
     found = dict(zip(fields, inputs, strict=False))
     found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
+    found |= dict(zip((INPUT_GATE, INPUT_OUT), map(MatmulRows.whole, part.of_input), strict=False))
     return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
 
 
@@ -100,6 +118,6 @@ def router_of(part: LayerParts[CompiledLinear]) -> tuple[Any, int, bool]:
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
     if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
-        return [MatmulRows(layer, 0, layer.out_features) for layer in layers]
+        return list(map(MatmulRows.whole, layers))
     (joined,) = layers
     return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
