@@ -138,6 +138,8 @@ class Family:
     router: str = ""
     """The class of what chooses experts by the largest of their probabilities, which are made to add up to 1 if it says
     so."""
+    beside: str = ""
+    """The class of what chooses experts that layers may have beside their MLP."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()

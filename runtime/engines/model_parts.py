@@ -21,6 +21,7 @@ from hdtool.runtime.engines.input_parts import (
     layer_inputs,
 )
 from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts
+from hdtool.runtime.engines.mixture_parts import OF_MIXTURE, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 
@@ -94,6 +95,8 @@ class LayerParts(Generic[Matmul]):
     """A norm of values, without a weight."""
     inputs: InputParts[Matmul] | None = None
     """What the layer does with an input of its own."""
+    beside: MixtureParts[Matmul] | None = None
+    """A mixture of experts beside the MLP."""
     factor: torch.Tensor | None = None
     """What the output is multiplied by."""
     source: int | None = None
@@ -110,7 +113,8 @@ class LayerParts(Generic[Matmul]):
     @property
     def norms(self) -> tuple[Module, ...]:
         """In the order in which a pass comes to them, but those of queries and keys last."""
-        return *filter(None, (*self.around, self.inputs and self.inputs.norm)), *self.head_norms
+        beside = self.beside.norms if self.beside else ()
+        return *filter(None, (*self.around, *beside, self.inputs and self.inputs.norm)), *self.head_norms
 
     @property
     def hidden(self) -> int:
@@ -259,7 +263,9 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     mixes = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
     norms = family.norms if mixes == "self_attn" else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
-    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, norms), *(OF_LAYER if inputs else ())}:
+    beside = mixture_parts(layer, family.beside)
+    further = {*(OF_LAYER if inputs else ()), *(OF_MIXTURE if beside else ())}
+    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, norms), *further}:
         return None
     attention, mlp = layer.get_submodule(mixes), layer.get_submodule(family.names.mlp)
     experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
@@ -292,6 +298,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     if inputs and _activation_of(inputs.activates) != activation:
         return None
+    epsilons |= {epsilon_of(norm) for norm in beside.norms} if beside else set()
     if (
         getattr(attention, "layer_idx", None) != place
         or not isinstance(scale, float)
@@ -313,7 +320,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     parts: LayerParts[Matmul] = LayerParts(
         layer, attention, qkv, out, gate_up, down, experts, around, head_norms,
         int(heads), groups, width, epsilon, scale, activation, activates,
-        value_norm=value_norm, inputs=inputs, factor=layer._buffers.get(family.factor) if family.factor else None,
+        value_norm=value_norm, inputs=inputs, beside=beside, factor=layer._buffers.get(family.factor),
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
 
@@ -397,8 +404,10 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
     mixer = parts.mixer.module if parts.mixer else None
-    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts, mixer]))
+    beside = parts.beside
+    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts, mixer, beside and beside.experts]))
     own = {id(tensor) for module in (*called, *parts.norms) for tensor in _tensors_of(module)}
+    own |= {id(tensor) for tensor in beside.tensors} if beside else set()
     own |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
     inside = {id(module) for one in called for module in one.modules()}
     return (
@@ -406,6 +415,7 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
         and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
         and all(map(kind.fits, weights))
         and (not family.has_sinks or (sinks is not None and kind.fits(sinks)))
+        and (beside is None or is_known_mixture(beside, parts.layer, hidden, parts.epsilon, kind))
         and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
         and {id(tensor) for tensor in _tensors_of(parts.layer)} == own
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)

@@ -40,5 +40,8 @@ def _gemma4(**changes: Any) -> Family:
     )  # fmt: skip
 
 
-VARIED_FAMILIES: Mapping[str, Family] = {"gemma4": _gemma4(has_inputs=True), "gemma4_unified": _gemma4()}
+VARIED_FAMILIES: Mapping[str, Family] = {
+    "gemma4": _gemma4(has_inputs=True, beside="Gemma4TextRouter"),
+    "gemma4_unified": _gemma4(),
+}
 """By the name of the library's package of a model type."""

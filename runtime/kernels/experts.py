@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.elementwise import add_in_place, silu_in_place
+from hdtool.runtime.kernels.elementwise import add_in_place, gelu_in_place, silu_in_place
 from hdtool.runtime.kernels.linear import PLAIN, form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
@@ -25,10 +25,12 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 if TYPE_CHECKING:
     from collections.abc import Container
 
-NUMBER, WIDTH, INNER, GATE_UP, EXPAND, GATE_UP_SIZE, DOWN, REDUCE, DOWN_SIZE = range(9)
+NUMBER, WIDTH, INNER, GATE_UP, EXPAND, GATE_UP_SIZE, DOWN, REDUCE, DOWN_SIZE, TANH_GATE = range(10)
 """Experts of a layer, and their shapes; of the matrices that give gate and up, the address, that of their matmul, and
-the bytes of one expert; and the same of those behind the gated unit."""
-FIELDS = DOWN_SIZE + 1
+the bytes of one expert; and the same of those behind the gated unit, which has a GELU or a SiLU."""
+FIELDS = TANH_GATE + 1
+ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
+"""Whether they are the GELU by tanh, by the names of their classes."""
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts ``[experts, rows, columns]``, as modules of the library name them."""
 PLAIN_EXPERTS = {
@@ -81,7 +83,10 @@ def mix_experts(
         of_up = matrix + experts[GATE_UP_SIZE] // 2
         multiply_together(team, threads, experts[EXPAND], matrix, inner, width, gathered, some, gate, 0)
         multiply_together(team, threads, experts[EXPAND], of_up, inner, width, gathered, some, up, 0)
-        silu_in_place(gate, up, some * inner)
+        if experts[TANH_GATE]:
+            gelu_in_place(gate, up, some * inner)
+        else:
+            silu_in_place(gate, up, some * inner)
         matrix = experts[DOWN] + expert * experts[DOWN_SIZE]
         multiply_together(team, threads, experts[REDUCE], matrix, width, inner, gate, some, added, 0)
         for place in range(first, end):
@@ -122,6 +127,7 @@ def experts_record(module: Any) -> Array:
         assert isinstance(weight, torch.Tensor)
         size = weight[0].numel() * weight.itemsize
         record[field : field + 3] = weight.data_ptr(), matmul_of(*form_of(weight)).address, size
+    record[TANH_GATE] = ACTIVATIONS[type(module.act_fn).__name__]
     return record
 
 
@@ -165,7 +171,7 @@ class CompiledExperts(Module):
 
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether the experts of a module are gated units with SiLU, whose weights the compiled matmul takes."""
+    """Whether the experts of a module are gated units of a known kind, whose weights the compiled matmul takes."""
     weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]
     if set(module._parameters) != set(WEIGHTS) or any(weight is None or weight.dim() != 3 for weight in weights):
         return False
@@ -173,7 +179,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
     return (
         all(getattr(module, name, value) is value for name, value in PLAIN_EXPERTS.items())
         and set(module._modules) == {"act_fn"}
-        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and type(module.act_fn).__name__ in ACTIVATIONS
         and expand.shape == (reduce.shape[0], 2 * reduce.shape[2], reduce.shape[1])
         and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in weights)
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Identity
+from torch.nn import Identity, Linear
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
@@ -20,8 +20,11 @@ from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.model_families import GEMMA_NORM
 from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
+from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.kernels.packed.torchao_weights import packed_int8
+from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
@@ -48,6 +51,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "keys of its own": ("gemma4", {"projections": lambda attention: ("q_proj", "k_proj", "v_proj")}),
     "no keys that later layers read": ("gemma4", {"keeps": "is_kv_shared_layer"}),
     "heads of one shape": ("gemma4", {"varies_heads": False}),
+    "no experts": ("gemma4, experts beside MLPs", {"beside": ""}),
 }
 
 
@@ -154,6 +158,31 @@ def test_weights_in_16_bits_give_the_bits_of_float32() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, experts beside MLPs"])
+def test_a_row_has_the_same_bits_with_activations_in_8_bits(name: str) -> None:
+    """Weights are packed, as those of the library that quantizes to 8 bits."""
+    found = []
+    for is_int8 in (False, True):
+        model = model_of(name)
+        for module in [module for module in model.modules() if type(module) is Linear]:
+            scales = module.weight.abs().amax(1, keepdim=True) / 127
+            matrix = packed_int8((module.weight / scales).round().to(torch.int8), scales, module.in_features)
+            assert matrix
+            replace_parameter([(module, "weight")], CompactWeight(matrix))
+        compile_linear_layers(model)
+        compile_experts(model)
+        target = Target(model)
+        target.compiled = compile_cpu(target)
+        assert target.compiled and (not is_int8 or target.compiled.use_int8_activations())
+        found.append(logits_of(target, prompt_of(40)).clone())
+    distance = torch.linalg.vector_norm(found[1] - found[0]) / torch.linalg.vector_norm(found[0])
+    assert 1e-5 < distance < (0.3 if "experts" in name else 0.1)  # rounding may choose other experts
+    alone = after(target, prompt_of(40))
+    alone.verify(DraftTree.bare(3))
+    alone.commit()
+    assert torch.equal(alone.verify(DraftTree.bare(5))[0], found[1][1])
+
+
 def test_a_factor_that_is_written_in_place_is_the_new_one() -> None:
     target = compiled_of("gemma4")
     before = logits_of(target, prompt_of(40))
@@ -165,9 +194,10 @@ def test_a_factor_that_is_written_in_place_is_the_new_one() -> None:
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = WRONG[fault]
-    known = VARIED_FAMILIES[name]
+    family = name.split(",")[0]
+    known = VARIED_FAMILIES[family]
     wrong = replace(known, settings=known.settings | {known.logit_softcap}, **changes)
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**VARIED_FAMILIES, name: wrong}))
+    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**VARIED_FAMILIES, family: wrong}))
     assert compile_cpu(target_of(name)) is None
 
 
@@ -242,6 +272,50 @@ CHANGES: Mapping[str, Callable[[Any], None]] = {
         factors_for_each_number,
     )
 }
+
+
+def a_temperature_of_the_router(model: Any) -> None:
+    model.model.layers[1].router.temperature = 1.0
+
+
+def another_epsilon_of_the_router(model: Any) -> None:
+    model.model.layers[1].router.norm.eps = 0.1
+
+
+def another_router(model: Any) -> None:
+    router = model.model.layers[1].router
+    plain = type(router).forward
+    router.__class__ = of_the_same_name(router, forward=lambda self, rows: plain(self, 1.01 * rows + 0.01))
+
+
+def a_replaced_router(model: Any) -> None:
+    router = model.model.layers[1].router
+    router.forward = lambda rows: type(router).forward(router, rows)
+
+
+def experts_of_the_library(model: Any) -> None:
+    experts = model.model.layers[1].experts
+    own = experts.__dict__.pop("_usual")
+    experts.__class__ = own
+
+
+OF_EXPERTS: Mapping[str, Callable[[Any], None]] = {
+    change.__name__.replace("_", " "): change
+    for change in (
+        a_temperature_of_the_router,
+        another_epsilon_of_the_router,
+        another_router,
+        a_replaced_router,
+        experts_of_the_library,
+    )
+}
+
+
+@pytest.mark.parametrize("change", OF_EXPERTS)
+def test_a_mixture_that_differs_is_not_compiled(change: str) -> None:
+    target = target_of("gemma4, experts beside MLPs")
+    OF_EXPERTS[change](target.model)
+    assert compile_cpu(target) is None
 
 
 @pytest.mark.parametrize("change", CHANGES)

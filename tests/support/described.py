@@ -136,6 +136,15 @@ VARIED_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),
+    "gemma4, experts beside MLPs": lambda: random_model(
+        "Gemma4Text",
+        **GEMMA4,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        attention_k_eq_v=True,
+    ),
     "gemma4_unified": lambda: random_model("Gemma4UnifiedText", **GEMMA4, attention_k_eq_v=True),
 }
 """With heads that differ from layer to layer."""
@@ -149,7 +158,7 @@ def model_of(name: str) -> Any:
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
     for part, weight in model.named_parameters():
-        if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D")):
+        if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D", "router.scale", "expert_scale")):
             weight.data = torch.rand_like(weight) + 0.5
     return model
 

@@ -101,6 +101,8 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
     """Whether a layer has no experts, or such that are chosen and computed as compiled code does it."""
     block: Any = part.experts
+    if part.beside:
+        return type(part.beside.experts) is CompiledExperts
     if block is None:
         return True
     if not family.router or set(block._modules) != {"gate", "experts"} or type(block.experts) is not CompiledExperts:

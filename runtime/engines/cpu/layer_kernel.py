@@ -13,8 +13,10 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
+from hdtool.runtime.engines.cpu.beside_mlp import add_experts
 from hdtool.runtime.engines.cpu.layer_calls import compute_part, float_of, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
+    BESIDE,
     EPSILON,
     EXPERTS,
     FACTOR,
@@ -369,6 +371,8 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
             multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[BESIDE]:
+            add_experts(shape, layer[BESIDE], hidden, rows, normed, rest)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
         if layer[INPUT_GATE]:
             multiply_by(shape, layer, INPUT_GATE, hidden, rows, gate)

@@ -27,10 +27,11 @@ of one sequence or head to the next; and the address of the weight of the norm o
 their norm where the layer has no matmul for values."""
 INPUT_GATE = NORM_V + 1
 INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
-INPUT_AT, NORM_INPUT, FACTOR = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 3)
+INPUT_AT, NORM_INPUT, FACTOR, BESIDE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
 """What a layer adds after the MLP, of an input that it alone has: the matmuls before and after the gate, where the
-input begins among those of all layers, and the address of the norm's weight. Then that of the factor of the output."""
-MIXER = FACTOR + 1
+input begins among those of all layers, and the address of the norm's weight. Then that of the factor of the output, and
+that of the record of a mixture of experts beside the MLP."""
+MIXER = BESIDE + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
-from hdtool.runtime.engines.cpu import layer_inputs
+from hdtool.runtime.engines.cpu import beside_mlp, layer_inputs
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, router_of, scale_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.engines.input_parts import LayerInputs
+    from hdtool.runtime.engines.mixture_parts import MixtureParts
     from hdtool.runtime.engines.model_parts import LayerParts
     from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.model.attention_masks import AttentionWindow
@@ -144,7 +145,7 @@ class WeightTable:
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
-        of_experts = [one[NUMBER] + one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        of_experts = [one[NUMBER] + 2 * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
         shape[layers.OF_EXPERTS] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
@@ -215,6 +216,7 @@ class WeightTable:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
         self._experts: list[layers.Numbers] = []
+        self._beside: list[layers.Numbers] = []
         turned = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
         for number, (row, part, window, kind) in enumerate(described):
@@ -234,6 +236,8 @@ class WeightTable:
                 row[layers.NORM_INPUT] = _address_of(part.inputs.norm, "weight")
             if part.experts:
                 self._fill_experts(row, part)
+            if part.beside:
+                row[layers.BESIDE] = self._record_beside(part.beside)
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
@@ -245,6 +249,24 @@ class WeightTable:
         row[first : first + layers.MATMUL_FIELDS] = router
         self._experts.append(experts_record(cast(Any, part.experts).experts))
         row[layers.EXPERTS : layers.RENORMS + 1] = self._experts[-1].ctypes.data, top, renorms
+
+    def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
+        """The address of the record of a mixture beside an MLP."""
+        self._experts.append(experts_record(mixture.experts))
+        weight, shares = mixture.weights
+        matmul, matrix, *_ = self._matmul_row(MatmulRows.whole(mixture.projection))
+        self._beside.append(np.zeros(beside_mlp.BESIDE_FIELDS, np.int64))
+        self._beside[-1][:] = (
+            self._experts[-1].ctypes.data,
+            mixture.top,
+            *(_address_of(norm, "weight") for norm in mixture.norms),
+            weight.data_ptr(),
+            bits(mixture.factor),
+            matmul,
+            matrix,
+            shares.data_ptr(),
+        )
+        return self._beside[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""
