@@ -124,7 +124,7 @@ def small_parts_hold(parts: ModelParts[Any], device: torch.device) -> bool:
     """
     kind, expected, found = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
-    ends = [(norm, parts.epsilon) for norm in (parts.norm, parts.inputs and parts.inputs.norm) if norm is not None]
+    ends = [(norm, parts.epsilon) for norm in (parts.norm, *([parts.inputs.norm] if parts.inputs else ()))]
     weighed = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
     bare = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
     plain = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in bare]

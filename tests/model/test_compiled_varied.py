@@ -18,7 +18,9 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.engines.model_families import GEMMA_NORM
+from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.experts import compile_experts
@@ -33,6 +35,7 @@ from tests.support import families
 from tests.support.decoding import run, said
 from tests.support.described import VARIED_MODELS, assert_right, compiled_of, model_of, of_the_same_name, target_of
 from tests.support.fused import after, compiled, logits_of, widen
+from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.published_drafters import assistant, let_all_layers_share
 
@@ -85,6 +88,30 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str, monkeypatch: pytest.Mo
         assert torch.equal(logits_of(target, prompt_of(40)), of_tree)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("length", [2, 40, PIECE + 30])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, keys of two layers"])
+def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: int) -> None:
+    """Layers that keep no keys compute that row only, unless hidden states of all are wanted."""
+    target, prompt = compiled_of(name), prompt_of(length)
+    one = OneSequence(target)
+    last = one.prefill(prompt[:1], room=length + 8).clone()
+    for token in prompt[1:]:
+        last = one.verify(DraftTree.bare(token)).clone()
+        one.commit([])
+    assert torch.equal(one.prefill(prompt), last)
+    target.watch_hidden()
+    assert torch.equal(one.prefill(prompt), last)
+    alone = compiled_of(name)
+    alone.watch_hidden()
+    cache = alone.allocate(1)
+    hidden = alone.prefill(cache, 0, prompt).hidden
+    usual = target_of(name)
+    usual.watch_hidden()
+    expected = usual.prefill(usual.allocate(1), 0, prompt).hidden
+    assert hidden is not None and expected is not None
+    torch.testing.assert_close(hidden, expected[-len(hidden) :], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", VARIED_MODELS)
@@ -203,10 +230,10 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
 
 def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of each kind keep keys, of which later ones read those of the last."""
-    target, usual = target_of("gemma4, keys of two layers"), proof.model_parts
+    target = target_of("gemma4, keys of two layers")
 
     def other_sources(model: Any, kind: Any) -> Any:
-        parts = usual(model, kind)
+        parts = model_parts(model, kind)
         assert parts and [layer.source for layer in parts.layers] == [None] * 4 + [2, 3]
         layers = [*parts.layers[:4], *(replace(layer, source=(layer.source or 0) - 2) for layer in parts.layers[4:])]
         return replace(parts, layers=layers)

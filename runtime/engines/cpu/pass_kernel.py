@@ -16,6 +16,8 @@ from hdtool.runtime.engines.cpu.layer_record import (
     HIDDEN,
     INPUTS,
     INPUTS_STRIDE,
+    MASK,
+    MASK_ROW,
     NEW,
     OFFSET,
     PASS_FIELDS,
@@ -33,7 +35,7 @@ from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
 from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import multiply_together
+from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -46,10 +48,11 @@ NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGI
 row whose logits are computed; of the output layer, the addresses of the matmul and the matrix, the rows of it, and the
 address of its bias; the addresses of the logits and of the maxima that ``fold`` writes for them, 0 if these are not
 wanted. Logits are divided by the divisor and bounded by the cap, unless they are 0."""
-LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS = range(CAP + 1, CAP + 4)
-"""The address of the record of the inputs that layers have beside hidden states, 0 for none; and that of the ids that
-stand for something else than text, with their number."""
-END_FIELDS = NUMBER_OF_PLACEHOLDERS + 1
+LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, KEEPING = range(CAP + 1, CAP + 5)
+"""The address of the record of the inputs that layers have beside hidden states, 0 for none; that of the ids that stand
+for something else than text, with their number; and the layers up to the last one whose result other rows need: later
+ones compute rows with logits alone."""
+END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
 
@@ -73,7 +76,7 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 def pass_numbers(shape: Numbers, layers: Numbers, kinds: int, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_pass`` needs."""
     before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[SLOTS] * shape[NEW])
-    return before + scratch_numbers(shape, layers, positions)  # type: ignore[no-any-return]
+    return before + scratch_numbers(shape, layers, positions)
 
 
 @compiled
@@ -119,7 +122,12 @@ def compute_pass(
         shape[INPUTS] = rest
         compute_layer_inputs(shape, ends[LAYER_INPUTS], ends[IDS], rows, hidden, rest)
         rest += layer_input_numbers(shape[INPUTS_STRIDE], rows) * ITEM_SIZE
-    compute_layers(shape, layers, starts, hidden, rest)
+    keeping = min(ends[KEEPING], len(layers)) if ends[FIRST] else len(layers)
+    compute_layers(shape, layers[:keeping], starts, hidden, rest)
+    if keeping < len(layers):
+        _leave_rows(shape, ends, starts, positions)
+        at = hidden + ends[FIRST] * shape[HIDDEN] * ITEM_SIZE
+        compute_layers(shape, layers[keeping:], starts, at, rest)
     epsilon, offset = float_of(ends, LAST_EPSILON), float_of(shape, OFFSET)
     norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], offset, epsilon, ends[NORMED])
     if len(certain) > 0:
@@ -128,6 +136,19 @@ def compute_pass(
         first = ends[FIRST]
         _project(shape, ends, rows - first, ends[NORMED] + first * shape[HIDDEN] * ITEM_SIZE)
     return True
+
+
+@compiled
+def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbers) -> None:
+    """Go on with the rows of a sequence that have logits, as if those before were of an earlier pass."""
+    first = ends[FIRST]
+    shape[NEW] -= first
+    starts[0] += first
+    shape[PLACES] += first * WORD_SIZE
+    shape[INPUTS] += first * shape[INPUTS_STRIDE] * ITEM_SIZE
+    if shape[MASK]:
+        shape[MASK] += first * shape[MASK_ROW] * ITEM_SIZE
+    _copy_rotary(shape, ends, positions[first:])
 
 
 @compiled

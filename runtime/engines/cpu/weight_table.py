@@ -187,6 +187,9 @@ class WeightTable:
         made[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
         if around.divisor != 1.0 or around.softcap:
             made[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
+        made[ends.KEEPING] = len(parts.layers)
+        if not self.watches_hidden:
+            made[ends.KEEPING] = max(number for number, one in enumerate(parts.layers) if one.source is None) + 1
         placeholders = self._placeholders
         made[ends.PLACEHOLDERS : ends.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
         if inputs := parts.inputs:
@@ -228,7 +231,7 @@ class WeightTable:
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
-            row[layers.HEADS : layers.TURNED + 1] = part.heads, part.groups, part.width, turned.get(kind, 0)
+            row[layers.HEADS : layers.TURNED + 1] = part.heads, part.groups, part.width, 0 if kind is None else turned[kind]
             row[layers.NORM_V] = self._ones.data_ptr() if part.value_norm else 0
             row[layers.FACTOR] = 0 if part.factor is None else part.factor.data_ptr()
             if part.inputs:
