@@ -231,7 +231,12 @@ class WeightTable:
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
-            row[layers.HEADS : layers.TURNED + 1] = part.heads, part.groups, part.width, 0 if kind is None else turned[kind]
+            row[layers.HEADS : layers.TURNED + 1] = (
+                part.heads,
+                part.groups,
+                part.width,
+                0 if kind is None else turned[kind],
+            )
             row[layers.NORM_V] = self._ones.data_ptr() if part.value_norm else 0
             row[layers.FACTOR] = 0 if part.factor is None else part.factor.data_ptr()
             if part.inputs:
