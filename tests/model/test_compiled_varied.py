@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch.nn import Identity, Linear
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.data import demo
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
@@ -22,11 +24,12 @@ from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.engines.model_families import GEMMA_NORM
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
-from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed.torchao_weights import packed_int8
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
+from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
@@ -169,17 +172,37 @@ def test_text_of_a_multimodal_model_is_compiled() -> None:
 
 def test_weights_in_16_bits_give_the_bits_of_float32() -> None:
     found = []
-    for is_compact in (False, True):
+    for are_16_bits in (False, True):
         model = model_of("gemma4")
         for weight in model.parameters():
             weight.data = weight.data.bfloat16().float()
-        if is_compact:
+        if are_16_bits:
             compact_weights(model)
         compile_linear_layers(model)
         target = Target(model)
         target.compiled = compile_cpu(target)
         assert target.compiled
         found.append(logits_of(target, prompt_of(40)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, experts beside MLPs"])
+def test_a_checkpoint_in_16_bits_is_compiled_at_each_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later start uses the proof of the earlier one; the embeddings of layers stay in 16 bits."""
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    model_of(name).bfloat16().save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(demo.MODEL) / file, tmp_path / "model")
+    found = []
+    for _ in range(2):
+        target = load(ModelConfig(str(tmp_path / "model"), device="cpu")).target
+        assert compiled(target).is_current
+        found.append(logits_of(target, prompt_of(40)).clone())
+        assert_right(target.model, target, ((6, 0, 20),))
+        inputs: Any = target.model.model._modules.get("embed_tokens_per_layer")
+        assert inputs is None or is_compact(inputs.weight)
     assert torch.equal(*found)
 
 
