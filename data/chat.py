@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 
 LINE_END = "\n"
+Variables = Mapping[str, Any]
+"""What a chat template is given beside messages and tools, such as ``enable_thinking``."""
+NO_VARIABLES: Variables = {}
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -35,11 +39,13 @@ def encode_conversation(
     *,
     chat: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """The token ids of a prompt.
 
     With ``chat`` None, the chat template is used if there is one. Without a template, or with ``chat`` false, the
-    conversation must be a single message, and its text is the prompt. The template presents the ``tools``.
+    conversation must be a single message, and its text is the prompt. The template presents the ``tools``, and is given
+    the ``variables``.
     """
     if chat is None:
         chat = has_chat_template(tokenizer)
@@ -49,7 +55,7 @@ def encode_conversation(
         raise PromptError(
             f"a conversation of {len(messages)} messages needs a chat template: without one, give a single text"
         )
-    text = conversation_text(tokenizer, messages, chat=chat, tools=tools)
+    text = conversation_text(tokenizer, messages, chat=chat, tools=tools, variables=variables)
     ids = encode_text(tokenizer, text, special=not chat)
     if not ids:
         raise PromptError("the prompt has no tokens: give some text to answer")
@@ -63,6 +69,7 @@ def conversation_text(
     chat: bool,
     answered: bool = False,
     tools: Sequence[dict[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> str:
     """The text of a prompt; with ``answered``, the last message is the answer and the text includes it.
 
@@ -72,7 +79,7 @@ def conversation_text(
         if fault := lone_surrogate(message["content"]):
             raise PromptError(f"the prompt is not valid Unicode ({fault}): give it as UTF-8 text")
     if chat:
-        return _through_template(tokenizer, messages, answered, tools)
+        return _through_template(tokenizer, messages, answered, tools, variables)
     texts = [message["content"] for message in messages]
     return texts[0] if len(texts) == 1 else "".join(f"{text}\n" for text in texts)
 
@@ -84,7 +91,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool)
 
 
 def encode_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, *, chat: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    text: str,
+    *,
+    chat: bool | None = None,
+    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """The token ids that an answer with this text would have, without the token that ends it; none for an empty text.
 
@@ -94,8 +106,8 @@ def encode_answer(
     if not text:
         return []
     chat = has_chat_template(tokenizer) if chat is None else chat
-    asked = conversation_text(tokenizer, messages, chat=chat)
-    answer = _rendered_answer(tokenizer, messages, text, asked) if chat else text
+    asked = conversation_text(tokenizer, messages, chat=chat, variables=variables)
+    answer = _rendered_answer(tokenizer, messages, text, asked, variables) if chat else text
     for before, after in ((asked, answer), (LINE_END, text)):
         ids = encode_text(tokenizer, before, special=not chat)
         whole = encode_text(tokenizer, before + after, special=not chat)
@@ -105,10 +117,13 @@ def encode_answer(
     return encode_text(tokenizer, text, special=False)
 
 
-def _rendered_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, asked: str) -> str:
+def _rendered_answer(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, asked: str, variables: Variables
+) -> str:
     """The text of an answer as the chat template has it, with what it puts before it."""
     try:
-        whole = _through_template(tokenizer, [*messages, {"role": "assistant", "content": text}], answered=True)
+        answered = [*messages, {"role": "assistant", "content": text}]
+        whole = _through_template(tokenizer, answered, answered=True, variables=variables)
     except PromptError:
         return text
     before, found, _ = whole.removeprefix(asked).partition(text.strip())
@@ -120,14 +135,15 @@ def _through_template(
     messages: Sequence[Message],
     answered: bool,
     tools: Sequence[dict[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> str:
     from jinja2 import TemplateError
 
     if not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template: leave out --chat, or use --raw")
     try:
-        text = _rendered(tokenizer, messages, answered, tools)
-        if tools and text == _rendered(tokenizer, messages, answered, ()):
+        text = _rendered(tokenizer, messages, answered, tools, variables)
+        if tools and text == _rendered(tokenizer, messages, answered, (), variables):
             raise PromptError("the model's chat template does not present tools: take a model that calls tools")
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
@@ -135,10 +151,17 @@ def _through_template(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answered: bool, tools: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    answered: bool,
+    tools: Sequence[dict[str, Any]],
+    variables: Variables,
 ) -> str:
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := next((name for name in variables if name in own), None):
+        raise PromptError(f"{taken!r} is no variable of a chat template: leave it out")
     return str(
         tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=not answered, tokenize=False
+            list(messages), tools=list(tools) or None, add_generation_prompt=not answered, tokenize=False, **variables
         )
     )

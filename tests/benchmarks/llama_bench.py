@@ -12,6 +12,8 @@ from typing import Any
 
 from hdtool.data.errors import ModelError
 
+SHORTEST = ("-p", "0", "-n", "0", "-pg", "1,1")
+
 
 @dataclass(frozen=True)
 class LlamaBench:
@@ -21,23 +23,33 @@ class LlamaBench:
 
     def seconds(self, prompt: int, answer: int) -> tuple[float, float]:
         """Wall clock and CPU seconds of reading a prompt and generating an answer of so many tokens."""
-        row, cpu = self._run(prompt, answer)
+        row, cpu = self._run("-p", "0", "-n", "0", "-pg", f"{prompt},{answer}")
+        return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
+
+    def reading(self, tokens: int) -> tuple[float, float]:
+        """Wall clock and CPU seconds of reading a prompt."""
+        row, cpu = self._run("-p", str(tokens), "-n", "0")
+        return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
+
+    def decoding(self, tokens: int) -> tuple[float, float]:
+        """Wall clock and CPU seconds of decoding so many tokens, from an empty context."""
+        row, cpu = self._run("-p", "0", "-n", str(tokens))
         return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
 
     @cached_property
     def build(self) -> str:
-        row, _ = self._run(1, 1)
+        row, _ = self._run(*SHORTEST)
         return f"commit {row['build_commit']} (build {row['build_number']}), backends {row['backends']}"
 
     @cached_property
     def _start(self) -> float:
         """CPU seconds of a run that does next to nothing: it starts and loads the file."""
-        self._run(1, 1)  # the file is in memory after it
-        return min(self._run(1, 1)[1] for _ in range(3))
+        self._run(*SHORTEST)  # the file is in memory after it
+        return min(self._run(*SHORTEST)[1] for _ in range(3))
 
-    def _run(self, prompt: int, answer: int) -> tuple[dict[str, Any], float]:
-        lengths = ("-p", "0", "-n", "0", "-pg", f"{prompt},{answer}", "-r", "1", "--no-warmup")
-        command = (str(self.program), "-m", str(self.file), "-t", str(self.threads), *lengths, "-o", "json")
+    def _run(self, *lengths: str) -> tuple[dict[str, Any], float]:
+        options = ("-t", str(self.threads), *lengths, "-r", "1", "--no-warmup", "-o", "json")
+        command = (str(self.program), "-m", str(self.file), *options)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -54,9 +54,9 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks import cpu_weights
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident
-from tests.support.gguf_files import write_random_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.packed_blocks import NAMES, some_matrix
+from tests.support.random_gguf import write_random_gguf
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPTS = (64, 256, 1024)
@@ -248,12 +248,12 @@ def _add(totals: dict[tuple[str, str], list[float]], side: tuple[str, str], *num
     totals[side] = [a + b for a, b in zip(totals.get(side, [0.0] * len(numbers)), numbers, strict=True)]
 
 
-def loads(file: str, dtype: str) -> None:
+def loads(file: str, activations: str) -> None:
     """Load a model in a process of its own; print what that takes."""
     load(ModelConfig(device="cpu"))  # what the libraries take is not the model's
     before = resident()
     started, clock = time.perf_counter(), time.process_time()
-    loaded = load(ModelConfig(file, device="cpu", dtype=dtype))
+    loaded = load(ModelConfig(file, device="cpu", activations=activations))
     seconds, busy = time.perf_counter() - started, time.process_time() - clock
     _use(loaded)
     after = resident()
@@ -274,8 +274,9 @@ def loading(file: str) -> None:
     print(f"{Path(file).stat().st_size / 1e6:.0f} MB in the file\n")
     print("| weights | seconds | of the processor | own memory, MB | mapped files, MB | both, MB | most, MB |")
     print("|---|---|---|---|---|---|---|")
-    for name, dtype in (("first start, packed", "auto"), ("packed", "auto"), ("packed again", "auto")):
-        command = [sys.executable, "-m", "tests.benchmarks.packed_weights", "loading", CHILD, file, dtype]
+    starts = {"first start": ACTIVATIONS[0], "later": ACTIVATIONS[0], "first with int8": INT8, "later with int8": INT8}
+    for name, kind in starts.items():
+        command = [sys.executable, "-m", "tests.benchmarks.packed_weights", "loading", CHILD, file, kind]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip().splitlines()
         print(f"| {name} | {found[-1]} |", flush=True)
 

@@ -45,8 +45,8 @@ from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import GuidedDrafter, guided
 from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
-from hdtool.runtime.integrations.server.responses import TokenLogprobs
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish

@@ -90,7 +90,7 @@ def write_gguf(
         writer.add_tensor(name, _blocks(weight, stored), raw_dtype=stored)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
-    return _written(writer, path)
+    return written(writer, path)
 
 
 def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
@@ -121,50 +121,25 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def add_settings(writer: GGUFWriter, settings: LlamaConfig) -> None:
+def add_settings(
+    writer: GGUFWriter, settings: Any, key_value_heads: list[int] | None = None, epsilon: float | None = None
+) -> None:
+    """Add what families have in common; ``key_value_heads`` are those of each layer where layers differ."""
     writer.add_name("tiny")
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
-    writer.add_head_count_kv(settings.num_key_value_heads or settings.num_attention_heads)
-    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    writer.add_head_count_kv(key_value_heads or settings.num_key_value_heads or settings.num_attention_heads)
+    writer.add_layer_norm_rms_eps(epsilon or settings.rms_norm_eps)
     writer.add_rope_dimension_count(settings.hidden_size // settings.num_attention_heads)
     rope: Any = settings.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(settings.vocab_size)
 
 
-def write_random_gguf(path: Path, settings: LlamaConfig, kind: str, embedding: str) -> Path:
-    """Write a model of any size with random blocks; ``embedding`` is the format of the embedding, which is tied."""
-    writer = GGUFWriter(path, "llama")
-    add_settings(writer, settings)
-    add_tokenizer(writer, settings.vocab_size)
-    width, inner = settings.hidden_size, settings.intermediate_size
-    narrow = (settings.num_key_value_heads or 1) * (width // settings.num_attention_heads)
-    shapes = {"attn_q": (width, width), "attn_k": (narrow, width), "attn_v": (narrow, width)}
-    shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}
-    shapes |= {"ffn_down": (width, inner)}
-    tensors = {f"blk.{n}.{name}": shape for n in range(settings.num_hidden_layers) for name, shape in shapes.items()}
-    for seed, (name, shape) in enumerate({"token_embd": (settings.vocab_size, width), **tensors}.items()):
-        stored = embedding if name == "token_embd" else kind
-        writer.add_tensor(f"{name}.weight", _random(stored, shape, seed), raw_dtype=GGMLQuantizationType[stored])
-    norms = [f"blk.{n}.{name}" for n in range(settings.num_hidden_layers) for name in ("attn_norm", "ffn_norm")]
-    for name in ("output_norm", *norms):
-        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
-    return _written(writer, path)
-
-
-def _random(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
-    """The bytes of a matrix in the format of a tensor."""
-    if kind == "BF16":
-        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[1] ** 0.5
-        return np.asarray(numbers.bfloat16().view(torch.uint8))
-    return np.asarray(some_matrix(NAMES[kind], *shape, seed).blocks)
-
-
-def _written(writer: GGUFWriter, path: Path) -> Path:
+def written(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

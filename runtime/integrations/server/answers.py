@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.integrations.server.engine import Job, OverloadError, Scheduler
+from hdtool.runtime.integrations.server.formats import OVERLOADED, SERVER, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.monitoring import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.responses import OVERLOADED, SERVER, Delta, RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import Finish, Step
@@ -116,6 +116,7 @@ class AnswerText:
         self._stream = TextStream(tokenizer, skip_special_tokens=self._reader is None)
         self._held = ""
         self._is_cut = False
+        self._stop_text: str | None = None
         self._calls = 0
         self._reported = 0
         self._required = ""
@@ -136,8 +137,11 @@ class AnswerText:
             if finish:
                 more = self._reader.end()
                 text, reasoning, calls = text + more[0], reasoning + more[1], calls + more[2]
+        if (most := self._choice.prompt.tools.most) is not None:
+            calls = calls[: most - self._calls]
         self._calls += len(calls)
-        return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish))
+        stop_text = self._stop_text if finish else None
+        return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
 
     def _reason(self, finish: Finish | None) -> str | None:
         if finish is None:
@@ -154,7 +158,9 @@ class AnswerText:
         held = self._held + text
         end = first_stop(held, stops)
         self._is_cut = end is not None
-        if end is None:
+        if end is not None:
+            self._stop_text = next(stop for stop in stops if held.startswith(stop, end))
+        else:
             end = len(held) - (0 if is_last else begun_length(held, stops))
         self._held = held[end:]
         return held[:end]

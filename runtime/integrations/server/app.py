@@ -29,12 +29,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from hdtool.data.errors import ContextError, HdtoolError, OptionError
 from hdtool.data.inputs import text_in
 from hdtool.runtime.config import ServerConfig
+from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
 from hdtool.runtime.integrations.server.engine import Scheduler
-from hdtool.runtime.integrations.server.monitoring import ENTRY, Entry, Metrics, RequestLog
-from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from hdtool.runtime.integrations.server.responses import (
+from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
     SERVER,
@@ -45,6 +43,11 @@ from hdtool.runtime.integrations.server.responses import (
     RequestError,
     usage_of,
 )
+from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
+from hdtool.runtime.integrations.server.monitoring import ENTRY, Entry, Metrics, RequestLog
+from hdtool.runtime.integrations.server.preparation import Choice, Preparer
+from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
+from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.model.load import Loaded
 
 KEY_VARIABLE = "HDTOOL_API_KEY"
@@ -57,9 +60,13 @@ COLLECTION_SECONDS = 5.0
 PREPARING = 4
 """Requests that are prepared at once."""
 MIB = 2**20
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+MESSAGES, COUNT_TOKENS = messages_api.PATH, f"{messages_api.PATH}/count_tokens"
+RESPONSES, INPUT_TOKENS = responses_api.PATH, f"{responses_api.PATH}/input_tokens"
+PATHS = (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, MODELS, "/health", "/metrics")
 Handler = Callable[[Request], Awaitable[Response]]
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=Body)
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -126,10 +133,14 @@ class Server:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{name:path}", self._guarded(self._model)),
+            Route(CHAT, self._guarded(self._chat), methods=["POST"]),
+            Route(COMPLETIONS, self._guarded(self._completion), methods=["POST"]),
+            Route(RESPONSES, self._guarded(self._response), methods=["POST"]),
+            Route(INPUT_TOKENS, self._guarded(self._count_for_response), methods=["POST"]),
+            Route(MESSAGES, self._guarded(self._message), methods=["POST"]),
+            Route(COUNT_TOKENS, self._guarded(self._count_for_message), methods=["POST"]),
+            Route(MODELS, self._guarded(self._models)),
+            Route(f"{MODELS}/{{name:path}}", self._guarded(self._model)),
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
         ]
@@ -161,7 +172,9 @@ class Server:
         return guarded
 
     def _tenant(self, request: Request) -> str:
-        tenant = self._keys.tenant(request.headers.get("authorization"))
+        headers = request.headers
+        key = headers.get("x-api-key")  # as Anthropic's clients send it
+        tenant = self._keys.tenant(headers.get("authorization") or (key and f"Bearer {key}"))
         if tenant is None:
             raise RequestError(
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -173,19 +186,40 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         body, choices = await self._prepared(request, ChatRequest, self._preparer.chat)
-        return await self._answer(request, body, choices, ChatFormat(self._name, self._loaded.tokenizer))
+        form = ChatFormat(self._name, self._loaded.tokenizer, len(choices), with_usage=_with_usage(body))
+        return await self._answer(request, choices, form, stream=bool(body.stream))
 
     async def _completion(self, request: Request) -> Response:
         body, choices = await self._prepared(request, CompletionRequest, self._preparer.completion)
         echoes = [choice.prompt.echo for choice in choices]
-        return await self._answer(request, body, choices, CompletionFormat(self._name, self._loaded.tokenizer, echoes))
+        form = CompletionFormat(self._name, self._loaded.tokenizer, echoes, with_usage=_with_usage(body))
+        return await self._answer(request, choices, form, stream=bool(body.stream))
 
-    async def _prepared(
-        self, request: Request, kind: type[R], prepare: Callable[[R], list[Choice]]
-    ) -> tuple[R, list[Choice]]:
+    async def _response(self, request: Request) -> Response:
+        body, choices = await self._prepared(request, ResponsesRequest, lambda body: self._preparer.chat(body.chat()))
+        form = ResponsesFormat(self._name, self._loaded.tokenizer, body)
+        return await self._answer(request, choices, form, stream=bool(body.stream))
+
+    async def _message(self, request: Request) -> Response:
+        body, choices = await self._prepared(request, MessagesRequest, lambda body: self._preparer.chat(body.chat()))
+        form = MessagesFormat(self._name, shows_thinking=body.shows_thinking)
+        return await self._answer(request, choices, form, stream=bool(body.stream))
+
+    async def _count_for_response(self, request: Request) -> Response:
+        kind = responses_api.TokenCountRequest
+        _, tokens = await self._prepared(request, kind, lambda body: self._preparer.tokens(body.chat()))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def _count_for_message(self, request: Request) -> Response:
+        kind = messages_api.TokenCountRequest
+        _, tokens = await self._prepared(request, kind, lambda body: self._preparer.tokens(body.chat()))
+        return JSONResponse({"input_tokens": tokens})
+
+    async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
+        """The body of a request, and what is made of it in a thread."""
         json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
-        def prepared() -> tuple[R, list[Choice]]:
+        def prepared() -> tuple[R, P]:
             body = kind.read(json_text)
             self._check_model(body.model)
             return body, prepare(body)
@@ -201,17 +235,14 @@ class Server:
                 code="model_not_found",
             )
 
-    async def _answer(
-        self, request: Request, body: GenerationRequest, choices: Sequence[Choice], form: Format
-    ) -> Response:
+    async def _answer(self, request: Request, choices: Sequence[Choice], form: Format, *, stream: bool) -> Response:
         answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
         entry: Entry = request.scope[ENTRY]
         entry.model, entry.answers = self._name, answers
-        if body.stream:
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        if stream:
             return StreamingResponse(
-                _events(answers, entry, len(choices), form, with_usage=with_usage),
+                _events(answers, entry, form),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
@@ -295,22 +326,25 @@ async def _collect_garbage() -> None:
         gc.collect()
 
 
-async def _events(
-    answers: Answers, entry: Entry, choices: int, form: Format, *, with_usage: bool
-) -> AsyncIterator[str]:
+def _with_usage(body: GenerationRequest) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+async def _events(answers: Answers, entry: Entry, form: Format) -> AsyncIterator[str]:
     """An answer as server-sent events."""
     try:
-        for index in range(choices):
-            if first := form.first(index):
-                yield _event(first)
+        for row in form.opening(answers.prompt_tokens):
+            yield _event(row)
         async for index, delta in answers.deltas():
-            yield _event(form.chunk(index, delta))
-        if with_usage:
-            yield _event(form.usage_chunk(usage_of(answers.prompt_tokens, answers.stats)))
-        yield "data: [DONE]\n\n"
+            for row in form.added(index, delta):
+                yield _event(row)
+        for row in form.closing(usage_of(answers.prompt_tokens, answers.stats)):
+            yield _event(row)
+        if form.last_event:
+            yield f"data: {form.last_event}\n\n"
     except RequestError as error:
         entry.status, entry.error = error.status, error.name
-        yield _event(error.body)
+        yield _event(form.failed(error))
     except (asyncio.CancelledError, GeneratorExit):
         entry.status = DISCONNECTED
         raise
@@ -318,7 +352,7 @@ async def _events(
         traceback.print_exc(file=sys.stderr)
         failure = _failure()
         entry.status, entry.error = failure.status, failure.name
-        yield _event(failure.body)
+        yield _event(form.failed(failure))
     finally:
         answers.cancel()
 
@@ -350,7 +384,8 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
 
 
 def _event(row: dict[str, Any]) -> str:
-    return f"data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    name = f"event: {row['type']}\n" if "type" in row else ""
+    return f"{name}data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _failure() -> RequestError:
@@ -365,4 +400,6 @@ def _refused(request: Request, error: HdtoolError) -> Response:
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.body, status_code=error.status, headers=headers)
+    is_message = request.scope["path"].startswith(MESSAGES)
+    body = messages_api.error_body(error) if is_message else error.body
+    return JSONResponse(body, status_code=error.status, headers=headers)

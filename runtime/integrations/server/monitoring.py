@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.runtime.config.serving import JSON_LINES
 from hdtool.runtime.integrations.server.engine import Scheduler
-from hdtool.runtime.integrations.server.responses import usage_of
+from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.sequence import Step
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.server.engine import Job
+from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
     MOST_PROMPTS,
     NO_TOOLS,
@@ -33,7 +34,6 @@ from hdtool.runtime.integrations.server.requests import (
     require_text_answers,
     template_messages,
 )
-from hdtool.runtime.integrations.server.responses import RequestError, TokenLogprobs
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
@@ -85,26 +85,37 @@ class Preparer:
 
     def chat(self, body: ChatRequest) -> list[Choice]:
         """The choices of a chat request."""
-        tokenizer = self._loaded.tokenizer
-        require_text_answers(body)
-        messages = template_messages(body.messages)
-        tools = tools_of(body.tools, "the request")
-        choice = ToolChoice.of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
+        tokenizer, variables = self._loaded.tokenizer, body.template_variables
+        messages, choice = self._conversation(body)
         grammar = grammar_of(body.structure, "the request")
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
-        ids = encode_conversation(tokenizer, messages, tools=choice.tools)
+        ids = encode_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
         prompt = Prompt(
             ids,
             self._limit(ids, body.max_completion_tokens or body.max_tokens),
             grammar or choice.grammar,
-            encode_answer(tokenizer, messages, predicted) if predicted else (),
+            encode_answer(tokenizer, messages, predicted, variables=variables) if predicted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
-            conversation_text(tokenizer, messages, chat=True, tools=choice.tools) if choice.tools else "",
+            conversation_text(tokenizer, messages, chat=True, tools=choice.tools, variables=variables)
+            if choice.tools
+            else "",
         )
         return self._choices(body, [prompt])
+
+    def tokens(self, body: ChatRequest) -> int:
+        """The tokens of the prompt of a chat request."""
+        messages, choice = self._conversation(body)
+        variables = body.template_variables
+        return len(encode_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables))
+
+    def _conversation(self, body: ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
+        require_text_answers(body)
+        tools = tools_of(body.tools, "the request")
+        choice = ToolChoice.of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
+        return template_messages(body.messages), choice
 
     def completion(self, body: CompletionRequest) -> list[Choice]:
         """The choices of a completion request, prompt by prompt."""

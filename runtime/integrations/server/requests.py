@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hdtool.data.grammar import Grammar
-from hdtool.runtime.integrations.server.responses import RequestError
+from hdtool.runtime.integrations.server.formats import RequestError
 
 MOST_CHOICES, MOST_STOPS, MOST_LOGPROBS, MOST_PROMPTS = 16, 16, 20, 64
 TEXT = "text"
@@ -23,12 +23,32 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """The fields that chat and text completions share."""
+class Body(BaseModel):
+    """The JSON of a request."""
 
     model_config = ConfigDict(strict=True)
-
     model: str | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """The body as a request; raises with the first field that is wrong."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise _wrong_field(error) from None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """A request from fields that were read before."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _wrong_field(error) from None
+
+
+class GenerationRequest(Body):
+    """The fields that chat and text completions share."""
+
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -47,17 +67,6 @@ class GenerationRequest(BaseModel):
     json_schema: Any = None
     regex: str | None = None
     grammar: str | None = None
-
-    @classmethod
-    def read(cls, body: bytes) -> Self:
-        """The body as a request; raises with the first field that is wrong."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
-            message = first["msg"].removeprefix("Value error, ")
-            raise RequestError(f"{place}: {message}" if place else message, param=place or None) from None
 
     @field_validator("stop")
     @classmethod
@@ -104,6 +113,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
 
@@ -125,8 +135,16 @@ class ChatRequest(GenerationRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: None = Field(None, description="the former name of tools")
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
 
 class CompletionRequest(GenerationRequest):
@@ -159,6 +177,8 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         made["name"] = message.name
+    if message.reasoning_content is not None:
+        made["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -209,10 +229,13 @@ class ToolChoice:
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
     """Of a JSON array of calls; None where the model decides by itself whether it calls a function."""
+    most: int | None = None
+    """Calls in one answer."""
 
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
         """``parallel`` allows several calls in one answer."""
+        most = None if parallel else 1
         if not tools:
             if choice not in (None, "none", "auto"):
                 raise RequestError("tool_choice needs tools: send them, or leave it out", param="tool_choice")
@@ -220,16 +243,16 @@ class ToolChoice:
         if choice == "none":
             return cls()
         if choice in (None, "auto"):
-            return cls(tuple(tools))
+            return cls(tuple(tools), most=most)
         if choice == "required":
-            return cls(tuple(tools), _calls_of(tools, most=None if parallel else 1))
+            return cls(tuple(tools), _calls_of(tools, most), most)
         named = choice.get("function", {}) if isinstance(choice, dict) and choice.get("type") == "function" else None
         if not isinstance(named, dict):
             raise RequestError(TOOL_CHOICE_FORMS, param="tool_choice")
         wanted = [tool for tool in tools if tool["function"]["name"] == named.get("name")]
         if not wanted:
             raise RequestError(f"tool_choice names no function of tools: {TOOL_CHOICE_FORMS}", param="tool_choice")
-        return cls(tuple(tools), _calls_of(wanted, most=1))
+        return cls(tuple(tools), _calls_of(wanted, most=1), most=1)
 
 
 NO_TOOLS = ToolChoice()
@@ -252,6 +275,18 @@ def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
         )
     array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
     return Grammar.json_schema(array | ({"maxItems": most} if most else {}))
+
+
+def _wrong_field(error: ValidationError) -> RequestError:
+    """The first field that is wrong; where several types may stand, the fault of the one that fits best."""
+    errors = error.errors(include_url=False, include_context=False)
+    faults = [([part for part in one["loc"] if not _is_branch(part)], one) for one in errors]
+    first = faults[0][0][:1]
+    path, fault = max((one for one in faults if one[0][:1] == first), key=lambda one: len(one[0]))
+    place, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "this server does not know the field: leave it out"
+    return RequestError(f"{place}: {message}" if place else message, param=place or None)
 
 
 def _is_branch(part: str | int) -> bool:

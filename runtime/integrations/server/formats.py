@@ -1,12 +1,12 @@
-"""Answers and errors in the JSON of OpenAI's API: as a whole, and in chunks."""
+"""Answers and errors in the JSON of OpenAI's completions: as a whole, and as the events of a stream."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
@@ -40,16 +40,16 @@ class RequestError(HdtoolError):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self._kind, self._param, self._code = status, kind, param, code
+        self.status, self.kind, self.param, self.code = status, kind, param, code
 
     @property
     def name(self) -> str:
         """The code of the error, or its type; neither quotes the request."""
-        return self._code or self._kind
+        return self.code or self.kind
 
     @property
     def body(self) -> Row:
-        error = {"message": str(self), "type": self._kind, "param": self._param, "code": self._code}
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
@@ -70,6 +70,8 @@ class Delta:
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
+    stop_text: str | None = None
+    """The stop string that ended the answer."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
@@ -80,13 +82,42 @@ class Delta:
         self.calls += later.calls
         self.logprobs += later.logprobs
         self.finish = later.finish or self.finish
+        self.stop_text = later.stop_text or self.stop_text
+
+
+class Format(Protocol):
+    """How an API writes the answers to one request."""
+
+    last_event: str | None
+    """What ends a stream, if it is no JSON."""
+
+    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+        """A response that is not streamed."""
+
+    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+        """The events before the first text."""
+
+    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+        """The events of what a step adds to an answer."""
+
+    def closing(self, usage: Row) -> Iterable[Row]:
+        """The events after the last text."""
+
+    def failed(self, error: RequestError) -> Row:
+        """The event of an error that ends a stream."""
+
+
+DONE = "[DONE]"
 
 
 class ChatFormat:
     """The JSON of chat completions."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    last_event: str | None = DONE
+
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, choices: int, *, with_usage: bool) -> None:
+        """``with_usage`` ends a stream with the numbers of tokens."""
+        self._tokenizer, self._choices, self._with_usage = tokenizer, choices, with_usage
         self._made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._calls: dict[int, int] = {}
 
@@ -108,11 +139,10 @@ class ChatFormat:
             )
         return {"object": "chat.completion", **self._made, "choices": choices, "usage": usage}
 
-    def first(self, index: int) -> Row:
-        """The chunk before the first text."""
-        return self._chunk(index, {"role": "assistant", "content": ""})
+    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._choices)]
 
-    def chunk(self, index: int, delta: Delta) -> Row:
+    def added(self, index: int, delta: Delta) -> Iterable[Row]:
         added: Row = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             added["reasoning_content"] = delta.reasoning
@@ -120,38 +150,33 @@ class ChatFormat:
             before = self._calls.get(index, 0)
             self._calls[index] = before + len(delta.calls)
             added["tool_calls"] = [{"index": before + place, **_call(call)} for place, call in enumerate(delta.calls)]
-        return self._chunk(index, added, self._logprobs(delta.logprobs), delta.finish)
+        return [self._chunk(index, added, self._logprobs(delta.logprobs), delta.finish)]
 
-    def usage_chunk(self, usage: Row) -> Row:
-        return {"object": "chat.completion.chunk", **self._made, "choices": [], "usage": usage}
+    def closing(self, usage: Row) -> Iterable[Row]:
+        chunk = {"object": "chat.completion.chunk", **self._made, "choices": [], "usage": usage}
+        return [chunk] if self._with_usage else []
+
+    def failed(self, error: RequestError) -> Row:
+        return error.body
 
     def _chunk(self, index: int, delta: Row, logprobs: Row | None = None, finish: str | None = None) -> Row:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {"object": "chat.completion.chunk", **self._made, "choices": [choice]}
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Row | None:
-        if not tokens:
-            return None
-        content = [
-            {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in tokens
-        ]
-        return {"content": content}
-
-    def _token(self, token: int, logprob: float) -> Row:
-        text = text_of(self._tokenizer, [token], skip_special_tokens=False)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(bytes_of(self._tokenizer, token))}
+        return {"content": logprob_rows(self._tokenizer, tokens)} if tokens else None
 
 
 class CompletionFormat:
     """The JSON of text completions."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str]) -> None:
-        """``echoes`` are the texts before the answers."""
-        self._tokenizer, self._echoes = tokenizer, echoes
+    last_event: str | None = DONE
+
+    def __init__(
+        self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str], *, with_usage: bool
+    ) -> None:
+        """``echoes`` are the texts before the answers; ``with_usage`` ends a stream with the numbers of tokens."""
+        self._tokenizer, self._echoes, self._with_usage = tokenizer, echoes, with_usage
         self._made = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -167,16 +192,19 @@ class CompletionFormat:
         ]
         return {**self._made, "choices": choices, "usage": usage}
 
-    def first(self, index: int) -> Row | None:
-        """The chunk with the text before the answer."""
-        echo = self._echoes[index]
-        return {**self._made, "choices": [self._choice(index, echo, (), None)]} if echo else None
+    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+        for index, echo in enumerate(self._echoes):
+            if echo:
+                yield {**self._made, "choices": [self._choice(index, echo, (), None)]}
 
-    def chunk(self, index: int, delta: Delta) -> Row:
-        return {**self._made, "choices": [self._choice(index, delta.text, delta.logprobs, delta.finish)]}
+    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+        return [{**self._made, "choices": [self._choice(index, delta.text, delta.logprobs, delta.finish)]}]
 
-    def usage_chunk(self, usage: Row) -> Row:
-        return {**self._made, "choices": [], "usage": usage}
+    def closing(self, usage: Row) -> Iterable[Row]:
+        return [{**self._made, "choices": [], "usage": usage}] if self._with_usage else []
+
+    def failed(self, error: RequestError) -> Row:
+        return error.body
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None) -> Row:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
@@ -203,9 +231,6 @@ class CompletionFormat:
         return text_of(self._tokenizer, [token], skip_special_tokens=False)
 
 
-Format = ChatFormat | CompletionFormat
-
-
 def usage_of(prompt_tokens: int, stats: Stats) -> Row:
     """The tokens of a request. The ``cached_tokens`` of its prompt were in the KV cache."""
     return {
@@ -218,6 +243,19 @@ def usage_of(prompt_tokens: int, stats: Stats) -> Row:
             "rejected_prediction_tokens": stats.rejected_prediction_tokens,
         },
     }
+
+
+def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs]) -> list[Row]:
+    """Log-probabilities as chats have them."""
+
+    def row(token: int, logprob: float) -> Row:
+        text = text_of(tokenizer, [token], skip_special_tokens=False)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(bytes_of(tokenizer, token))}
+
+    return [
+        {**row(entry.token, entry.logprob), "top_logprobs": [row(token, logprob) for token, logprob in entry.top]}
+        for entry in tokens
+    ]
 
 
 def _call(call: ToolCall) -> Row:

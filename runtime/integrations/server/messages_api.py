@@ -1,0 +1,344 @@
+"""Anthropic's Messages API, as coding agents use it: its requests as chats, and answers in its JSON."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
+from hdtool.runtime.integrations.server.formats import (
+    AUTHENTICATION,
+    INVALID,
+    OVERLOADED,
+    Delta,
+    RequestError,
+    Row,
+)
+from hdtool.runtime.integrations.server.requests import MOST_STOPS, UNSUPPORTED, Body, ChatRequest
+
+PATH = "/v1/messages"
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {
+    401: AUTHENTICATION,
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: OVERLOADED,
+}
+BLOCKS = {Kind.REASONING: "thinking", Kind.TEXT: "text", Kind.CALL: "tool_use"}
+PARAGRAPH = "\n\n"
+
+
+class Part(BaseModel):
+    """A block of a message, with the fields of all types of blocks."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Part] | None = None
+    is_error: bool | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True)
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Part]
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class Choice(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    """A target for the model's makers; here an answer has as many tokens as ``max_tokens`` allows."""
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class TokenCountRequest(Body):
+    """The body of ``/v1/messages/count_tokens``: the fields that make the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[Part] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+
+    def chat(self) -> ChatRequest:
+        """The chat that this request is."""
+        if self.messages[-1].role == "assistant":
+            last = f"messages.{len(self.messages) - 1}"
+            raise RequestError(
+                f"{last}: this server does not continue a turn of the assistant: end with one of the user", param=last
+            )
+        return ChatRequest.of({name: value for name, value in self._chat_fields().items() if value is not None})
+
+    def _chat_fields(self) -> Row:
+        output = self.output_config or OutputConfig()
+        choice = self.tool_choice
+        schema = {"name": "answer", "schema": output.format.schema_} if output.format else None
+        return {
+            "messages": list(_messages(self.system, self.messages)),
+            "tools": [_function(tool, place) for place, tool in enumerate(self.tools or ())] or None,
+            "tool_choice": _tool_choice(choice) if choice else None,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "reasoning_effort": output.effort,
+            "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
+            "chat_template_kwargs": {"enable_thinking": self.thinking.type != "disabled"} if self.thinking else None,
+        }
+
+
+class MessagesRequest(TokenCountRequest):
+    """The body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = Field(None, max_length=MOST_STOPS)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def _chat_fields(self) -> Row:
+        return super()._chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+
+
+def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> Iterator[Row]:
+    names: dict[str, str] = {}
+    if system:
+        yield {"role": "system", "content": _text(system, "system")}
+    for place, message in enumerate(messages):
+        where = f"messages.{place}"
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield _assistant(message.content, where, names)
+        else:
+            yield from _others(message.role, message.content, where, names)
+
+
+def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
+    """A turn of the model; the names of the functions that it calls are noted by the ids of the calls."""
+    texts, reasoning, calls = [], [], []
+    for place, part in enumerate(parts):
+        if part.type == "text":
+            texts.append(part.text or "")
+        elif part.type == "thinking":
+            reasoning.append(part.thinking or "")
+        elif part.type == "tool_use" and part.id and part.name:
+            names[part.id] = part.name
+            function = {"name": part.name, "arguments": json.dumps(part.input or {}, ensure_ascii=False)}
+            calls.append({"id": part.id, "function": function})
+        elif part.type != "redacted_thinking":
+            raise _unknown(part, f"{where}.content.{place}")
+    made: Row = {"role": "assistant", "content": "".join(texts)}
+    if reasoning:
+        made["reasoning_content"] = "".join(reasoning)
+    return made | ({"tool_calls": calls} if calls else {})
+
+
+def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
+    """A turn of the user: its texts, and a message for each result of a tool."""
+    texts: list[str] = []
+    for place, part in enumerate(parts):
+        if part.type != "tool_result":
+            texts.append(_text([part], f"{where}.content.{place}"))
+            continue
+        if texts:
+            yield {"role": role, "content": PARAGRAPH.join(texts)}
+            texts = []
+        result = _text(part.content or "", f"{where}.content.{place}")
+        made = {"role": "tool", "content": f"Error: {result}" if part.is_error else result}
+        made |= {"tool_call_id": part.tool_use_id} if part.tool_use_id else {}
+        name = names.get(part.tool_use_id or "")
+        yield made | ({"name": name} if name else {})
+    if texts or not parts:
+        yield {"role": role, "content": PARAGRAPH.join(texts)}
+
+
+def _text(content: str | list[Part], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for place, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise _unknown(part, where if len(content) == 1 else f"{where}.{place}")
+    return PARAGRAPH.join(part.text or "" for part in content)
+
+
+def _unknown(part: Part, where: str) -> RequestError:
+    if part.type in ("text", "tool_use"):
+        return RequestError(f"{where}: a part of type {part.type!r} lacks a field", param=where)
+    return RequestError(
+        f"{where}: this server takes texts and tools only, and this part is of type {part.type[:40]!r}: leave it out",
+        param=where,
+        code=UNSUPPORTED,
+    )
+
+
+def _function(tool: Tool, place: int) -> Row:
+    if tool.type not in (None, "custom") or tool.input_schema is None:
+        raise RequestError(
+            f"tools.{place}: this server runs no tools, and {tool.name[:60]!r} "
+            f"{'has no input_schema' if tool.type in (None, 'custom') else f'is of type {tool.type!r}'}: leave it out, "
+            "or describe it by an input_schema",
+            param=f"tools.{place}",
+        )
+    described = {"description": tool.description} if tool.description else {}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: Choice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+class MessagesFormat:
+    """The JSON of a message, and of the events of its stream."""
+
+    last_event: str | None = None
+
+    def __init__(self, model: str, *, shows_thinking: bool) -> None:
+        self._shows_thinking = shows_thinking
+        self._made = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "container": None,
+        }
+        self._blocks = Blocks()
+        self._end: Row = {"stop_reason": None, "stop_sequence": None}
+
+    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+        (answer,) = answers
+        content = [_block(block) for block in blocks_of(self._shown(answer))]
+        return {**self._made, "content": content, **_end(answer), "usage": _usage(usage)}
+
+    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": {**self._made, "content": [], **self._end, "usage": usage}}
+
+    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+        if delta.finish:
+            self._end = _end(delta)
+        return [_event(event) for event in self._blocks.add(self._shown(delta))]
+
+    def closing(self, usage: Row) -> Iterable[Row]:
+        yield from map(_event, self._blocks.close())
+        yield {"type": "message_delta", "delta": self._end, "usage": _usage(usage)}
+        yield {"type": "message_stop"}
+
+    def failed(self, error: RequestError) -> Row:
+        return error_body(error)
+
+    def _shown(self, delta: Delta) -> Delta:
+        return delta if self._shows_thinking else replace(delta, reasoning="")
+
+
+def error_body(error: RequestError) -> Row:
+    """An error in the form of this API."""
+    kind = ERROR_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _end(delta: Delta) -> Row:
+    if delta.finish == "stop" and delta.stop_text:
+        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_text}
+    return {"stop_reason": STOP_REASONS.get(delta.finish or "", "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Row) -> Row:
+    """The numbers of tokens; those that were in the cache are counted apart."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _block(block: Block, *, is_empty: bool = False) -> Row:
+    text = "" if is_empty else block.text
+    if block.kind is Kind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind is Kind.TEXT:
+        return {"type": "text", "text": text, "citations": None}
+    given = {} if is_empty else _arguments(text)
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": given}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call; what is no JSON stays a text that its reader can show."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _event(event: Event) -> Row:
+    index = event.block.index
+    if event.change is Change.OPENED:
+        return {"type": "content_block_start", "index": index, "content_block": _block(event.block, is_empty=True)}
+    if event.change is Change.CLOSED:
+        return {"type": "content_block_stop", "index": index}
+    if event.block.kind is Kind.REASONING:
+        delta = {"type": "thinking_delta", "thinking": event.text}
+    elif event.block.kind is Kind.TEXT:
+        delta = {"type": "text_delta", "text": event.text}
+    else:
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(event.text), ensure_ascii=False)}
+    return {"type": "content_block_delta", "index": index, "delta": delta}

@@ -1,0 +1,149 @@
+"""Reading and plain decoding of GGUF files beside llama.cpp's own ``llama-bench``.
+
+    python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --files MODEL-Q4_0.gguf MODEL-Q8_0.gguf
+    python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --shapes llama lfm2 --formats Q4_0 Q4_K
+
+A shape is a file of random blocks, of the size of Llama 3.2 1B or LFM2 1.2B. hdtool computes with activations in
+float32 and in int8. All take turns: a prompt of each length, then tokens one by one, each from an empty cache. Tokens
+per second of CPU time, or of wall clock with several threads; medians over rounds. The CPU time of ``llama-bench`` is
+that of its process without the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import Lfm2Config, LlamaConfig
+from transformers.utils import logging
+
+from hdtool.data.errors import HdtoolError
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.load import load
+from hdtool.runtime.tree import DraftTree
+from tests.benchmarks.cpu_weights import SHAPE
+from tests.benchmarks.llama_bench import LlamaBench
+from tests.support.one_sequence import OneSequence
+from tests.support.random_gguf import write_random_gguf
+
+LFM2: dict[str, Any] = {
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, Callable[[], LlamaConfig | Lfm2Config]] = {
+    "llama": lambda: LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+    "lfm2": lambda: Lfm2Config(**LFM2),
+}
+
+Run = Callable[[int], tuple[float, float]]
+"""Wall clock and CPU seconds of so many tokens."""
+
+
+def runs_of(file: Path, program: Path, threads: int) -> dict[str, dict[str, Run]]:
+    """How each contender reads and decodes."""
+    bench = LlamaBench(program, file, threads)
+    contenders: dict[str, dict[str, Run]] = {"llama.cpp": {"read": bench.reading, "decode": bench.decoding}}
+    for activations in ACTIVATIONS:
+        try:
+            loaded = load(ModelConfig(str(file), device="cpu", threads=threads, activations=activations))
+        except HdtoolError as error:
+            print(f"without {activations}: {error}")
+            continue
+        one = OneSequence(loaded.target)
+        runs = {"read": partial(read, one), "decode": partial(decode, one)}
+        contenders[f"hdtool, {activations}"] = runs
+    return contenders
+
+
+def read(one: OneSequence, tokens: int) -> tuple[float, float]:
+    context = some_context(tokens, 4000)
+    return timed(lambda: one.prefill(context))
+
+
+def decode(one: OneSequence, tokens: int) -> tuple[float, float]:
+    one.prefill([1])
+    return timed(lambda: [step(one) for _ in range(tokens)])
+
+
+def step(one: OneSequence) -> None:
+    one.verify(DraftTree.bare(1))
+    one.commit()
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def compare(name: str, file: Path, options: argparse.Namespace) -> None:
+    contenders = runs_of(file, options.llama_bench, options.threads)
+    parts = [("read", tokens) for tokens in options.read] + [("decode", options.decode)]
+    speeds = defaultdict[tuple[str, str, int], list[float]](list)
+    clock = 0 if options.threads > 1 else 1
+    for number in range(options.rounds + 1):  # the first one warms up
+        for kind, tokens in parts:
+            for contender, runs in contenders.items():
+                spent = runs[kind](tokens)[clock]
+                if number:
+                    speeds[contender, kind, tokens].append(tokens / spent)
+    for contender in contenders:
+        cells = []
+        for part in parts:
+            own, peer = median(speeds[contender, *part]), median(speeds["llama.cpp", *part])
+            cells.append(f"{own:.1f}" if contender == "llama.cpp" else f"{own:.1f} ({own / peer:.2f})")
+        print(f"| {name} | {contender} | {' | '.join(cells)} |", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-bench", type=Path, required=True)
+    parser.add_argument("--files", type=Path, nargs="*", default=[])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[])
+    parser.add_argument("--formats", nargs="*", default=["Q4_0", "Q4_K", "Q8_0"])
+    parser.add_argument("--read", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--decode", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    compute_with(options.threads)
+    clock = "wall clock" if options.threads > 1 else "CPU time"
+    print(f"{machine(torch.device('cpu'))}; tokens per second of {clock}, and in brackets against llama.cpp\n")
+    heads = [f"read {tokens}" for tokens in options.read] + [f"decode {options.decode}"]
+    print(f"| file | | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}", flush=True)
+    for file in options.files:
+        compare(file.name, file, options)
+    with TemporaryDirectory() as folder:
+        os.environ["HDTOOL_HOME"] = f"{folder}/home"
+        for shape in options.shapes:
+            for kind in options.formats:
+                file = Path(folder) / f"{shape}-{kind}.gguf"
+                write_random_gguf(file, SHAPES[shape](), kind, "Q6_K" if kind.endswith("_K") else "Q8_0")
+                compare(f"{shape}, {kind}", file, options)
+                file.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Drafting after long contexts: tokens per second of `hd` beside plain decoding, by the length of the context.
+
+    python -m tests.benchmarks.long_contexts --model smollm2 --contexts 1000 4000 8000
+    python -m tests.benchmarks.long_contexts --shape config.json --contexts 16000 64000
+
+The contexts are text of the documentation, from another place for each repetition, with a question at the end. The
+prompt is read once; then both answer in turn, with the same keys and values, and only the time after the first token
+counts. ``--shape`` takes random weights: their answers repeat themselves or make no sense, and few drafts are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers.utils import logging
+
+from hdtool.data.chat import encode_conversation, encode_text
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.budget.pass_costs import MeasuredCosts
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.decode import decode
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.evaluation.model_shapes import load_shape
+from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.stores.store_set import StoreSet
+
+DOCS = Path(__file__).parents[2] / "docs"
+QUESTION = "Write a letter to a friend about this text, in your own words."
+
+
+def prompts(loaded: Loaded, length: int, number: int) -> list[list[int]]:
+    """Questions about texts of so many tokens, as chats."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
+    ids = encode_text(loaded.tokenizer, text, special=False)
+    ids *= 1 + number * length // len(ids)
+    texts = [loaded.tokenizer.decode(ids[place * length : (place + 1) * length]) for place in range(number)]
+    return [
+        encode_conversation(loaded.tokenizer, [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]) for text in texts
+    ]
+
+
+def answer(loaded: Loaded, prompt: list[int], drafter: Drafter | None, most: int) -> tuple[list[int], float, int]:
+    """The tokens of an answer, the seconds after the first one, and the number of steps."""
+    sampler, _ = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=most)
+    steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, drafter=drafter)
+    tokens = [*next(steps).tokens]
+    started, number = time.process_time(), 0
+    for step in steps:
+        tokens += step.tokens
+        number += 1
+    return tokens, time.process_time() - started, number
+
+
+def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
+    decoding = DecodeConfig(method="hd", max_new_tokens=options.tokens)
+    costs = MeasuredCosts(loaded.target.log, cost_here(loaded.target), only_timed_sizes=loaded.target.captures)
+    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(None, None), model=loaded.checkpoint)
+
+    def drafter() -> Drafter:
+        return drafter_within(lambda: MeasuredBudget(loaded.target.log, costs), decoding, stores, loaded.target)
+
+    ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
+    for prompt in prompts(loaded, length, options.texts):
+        answer(loaded, prompt, None, 2)  # reads the prompt
+        own, drafts = [], []
+        for _ in range(options.rounds):
+            expected, seconds, _ = answer(loaded, prompt, None, options.tokens)
+            own.append(seconds)
+            found, seconds, number = answer(loaded, prompt, drafter(), options.tokens)
+            drafts.append(seconds)
+            differing += found != expected
+            steps, tokens = steps + number, tokens + len(found) - 1
+        plain.append((options.tokens - 1) / median(own))
+        ratios.append(median(own) / median(drafts))
+    figures = median(plain), median(ratios), min(ratios), tokens / steps
+    cells = [f"{length:,}", f"{figures[0]:.1f}", *(f"{figure:.2f}" for figure in figures[1:])]
+    return f"| {' | '.join(cells)} | {differing or 'none'} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="also the one whose tokenizer a --shape has")
+    parser.add_argument("--shape", help="a shape of bench-shape, or a config.json")
+    parser.add_argument("--activations", default="float32")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 4000, 8000])
+    parser.add_argument("--texts", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    compute_with(options.threads)
+    config = ModelConfig(options.model, device="cpu", activations=options.activations)
+    loaded = load_shape(options.shape, config) if options.shape else load(config)
+    print(f"{machine(torch.device('cpu'))}; {loaded.name}, {options.activations}, {options.tokens} tokens\n")
+    print("| context | plain, tokens/s | `hd`: times plain | least of a text | tokens per step | answers that differ |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for length in options.contexts:
+        print(compare(loaded, length, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()

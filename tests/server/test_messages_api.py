@@ -1,0 +1,178 @@
+"""Anthropic's official client, through every parameter of the Messages API that the server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from hdtool.runtime.model.load import Loaded
+from tests.server.plain import plain_text
+from tests.support.server import RunningServer
+
+QUESTION = "What is a list comprehension?"
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+}
+PERSON: Any = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+
+
+def ask(client: anthropic.Anthropic, question: Any = QUESTION, **options: Any) -> Any:
+    settings = options.pop("extra_body", {})
+    given = {"model": "demo", "max_tokens": 24, **options}
+    create: Any = client.messages.create
+    return create(
+        messages=[{"role": "user", "content": question}], extra_body={"temperature": 0.0, **settings}, **given
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_is_that_of_plain_decoding(client: anthropic.Anthropic, loaded: Loaded, temperature: float) -> None:
+    expected = plain_text(loaded, QUESTION, 24, temperature=temperature, seed=5)
+    answer = ask(client, extra_body={"temperature": temperature, "seed": 5})
+    assert [block.text for block in answer.content] == [expected]
+    assert (answer.role, answer.type, answer.stop_reason) == ("assistant", "message", "max_tokens")
+    assert answer.usage.output_tokens == 24
+
+
+def test_a_stream_ends_as_the_whole_answer(client: anthropic.Anthropic) -> None:
+    whole = ask(client)
+    create: Any = client.messages.stream
+    with create(
+        model="demo",
+        max_tokens=24,
+        messages=[{"role": "user", "content": QUESTION}],
+        extra_body={"temperature": 0.0},
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert [block.text for block in final.content] == [block.text for block in whole.content]
+    assert final.stop_reason == whole.stop_reason
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
+    read = final.usage.input_tokens + final.usage.cache_read_input_tokens
+    assert read == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    assert final.usage.output_tokens == 24
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic, loaded: Loaded) -> None:
+    whole = plain_text(loaded, QUESTION, 24)
+    stop = whole[12:16]
+    answer = ask(client, stop_sequences=["never written", stop])
+    assert answer.content[0].text == whole[: whole.index(stop)]
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_sampling_parameters_are_those_of_generate(client: anthropic.Anthropic, loaded: Loaded) -> None:
+    expected = plain_text(loaded, QUESTION, 24, temperature=0.9, seed=3, top_p=0.7, top_k=9)
+    answer = ask(client, extra_body={"temperature": 0.9, "top_p": 0.7, "top_k": 9, "seed": 3})
+    assert answer.content[0].text == expected
+
+
+def test_parts_of_a_text_are_paragraphs(client: anthropic.Anthropic) -> None:
+    cached = {"type": "text", "text": "What is", "cache_control": {"type": "ephemeral"}}
+    parts = ask(client, [cached, {"type": "text", "text": "a tuple?"}], system=[{"type": "text", "text": "Be short."}])
+    assert parts.content == ask(client, "What is\n\na tuple?", system="Be short.").content
+
+
+def test_a_tool_that_must_be_called(client: anthropic.Anthropic) -> None:
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        answer = ask(client, tools=[WEATHER], tool_choice=choice, max_tokens=200)
+        assert answer.stop_reason == "tool_use"
+        (call,) = [block for block in answer.content if block.type == "tool_use"][:1]
+        assert call.name == "weather"
+        assert set(call.input) == {"city", "unit"}
+        assert call.input["unit"] in "CF"
+
+
+def test_a_streamed_call_is_that_of_the_whole_answer(client: anthropic.Anthropic) -> None:
+    given: Any = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
+    whole = ask(client, **given)
+    create: Any = client.messages.stream
+    with create(
+        model="demo", messages=[{"role": "user", "content": QUESTION}], extra_body={"temperature": 0.0}, **given
+    ) as stream:
+        final = stream.get_final_message()
+    assert [block.input for block in final.content] == [block.input for block in whole.content]
+    assert final.stop_reason == "tool_use"
+
+
+def test_calls_and_their_results_are_read(client: anthropic.Anthropic, loaded: Loaded) -> None:
+    """The prompt is the one that the template makes of the same turns in OpenAI's words."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome", "unit": "C"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sunny"}]}
+    messages: Any = [
+        {"role": "user", "content": "How is Rome?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+    ]
+    counted = client.messages.count_tokens(model="demo", messages=messages, tools=[WEATHER])
+    function = {"name": "weather", "description": "The weather of a city", "parameters": WEATHER["input_schema"]}
+    expected: Any = loaded.tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "How is Rome?"},
+            {
+                "role": "assistant",
+                "content": "Let me look.",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome", "unit": "C"}}}],
+            },
+            {"role": "tool", "content": "sunny"},
+            {"role": "user", "content": "Well?"},
+        ],
+        tools=[{"type": "function", "function": function}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert counted.input_tokens == len(loaded.tokenizer(expected, add_special_tokens=False)["input_ids"])
+
+
+def test_the_next_turn_is_read_from_the_cache(client: anthropic.Anthropic) -> None:
+    question = "Name three colors, and say why you like them. " * 6
+    first = ask(client, question)
+    create: Any = client.messages.create
+    second = create(
+        model="demo",
+        max_tokens=8,
+        messages=[
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": "And one more?"},
+        ],
+    )
+    assert second.usage.cache_read_input_tokens >= first.usage.input_tokens + first.usage.cache_read_input_tokens
+
+
+def test_an_answer_that_matches_a_schema(client: anthropic.Anthropic) -> None:
+    answer = ask(client, output_config={"format": {"type": "json_schema", "schema": PERSON}}, max_tokens=60)
+    assert answer.content[0].text.startswith("{")
+    assert '"name"' in answer.content[0].text
+
+
+def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="is not served here: ask for demo"):
+        ask(client, model="claude-9")
+    with pytest.raises(anthropic.BadRequestError, match="of type 'image'"):
+        ask(client, [{"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}])
+    with pytest.raises(anthropic.BadRequestError, match="this server runs no tools, and 'web_search' is of type"):
+        ask(client, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers: this server does not know the field"):
+        ask(client, extra_body={"mcp_servers": []})

@@ -1,0 +1,173 @@
+"""OpenAI's official client, through every parameter of the Responses API that the server has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from hdtool.runtime.model.load import Loaded
+from tests.server.plain import plain_text
+from tests.support.server import RunningServer
+
+QUESTION = "What is a list comprehension?"
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+}
+PERSON: Any = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, given: Any = QUESTION, **options: Any) -> Any:
+    create: Any = client.responses.create
+    return create(**{"model": "demo", "input": given, "max_output_tokens": 24, "temperature": 0.0} | options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_is_that_of_plain_decoding(client: openai.OpenAI, loaded: Loaded, temperature: float) -> None:
+    expected = plain_text(loaded, QUESTION, 24, temperature=temperature, seed=5)
+    answer = ask(client, temperature=temperature, extra_body={"seed": 5})
+    assert answer.output_text == expected
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.output_tokens == 24
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_ends_as_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = ask(client, metadata={"kind": "test"})
+    events = list(ask(client, stream=True, metadata={"kind": "test"}))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == whole.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    kept = {"id", "created_at", "output", "usage", "completed_at"}
+    assert last.response.model_dump(exclude=kept) == whole.model_dump(exclude=kept)
+    assert last.response.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_helper_of_the_client_reads_a_stream(client: openai.OpenAI) -> None:
+    given: Any = {"text": {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}}
+    stream: Any = client.responses.stream
+    with stream(model="demo", input=QUESTION, max_output_tokens=60, temperature=0.0, **given) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_response()
+    whole = ask(client, max_output_tokens=60, **given)
+    assert (final.status, final.output_text) == (whole.status, whole.output_text) == ("completed", whole.output_text)
+    assert {"response.output_item.added", "response.content_part.done", "response.output_text.done"} <= kinds
+
+
+def test_sampling_parameters_are_those_of_generate(client: openai.OpenAI, loaded: Loaded) -> None:
+    expected = plain_text(loaded, QUESTION, 24, temperature=1.2, seed=3, top_p=0.7)
+    assert ask(client, temperature=1.2, top_p=0.7, extra_body={"seed": 3}).output_text == expected
+
+
+def test_instructions_and_the_first_messages_are_one_system_message(client: openai.OpenAI) -> None:
+    said: Any = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": QUESTION}]
+    parts: Any = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+    both = ask(client, said, instructions="Be kind.")
+    assert both.usage.input_tokens == ask(client, parts, instructions="Be kind.\n\nBe short.").usage.input_tokens
+    assert both.output_text == ask(client, parts, instructions="Be kind.\n\nBe short.").output_text
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4)
+    (part,) = answer.output[0].content
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * 4
+    events = list(ask(client, include=["message.output_text.logprobs"], max_output_tokens=4, stream=True))
+    streamed = [
+        entry.token for event in events if event.type == "response.output_text.delta" for entry in event.logprobs
+    ]
+    assert streamed == [entry.token for entry in part.logprobs]
+
+
+def test_a_function_that_must_be_called(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        answer = ask(client, tools=[WEATHER], tool_choice=choice, max_output_tokens=200)
+        call = answer.output[0]
+        assert (answer.status, call.type, call.name) == ("completed", "function_call", "weather")
+        assert set(json.loads(call.arguments)) == {"city", "unit"}
+    events = list(ask(client, tools=[WEATHER], tool_choice=choice, max_output_tokens=200, stream=True))
+    assert events[-1].response.output[0].arguments == call.arguments
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert done.arguments == call.arguments
+
+
+def test_calls_and_their_outputs_are_read(client: openai.OpenAI, loaded: Loaded) -> None:
+    """The prompt is the one that the template makes of the same turns as a chat."""
+    call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+    given: Any = [
+        {"role": "user", "content": "How is Rome?"},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "role": "assistant", "id": "msg_1", "content": [{"type": "output_text", "text": "Wait."}]},
+        call,
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+    ]
+    counted = client.responses.input_tokens.count(model="demo", input=given, tools=[WEATHER])
+    function = {"name": "weather", "parameters": WEATHER["parameters"]}
+    expected: Any = loaded.tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "How is Rome?"},
+            {
+                "role": "assistant",
+                "content": "Wait.",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+            },
+            {"role": "tool", "content": "sunny"},
+        ],
+        tools=[{"type": "function", "function": function}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert counted.input_tokens == len(loaded.tokenizer(expected, add_special_tokens=False)["input_ids"])
+
+
+def test_the_next_turn_is_read_from_the_cache(client: openai.OpenAI) -> None:
+    question = "Name three colors, and say why you like them. " * 6
+    first = ask(client, question)
+    turns: Any = [{"role": "user", "content": question}, *first.output, {"role": "user", "content": "And one more?"}]
+    second = ask(client, turns, max_output_tokens=8)
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_an_answer_that_matches_a_schema(client: openai.OpenAI) -> None:
+    form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+    answer = ask(client, text=form, max_output_tokens=60)
+    assert answer.output_text.startswith("{")
+    assert '"name"' in answer.output_text
+    assert answer.text.format.name == "person"
+
+
+def test_what_needs_kept_responses_is_refused_by_name(client: openai.OpenAI) -> None:
+    for name, value in {"previous_response_id": "resp_1", "conversation": "conv_1", "prompt": {"id": "p"}}.items():
+        with pytest.raises(openai.BadRequestError, match=f"{name}: this server keeps no responses"):
+            ask(client, **{name: value})
+    for name, value in {"store": True, "background": True, "truncation": "auto"}.items():
+        with pytest.raises(openai.BadRequestError, match=name):
+            ask(client, **{name: value})
+    with pytest.raises(openai.BadRequestError, match="moderation: this server does not know the field"):
+        ask(client, extra_body={"moderation": {}})
+    with pytest.raises(openai.BadRequestError, match="this one is of type 'web_search'"):
+        ask(client, tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match="of type 'input_image'"):
+        ask(client, [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com/a"}]}])

@@ -1,0 +1,89 @@
+"""GGUF files of models of any size with random weights, to measure with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import Lfm2Config, LlamaConfig
+
+from tests.support.gguf_files import add_settings, add_tokenizer, written
+from tests.support.packed_blocks import NAMES, some_matrix
+
+ATTENTION = "full_attention"
+
+
+def write_random_gguf(path: Path, settings: LlamaConfig | Lfm2Config, kind: str, embedding: str) -> Path:
+    """Write a model with random blocks; ``embedding`` is the format of the embedding, which is the output layer too."""
+    writer = GGUFWriter(path, settings.model_type)
+    add = _add_lfm2 if isinstance(settings, Lfm2Config) else _add_llama
+    matrices, vectors = add(writer, settings)
+    add_tokenizer(writer, settings.vocab_size)
+    table = {"token_embd": (settings.vocab_size, settings.hidden_size)}
+    for seed, (name, shape) in enumerate({**table, **matrices}.items()):
+        stored = embedding if name in table else kind
+        writer.add_tensor(f"{name}.weight", _random(stored, shape, seed), raw_dtype=GGMLQuantizationType[stored])
+    for name, sizes in vectors.items():
+        writer.add_tensor(f"{name}.weight", np.full(sizes, 1.0 / (sizes[1] if len(sizes) > 1 else 1), np.float32))
+    return written(writer, path)
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _add_llama(writer: GGUFWriter, settings: Any) -> tuple[Shapes, Shapes]:
+    """Add the settings; the shapes of the layers' matrices, and of what is kept in float32."""
+    add_settings(writer, settings)
+    width, layers = settings.hidden_size, range(settings.num_hidden_layers)
+    matrices = {
+        f"blk.{n}.{name}": shape for n in layers for name, shape in (_attention(settings) | _mlp(settings)).items()
+    }
+    norms = [f"blk.{n}.{name}" for n in layers for name in ("attn_norm", "ffn_norm")]
+    return matrices, dict.fromkeys(("output_norm", *norms), (width,))
+
+
+def _add_lfm2(writer: GGUFWriter, settings: Any) -> tuple[Shapes, Shapes]:
+    heads = [settings.num_key_value_heads if layer == ATTENTION else 0 for layer in settings.layer_types]
+    add_settings(writer, settings, heads, settings.norm_eps)
+    writer.add_shortconv_l_cache(settings.conv_L_cache)
+    width, head = settings.hidden_size, settings.hidden_size // settings.num_attention_heads
+    matrices: Shapes = {}
+    vectors: Shapes = {"token_embd_norm": (width,)}
+    for n, layer in enumerate(settings.layer_types):
+        mixer: Shapes = {"shortconv.in_proj": (3 * width, width), "shortconv.out_proj": (width, width)}
+        if layer == ATTENTION:
+            mixer = _attention(settings)
+            vectors |= {f"blk.{n}.{name}": (head,) for name in ("attn_q_norm", "attn_k_norm")}
+        else:
+            vectors[f"blk.{n}.shortconv.conv"] = (width, settings.conv_L_cache)
+        matrices |= {f"blk.{n}.{name}": shape for name, shape in (mixer | _mlp(settings)).items()}
+        vectors |= {f"blk.{n}.{name}": (width,) for name in ("attn_norm", "ffn_norm")}
+    return matrices, vectors
+
+
+def _attention(settings: Any) -> Shapes:
+    width = settings.hidden_size
+    narrow = settings.num_key_value_heads * (width // settings.num_attention_heads)
+    return {
+        "attn_q": (width, width),
+        "attn_k": (narrow, width),
+        "attn_v": (narrow, width),
+        "attn_output": (width, width),
+    }
+
+
+def _mlp(settings: Any) -> Shapes:
+    width, inner = settings.hidden_size, settings.intermediate_size
+    return {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+
+
+def _random(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
+    """The bytes of a matrix in the format of a tensor."""
+    if kind == "BF16":
+        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[1] ** 0.5
+        return np.asarray(numbers.bfloat16().view(torch.uint8))
+    rows, columns = shape
+    return np.asarray(some_matrix(NAMES[kind], rows, columns, seed).blocks)
