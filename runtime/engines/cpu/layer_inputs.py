@@ -1,4 +1,4 @@
-"""Inputs that layers have beside hidden states, made of the token ids and the embeddings at the begin of a pass."""
+"""Inputs that layers have beside hidden states, made of the token ids and the embeddings at the start of a pass."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class _LayerProof:
         self._inputs = torch.empty(0)
         """The inputs of all layers beside hidden states in a pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The keys and values that library's layers give to later ones in a pass, by the kind of layers."""
+        """The keys and values that the library's layers give to later ones in a pass, by the kind of layers."""
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
