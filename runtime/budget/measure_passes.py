@@ -81,6 +81,7 @@ def seconds_of_trees(
     """Seconds of a forward pass for trees of each size.
 
     ``length`` is that of the context without the root; in a ``batch`` each slot has such a context and such a tree.
+    Where trees are not padded, all have so many rows but one: roots, and nodes beyond the size of the batch.
     The median of ``times`` passes counts; no more are run after ``patience`` seconds. Steps take the time of a usual
     pass, and the fastest one is faster than that by a tenth.
     """
@@ -94,9 +95,11 @@ def seconds_of_trees(
     for _ in range(times):
         rounds.append([])
         for size in sizes:
-            tree = DraftTree.of(0, [1] * size, [-1] * size if target.takes_trees else range(-1, size - 1))
+            slots = batch if target.pads else min(size + 1, batch)
+            nodes = [size] * slots if target.pads else [(size + 1 - slots + turn) // slots for turn in range(slots)]
+            trees = [DraftTree.of(0, [1] * n, [-1] * n if target.takes_trees else range(-1, n - 1)) for n in nodes]
             before = target.log.seconds
-            target.verify(cache, [tree] * batch)
+            target.verify(cache, trees)
             target.wait()
             rounds[-1].append(target.log.seconds - before)
         if time.perf_counter() - began > patience:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,9 +44,6 @@ ENOUGH = 3.0
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Expected tokens of a step, against one without a draft, from which on a larger pass of unconfirmed cost is tried, and
 how many times as fast drafts must seem for a plain pass of unconfirmed cost not to be."""
-LEAST_OF_BATCH = 1.15
-"""How many times as fast drafts must seem in a batch: all trees grow to the size that pays for most of them, and what
-they are expected to bring is too high there."""
 FEWEST_DRAFTED = PASS_SIZES[3]
 """Nodes that are drafted at least, if any are."""
 Probs = npt.NDArray[np.floating[Any]]
@@ -103,13 +100,13 @@ class SmoothedSeconds:
         self._observed = int(expected > 0)
 
     def observe(self, seconds: float) -> None:
-        if self._observed:
+        if self.mean:  # not once it is 0, where it would stay
             seconds = min(seconds, MOST_ABOVE * self.mean)
         self._observed += 1
         self.mean += max(SMOOTHING, 1 / self._observed) * (seconds - self.mean)
 
 
-class _ChosenSize(Pinned):
+class ChosenSize(Pinned):
     """The number of nodes with the most expected tokens per second.
 
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
@@ -127,7 +124,6 @@ class _ChosenSize(Pinned):
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
         choose(self._at, np.empty(0), 0, self._most)
-        choose_for_all(self._at, np.ones(1), 0, self._most)
         self._own["pause"] = 0
 
     def _use(self, costs: PassCosts) -> None:
@@ -146,7 +142,7 @@ class _ChosenSize(Pinned):
         return best
 
 
-class CostBudget(_ChosenSize):
+class CostBudget(ChosenSize):
     """The number of nodes with the most expected tokens per second, by a given cost curve.
 
     The caller sets the length of the context before each step.
@@ -168,7 +164,7 @@ class CostBudget(_ChosenSize):
             self._costs.set(self._curve.of_all_sizes(LARGEST_BUDGET, context))
 
 
-class MeasuredBudget(_ChosenSize):
+class MeasuredBudget(ChosenSize):
     """Like CostBudget, with costs that measured passes correct, and the measured time between passes."""
 
     _costs: MeasuredCosts
@@ -195,65 +191,6 @@ class MeasuredBudget(_ChosenSize):
         self._passes, self._called = log.passes, now
 
 
-class Together:
-    """What the budgets of a batch share: the costs of passes, and what each tree was last expected to bring."""
-
-    def __init__(self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False) -> None:
-        """``curves`` hold the passes of batches with such a tree in each slot, by the number of slots."""
-        self.log = log
-        self.expected: dict[int, Probs] = {}
-        self._outside = SmoothedSeconds()
-        self._passes, self._called = -1, 0.0
-        """Passes at the first choice of the last step, and its time."""
-        self._costs: dict[int, MeasuredCosts] = {}
-        for slots in sorted(curves):
-            fewer = max(self._costs, default=0)
-            # Passes of far fewer trees take less, whatever their size.
-            these = range(max(fewer, slots // 2) + 1, slots + 1)
-            self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
-
-    def seconds_outside(self, expected: float, drafting: float) -> float:
-        """Those of a step outside its pass without ``drafting``, as measured; ``expected`` ones before that."""
-        log, now = self.log, time.perf_counter()
-        if log.passes != self._passes:
-            if log.passes == self._passes + 1 and log.nodes >= 0:
-                self._outside.observe(max(0.0, now - self._called - log.last_seconds - drafting))
-            self._passes, self._called = log.passes, now
-        return min(expected, self._outside.mean) if self._outside.mean > 0 else expected
-
-    def costs(self, rows: int) -> MeasuredCosts:
-        """The costs of passes with so many trees."""
-        return self._costs[min((slots for slots in self._costs if slots >= rows), default=max(self._costs))]
-
-
-class SharedBudget(_ChosenSize):
-    """Like MeasuredBudget for a batch, where one pass verifies all trees and costs as much as the largest of them.
-
-    So all trees get the same size, chosen by the sum of their expected tokens; each budget shares its latest ones.
-    """
-
-    def __init__(self, together: Together, rows: Callable[[], int], overhead: float = STEP_OVERHEAD) -> None:
-        """``rows`` returns how many slots of the batch are in use."""
-        super().__init__(overhead, lambda: together.log.passes, together.costs(1))
-        self._together, self._rows, self._each = together, rows, overhead
-
-    def nodes(self, probs: Probs) -> int:
-        rows, mine, expected = self._rows(), gains(probs), self._together.expected
-        expected.pop(id(self), None)  # the latest are at the end
-        expected[id(self)] = np.concatenate([mine, np.full(LARGEST_CHOSEN + 1 - len(mine), mine[-1])])
-        in_all = np.sum(list(expected.values())[-rows:], axis=0)
-        costs = self._together.costs(rows)
-        costs.update()
-        self._use(costs)
-        self._own["overhead"] = self._together.seconds_outside(rows * self._each, float(self._own["drafting"]))
-        best, self._most, self._paused_until = choose_for_all(self._at, in_all, self._step(), self._most)
-        return min(len(probs), best)
-
-    def set_draft_seconds(self, seconds: float) -> None:
-        # All slots draft before the shared pass.
-        super().set_draft_seconds(seconds * max(1, min(self._rows(), len(self._together.expected))))
-
-
 @compiled
 def gains(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
@@ -271,61 +208,69 @@ def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
 
     Returns it with the largest useful tree of the next steps, and the step up to which none drafts.
     """
-    return choose_for_all(at, gains(probs), step, most)
-
-
-@compiled
-def choose_for_all(at: int, gain: Probs, step: int, most: int) -> tuple[int, int, int]:
-    """The same by the expected tokens of trees with 0, 1, 2 … nodes."""
     own = array_at(at, 1, CHOICE)[0]
     costs = array_at(own.costs, 1, COSTS)[0]
-    best, cost, plain = _best_size(gain, own, costs)
-    # In a batch a plain pass, too, yields a token for each slot.
-    faster = 0.0 if best == 0 else gain[best] / gain[0] * (plain + own.overhead) / (cost + own.overhead)
-    pays = faster > (1.0 if gain[0] <= 1 else LEAST_OF_BATCH)
-    if pays:
-        # In a batch drafts gain little, and one plain pass says it for all.
-        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and passes_of(costs, 0) < ENOUGH
-    else:
-        tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, best) < ENOUGH
-    # A choice that rests on an unconfirmed cost is turned round.
-    chosen = best if pays != tries else 0
-    # Nodes that will not be verified need not be drafted.
-    most = min(LARGEST_CHOSEN, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+    gain = gains(probs)
+    chosen, pays, tries, cost, plain = best_size(gain, 0, own.overhead, costs)
+    most = useful_tree(chosen, most)
     if tries:
         return chosen, most, 0
-    return chosen, most, _decide(own, pays, gain[chosen] / gain[0], cost if pays else plain, plain, step)
+    saved = gain[chosen] * (plain + own.overhead) - (cost if pays else plain) - own.overhead
+    longest = max(LONGEST_PAUSE, retry_steps(own, plain + own.overhead))
+    return chosen, most, decide(own, pays, saved, longest, step)
 
 
 @compiled
-def _decide(own: Any, paid: bool, gain: float, cost: float, plain: float, step: int) -> int:
-    """Decide whether to pause drafting; the step until which to pause, or 0."""
-    longest = LONGEST_PAUSE
+def retry_steps(own: Any, plain: float) -> int:
+    """The steps of so many seconds after which a draft may be tried again."""
+    return int(own.drafting / (RETRY_SHARE * plain))
+
+
+@compiled
+def useful_tree(chosen: int, most: int) -> int:
+    """The largest useful tree of the next steps: nodes that will not be verified need not be drafted."""
+    return min(LARGEST_CHOSEN, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+
+
+@compiled
+def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int, bool, bool, float, float]:
+    """The number of nodes with the most expected tokens per second, by the expected tokens with 0, 1, 2 … of them.
+
+    Also whether drafts pay; whether the choice was turned round, as it rests on a cost that no pass has confirmed; and
+    the seconds of a pass with the nodes that seem best, and of one without any, which has ``first`` further rows.
+    """
+    plain = cost_of(costs, first)
+    best, highest, cost = 0, 0.0, plain
+    for nodes in range(1, len(gain)):
+        taken = cost_of(costs, first + nodes)
+        # A plain pass takes no longer than larger ones, which may have been measured later.
+        plain = min(plain, taken)
+        rate = gain[nodes] / (taken + overhead)
+        if rate > highest:
+            best, highest, cost = nodes, rate, taken
+    # In a batch a plain pass, too, yields a token for each sequence.
+    faster = highest * (plain + overhead) / gain[0]
+    pays = faster > 1.0
+    if pays:
+        # In a batch drafts gain little, and one plain pass says it for all.
+        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and passes_of(costs, first) < ENOUGH
+    else:
+        tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, first + best) < ENOUGH
+    return best if pays != tries else 0, pays, tries, cost, plain
+
+
+@compiled
+def decide(own: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+    """Decide whether to pause drafting, which ``saved`` so many seconds but for its own.
+
+    Returns the step up to which it pauses, or 0.
+    """
     if own.drafting > 0:
-        saved = gain * (plain + own.overhead) - (cost + own.overhead + own.drafting)
+        saved -= own.drafting
         own.saved = saved if np.isnan(own.saved) else own.saved + SAVED_LEARNING_RATE * (saved - own.saved)
         paid = own.saved > 0
-        longest = max(longest, int(own.drafting / (RETRY_SHARE * (plain + own.overhead))))
     own.pause = 0 if paid else min(max(1, 2 * own.pause), longest)
     if own.pause <= 2:
         return 0
     own.saved = np.nan
     return int(step + 1 + own.pause)
-
-
-@compiled
-def _best_size(gain: Probs, own: Any, costs: Any) -> tuple[int, float, float]:
-    """The number of nodes but 0 with the most expected tokens per second, its seconds and those of a plain pass.
-
-    0 where there are no nodes.
-    """
-    plain = cost_of(costs, 0)
-    best, highest, paid = 0, 0.0, plain
-    for nodes in range(1, len(gain)):
-        cost = cost_of(costs, nodes)
-        # A plain pass takes no longer than larger ones, which may have been measured later.
-        plain = min(plain, cost)
-        rate = gain[nodes] / (cost + own.overhead)
-        if rate > highest:
-            best, highest, paid = nodes, rate, cost
-    return best, paid, plain

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
+from hdtool.runtime.budget.batch_budget import SharedBudget, Together
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
 from hdtool.runtime.config.methods import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -51,21 +52,28 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
     @cache
     def together() -> Together:
-        return Together(target.log, {batch: cost_here(target, batch)}, only_timed_sizes=target.captures)
+        return together_for(target, {batch})
 
     def budget() -> Budget:
-        return budget_for(config, together, lambda: batch)
+        return budget_for(config, together)
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_within(budget, config, stores, target) for _ in range(batch)]
 
 
-def budget_for(config: DecodeConfig, together: Callable[[], Together], rows: Callable[[], int]) -> Budget:
-    """The budget of a drafter; ``together`` is called only if measured passes decide, and ``rows`` are in use."""
+def together_for(target: Target, sizes: Collection[int]) -> Together:
+    """What the budgets of batches of these sizes share; their passes are timed."""
+    # By rows, passes of a large batch are those of smaller ones, too.
+    curves = {size: cost_here(target, size) for size in sorted(sizes) if target.pads or size == max(sizes)}
+    return Together(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
+
+
+def budget_for(config: DecodeConfig, together: Callable[[], Together]) -> Budget:
+    """The budget of a drafter; ``together`` is called only if measured passes decide."""
     if config.draft_tokens is not None:
         return FixedBudget(config.draft_tokens)
     shared = together()
-    return MeasuredBudget(shared.log, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared, rows)
+    return MeasuredBudget(shared.log, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared)
 
 
 def history_for(

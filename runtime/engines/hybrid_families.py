@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from hdtool.runtime.engines.mixer_parts import DELTA_RULE, DELTA_RULE_APART, MAMBA2, SHORT_CONVOLUTION
+from hdtool.runtime.engines.expert_parts import ExpertKind
+from hdtool.runtime.engines.mixer_parts import (
+    DELTA_RULE,
+    DELTA_RULE_APART,
+    DELTA_RULE_BY_HEADS,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+)
 from hdtool.runtime.engines.model_families import (
     AFTER,
     GEMMA_NORM,
@@ -19,6 +27,17 @@ OF_DELTA_RULES = frozenset({
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim",
 })  # fmt: skip
+LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
+OF_LFM2 = Names(
+    mlp="feed_forward",
+    gate="w1",
+    up="w3",
+    down="w2",
+    activation="",
+    out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    last_norm="embedding_norm",
+)
 HYBRID_FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
@@ -35,26 +54,30 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
             "position_embedding_type", "shared_intermediate_size", "time_step_limit",
         },
-        required={"num_local_experts": (0,), "position_embedding_type": (None, "rope")},
+        experts=ExpertKind(
+            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", beside="block_sparse_moe"
+        ),
+        required={"position_embedding_type": (None, "rope")},
     ),
     "lfm2": Family(
-        norms=("operator_norm", "", "ffn_norm", ""),
-        names=Names(
-            mlp="feed_forward",
-            gate="w1",
-            up="w3",
-            down="w2",
-            activation="",
-            out="out_proj",
-            head_norms=("q_layernorm", "k_layernorm"),
-            last_norm="embedding_norm",
-        ),
+        norms=LFM2_NORMS,
+        names=OF_LFM2,
         mixers={"conv": {"Lfm2ShortConv": SHORT_CONVOLUTION}},
         attributes=frozenset({"is_attention_layer"}),
         settings=frozenset({
             "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache", "conv_bias",
             "full_attn_idxs", "norm_eps",
         }),
+    ),
+    "lfm2_moe": Family(
+        norms=LFM2_NORMS,
+        names=replace(OF_LFM2, rotary="pos_emb"),
+        mixers={"conv": {"Lfm2MoeShortConv": SHORT_CONVOLUTION}},
+        experts=ExpertKind(
+            "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", added=1e-6
+        ),
+        attributes=frozenset({"is_attention_layer"}),
+        settings=OF_EXPERTS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
     ),
     "olmo_hybrid": Family(
         mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_APART}},
@@ -69,6 +92,20 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "linear_dt_min",
         },
     ),
+    "qwen3_next": Family(
+        mixers={"linear_attn": {"Qwen3NextGatedDeltaNet": DELTA_RULE_BY_HEADS}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        experts=ExpertKind(
+            "Qwen3NextSparseMoeBlock",
+            "Qwen3NextTopKRouter",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+        attributes=frozenset({"block_type"}),
+        settings=OF_DELTA_RULES | OF_EXPERTS,
+    ),
     "qwen3_5": Family(
         mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
         norm=GEMMA_NORM,
@@ -76,6 +113,20 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_partial=True,
         attributes=frozenset({"block_type"}),
         settings=OF_DELTA_RULES,
+    ),
+    "qwen3_5_moe": Family(
+        mixers={"linear_attn": {"Qwen3_5MoeGatedDeltaNet": DELTA_RULE}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        experts=ExpertKind(
+            "Qwen3_5MoeSparseMoeBlock",
+            "Qwen3_5MoeTopKRouter",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+        attributes=frozenset({"block_type"}),
+        settings=OF_DELTA_RULES | OF_EXPERTS,
     ),
 }  # fmt: skip
 """By the name of the library's package of a model type."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
 DELTA_RULE_APART = "gated delta rule, queries, keys and values apart"
+DELTA_RULE_BY_HEADS = "gated delta rule, inputs by heads of keys"
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
     "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups",
@@ -104,7 +105,7 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
     elif parts.kind == DELTA_RULE:
         channels, read = 2 * keys + values, values
         first, *rest = [keys, keys, values] if len(parts.inputs) > 4 else [channels]
-        outputs = [first, values, heads, heads, *rest]
+        outputs = [first, values, heads, heads, *rest] if len(parts.inputs) > 2 else [channels + values, 2 * heads]
     else:
         channels, read = values + 2 * keys, values
         outputs = [values + channels + heads]
@@ -169,6 +170,16 @@ def _delta_rule_apart(module: Any) -> MixerParts[Any]:
     return parts
 
 
+def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
+    """With a matrix for queries, keys, values and gates, and one for what heads learn and forget."""
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return MixerParts(
+        DELTA_RULE, module, (module.in_proj_qkvz, module.in_proj_ba), module.out_proj, module.conv1d, module.norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+    )  # fmt: skip
+
+
 def _mamba2(module: Any) -> MixerParts[Any]:
     if module.activation != "silu" or tuple(module.time_step_limit) != (0.0, float("inf")):
         raise AttributeError("another activation, or limited steps")
@@ -182,5 +193,6 @@ READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
     SHORT_CONVOLUTION: _short_convolution,
     DELTA_RULE: _delta_rule,
     DELTA_RULE_APART: _delta_rule_apart,
+    DELTA_RULE_BY_HEADS: _delta_rule_by_heads,
     MAMBA2: _mamba2,
 }

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from hdtool.runtime.engines.expert_parts import ExpertKind
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 SANDWICH = (
@@ -61,7 +63,7 @@ ROUNDED_FIRST = NormKind()
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules of a layer, and of the decoder's last norm."""
+    """Names of modules of a layer, and of the last norm and the rotary positions of the decoder."""
 
     mlp: str = "mlp"
     gate: str = "gate_proj"
@@ -74,6 +76,7 @@ class Names:
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,10 @@ class Family:
     """How the names of the classes end that change logits so."""
     placeholders: tuple[str, ...] = ()
     """The settings of a multimodal model that name tokens which stand for something else than text."""
-    experts: str = ""
-    """The class of a mixture of experts in place of the MLP, which the pass calls as it is."""
-    router: str = ""
-    """The class of what chooses experts by the largest of their probabilities, which are made to add up to 1 if it says
-    so."""
+    experts: ExpertKind | None = None
+    """The mixture of experts in some layers."""
     beside: str = ""
-    """The class of what chooses experts that layers may have beside their MLP."""
+    """The class of what chooses experts that layers may have beside their MLP, with norms of their own."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()
@@ -171,6 +171,20 @@ GELU = frozenset({"gelu_tanh", "gelu"})
 GEMMA_NORM, ROUNDED_AFTER = NormKind(offset=1.0, rounds=False), NormKind(rounds=False)
 ONE_WAY = {"use_bidirectional_attention": (None, False)}
 FAMILIES: Mapping[str, Family] = {
+    "ernie4_5_moe": Family(
+        is_interleaved=True,
+        experts=ExpertKind(
+            "Ernie4_5_MoeSparseMoeBlock",
+            "Ernie4_5_MoeTopKRouter",
+            shared="shared_experts",
+            correction="gate.moe_statics.e_score_correction_bias",
+        ),
+        settings=frozenset({
+            "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
+            "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "output_router_logits", "router_aux_loss_coef",
+            "use_bias",
+        }),
+    ),
     "exaone4": Family(
         norms=AFTER,
         rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
@@ -210,7 +224,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(
         is_partial=True,
-        experts="Glm4MoeMoE",
+        experts=ExpertKind(
+            "Glm4MoeMoE",
+            "Glm4MoeTopkRouter",
+            shared="shared_experts",
+            has_sigmoids=True,
+            correction="gate.e_score_correction_bias",
+            added=1e-20,
+        ),
         attributes=frozenset({"rope_parameters", "use_qk_norm"}),
         settings=OF_EXPERTS | {"num_mtp_layers", "use_qk_norm"},
     ),
@@ -218,7 +239,7 @@ FAMILIES: Mapping[str, Family] = {
         norm=ROUNDED_AFTER,
         has_sinks=True,
         has_half_tables=True,
-        experts="GptOssMLP",
+        experts=ExpertKind("GptOssMLP", "GptOssTopKRouter", gate="router"),
         settings=OF_EXPERTS | {"swiglu_alpha", "swiglu_limit"},
     ),
     "granite": Family(
@@ -227,13 +248,20 @@ FAMILIES: Mapping[str, Family] = {
         logit_divisor="logits_scaling",
         settings=frozenset({"attention_multiplier"}),
     ),
-    "mixtral": Family(experts="MixtralSparseMoeBlock", router="MixtralTopKRouter", settings=OF_EXPERTS),
+    "granitemoe": Family(
+        names=Names(mlp="block_sparse_moe"),
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        experts=ExpertKind("GraniteMoeMoE", "GraniteMoeTopKRouter", gate="router"),
+        settings=OF_EXPERTS | {"attention_multiplier"},
+    ),
+    "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=OF_EXPERTS),
     "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
-        experts="OlmoeSparseMoeBlock",
-        router="OlmoeTopKRouter",
+        experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
         settings=OF_EXPERTS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
@@ -245,18 +273,24 @@ FAMILIES: Mapping[str, Family] = {
         required={"resid_pdrop": (0.0,)},
     ),
     "qwen2_moe": Family(
-        experts="Qwen2MoeSparseMoeBlock",
+        experts=ExpertKind(
+            "Qwen2MoeSparseMoeBlock",
+            "Qwen2MoeTopKRouter",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
         settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
     "qwen3_moe": Family(
-        experts="Qwen3MoeSparseMoeBlock", router="Qwen3MoeTopKRouter", settings=OF_EXPERTS | {"use_sliding_window"}
+        experts=ExpertKind("Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
+        settings=OF_EXPERTS | {"use_sliding_window"},
     ),
     "smollm3": Family(
         rotates=lambda attention: bool(attention.use_rope),
         attributes=frozenset({"use_rope"}),
         settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
     ),
-}
+}  # fmt: skip
 """By the name of the library's package of a model type."""
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn import Dropout, Embedding, Module, ModuleList
@@ -69,11 +69,11 @@ class LayerParts(Generic[Matmul]):
     out: Matmul
     """The output of attention."""
     gate_up: tuple[Matmul, ...]
-    """Gate and up projection of the MLP, or one that gives both; none with experts."""
+    """Gate and up projection of the MLP, or of the expert that all tokens have, or one that gives both; or none."""
     down: tuple[Matmul, ...]
-    """The down projection of the MLP; none with experts."""
+    """The down projection of that."""
     experts: Module | None
-    """The mixture of experts in place of an MLP."""
+    """The mixture of experts, in place of an MLP or beside it."""
     around: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP."""
     head_norms: tuple[Module, ...]
@@ -88,7 +88,9 @@ class LayerParts(Generic[Matmul]):
     scale: float
     activation: str
     activates: Module | None
-    """The module of the activation; none with experts, or where a function is called."""
+    """The module of the activation; none without an MLP, or where a function is called."""
+    shared_gate: Matmul | None = None
+    """The share of the expert that all tokens have; it is whole without."""
     mixer: MixerParts[Matmul] | None = None
     """What mixes tokens in the place of attention: its inputs are in the place of queries, keys and values."""
     value_norm: Module | None = None
@@ -96,7 +98,7 @@ class LayerParts(Generic[Matmul]):
     inputs: InputParts[Matmul] | None = None
     """What the layer does with an input of its own."""
     beside: MixtureParts[Matmul] | None = None
-    """A mixture of experts beside the MLP."""
+    """A mixture of experts beside the MLP, with norms of its own."""
     factor: torch.Tensor | None = None
     """What the output is multiplied by."""
     source: int | None = None
@@ -122,7 +124,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def inner(self) -> int:
-        """The width of the MLP; 0 with experts."""
+        """The width of the MLP; 0 without."""
         return cast(int, self.down[0].in_features) if self.down else 0
 
     @property
@@ -180,11 +182,11 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     widths = {layer.inputs.width if layer.inputs else 0 for layer in layers}
     names = DECODER_PARTS | {family.names.last_norm} | (OF_DECODER if any(widths) else set())
-    if len(owners) != 1 or set(owners[0]._modules) - {"rotary_emb"} != names:
+    if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} != names:
         return None
     decoder: Any = owners[0]
     embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
-    rotary = decoder._modules.get("rotary_emb")
+    rotary = decoder._modules.get(family.names.rotary)
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
     rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
     inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
@@ -264,18 +266,18 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     norms = family.norms if mixes == "self_attn" else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
     beside = mixture_parts(layer, family.beside)
+    added = family.experts.beside if family.experts and children.get(family.experts.beside) is not None else ""
     further = {*(OF_LAYER if inputs else ()), *(OF_MIXTURE if beside else ())}
-    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, norms), *further}:
+    if set(children) - dropouts != {mixes, family.names.mlp, *filter(None, (*norms, added)), *further}:
         return None
     attention, mlp = layer.get_submodule(mixes), layer.get_submodule(family.names.mlp)
-    experts = mlp if family.experts and type(mlp).__name__ == family.experts else None
-    dense = _mlp_parts(mlp, family) if experts is None else ((), (), "", None)
-    if dense is None or not _has_known_code(layer, attention, mlp if experts is None else None, family):
+    feeds = _feeding_parts(layer.get_submodule(added) if added else mlp, mlp if added else None, kind, family)
+    if feeds is None or not _has_known_code(layer, attention, feeds.mlp, family):
         return None
     around = tuple(layer.get_submodule(name) if name else None for name in norms)
     if mixes != "self_attn":
         mixer = mixer_parts(attention, place, kind, family.mixers[mixes])
-        return None if mixer is None else _mixing_layer(layer, mixer, dense, around, kind, family)
+        return None if mixer is None else _mixing_layer(layer, mixer, feeds, around, kind, family)
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
     projections, out_name = ("qkv_proj",) if family.joins_qkv else family.projections(attention), family.names.out
     reads_other = not family.joins_qkv and len(projections) == 1
@@ -288,15 +290,14 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
     if (value_norm is None) != (reads_other or not family.value_norm):
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
-    gate_up, down, activation, activates = dense
     out: Any = attention.get_submodule(out_name)
     epsilons = {epsilon_of(norm) for norm in (*filter(None, (*around, inputs and inputs.norm)), *head_norms)}
     epsilons |= {epsilon_of(value_norm, has_weight=False)} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     of_input = (inputs.gate, inputs.out) if inputs else ()
-    if not all(map(kind.multiplies, (*qkv, out, *gate_up, *down, *of_input))) or len(epsilons) > 1:
+    if not all(map(kind.multiplies, (*qkv, out, *of_input))) or len(epsilons) > 1:
         return None
-    if inputs and _activation_of(inputs.activates) != activation:
+    if inputs and _activation_of(inputs.activates) != feeds.activation:
         return None
     epsilons |= {epsilon_of(norm) for norm in beside.norms} if beside else set()
     if (
@@ -318,8 +319,8 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     groups = out.in_features // (int(heads) * width)
     parts: LayerParts[Matmul] = LayerParts(
-        layer, attention, qkv, out, gate_up, down, experts, around, head_norms,
-        int(heads), groups, width, epsilon, scale, activation, activates,
+        layer, attention, qkv, out, feeds.gate_up, feeds.down, feeds.experts, around, head_norms,
+        int(heads), groups, width, epsilon, scale, feeds.activation, feeds.activates, feeds.shared_gate,
         value_norm=value_norm, inputs=inputs, beside=beside, factor=layer._buffers.get(family.factor),
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
@@ -328,26 +329,55 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
 def _mixing_layer(
     layer: Module,
     mixer: MixerParts[Matmul],
-    dense: tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None],
+    feeds: FeedingParts,
     around: tuple[Module | None, ...],
     kind: Kind[Matmul],
     family: Family,
 ) -> LayerParts[Matmul] | None:
     """A layer with another mixer than attention."""
-    gate_up, down, activation, activates = dense
     epsilons = {epsilon_of(norm) for norm in filter(None, around)}
     epsilon = epsilons.pop() if len(epsilons) == 1 else None
-    if epsilon is None or not all(map(kind.multiplies, (*gate_up, *down))):
+    if epsilon is None:
         return None
     parts: LayerParts[Matmul] = LayerParts(
-        layer, mixer.module, mixer.inputs, mixer.out, gate_up, down, None, around, (),
-        0, 0, 0, epsilon, 0.0, activation, activates, mixer,
+        layer, mixer.module, mixer.inputs, mixer.out, feeds.gate_up, feeds.down, feeds.experts, around, (),
+        0, 0, 0, epsilon, 0.0, feeds.activation, feeds.activates, feeds.shared_gate, mixer,
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
 
 
 def _drops_nothing(module: Module | None) -> bool:
     return isinstance(module, Dropout) and (module.p == 0 or not module.training)
+
+
+class FeedingParts(NamedTuple):
+    """The MLP or the experts of a layer."""
+
+    mlp: Module | None
+    gate_up: tuple[Any, ...] = ()
+    down: tuple[Any, ...] = ()
+    activation: str = ""
+    activates: Module | None = None
+    experts: Module | None = None
+    shared_gate: Any = None
+
+
+def _feeding_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedingParts | None:
+    """The parts of an MLP, or of a mixture of experts and the ``mlp`` beside it; None for any others."""
+    described, experts, gate = family.experts, None, None
+    if described and type(module).__name__ == described.block:
+        experts, gate = module, module._modules.get(described.shared_gate)
+        mlp = mlp or module._modules.get(described.shared)
+        if mlp is None:
+            return FeedingParts(None, experts=experts)
+    elif mlp is not None:
+        return None
+    dense = _mlp_parts(mlp or module, family)
+    if dense is None or not all(map(kind.multiplies, (*dense[0], *dense[1], *filter(None, [gate])))):
+        return None
+    if gate is not None and gate.out_features != 1:
+        return None
+    return FeedingParts(mlp or module, *dense, experts, gate)
 
 
 def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
@@ -397,7 +427,7 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
     if parts.mixer:  # its own are known to fit
         shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
-    shapes += [] if parts.experts else [*((rows, hidden) for rows in dense), (hidden, inner)]
+    shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
     of_heads = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
     widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *of_heads[: len(parts.head_norms)]]

@@ -12,7 +12,7 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.vector_code import FLOAT, ITEM_SIZE, LANES
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
 from hdtool.runtime.kernels.vectors import FloatCode
 
 
@@ -84,6 +84,29 @@ silu_in_place = _gated(lambda code, numbers: numbers)
 """``gate = silu(gate) * up``"""
 gelu_in_place = _gated(_twice_inside_tanh)
 """``gate = gelu(gate) * up``, the GELU by tanh."""
+
+
+@generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
+def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
+    """``written = (up + 1) * gate * sigmoid(alpha * gate)`` of bounded pairs ``[gate, up]``; in place, or elsewhere."""
+    code = FloatCode(builder)
+    factor, most = code.splat(alpha), code.splat(limit)
+    least, one = builder.fneg(most), code.number(1.0)
+    halves = [code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2)]
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        first = builder.mul(index, INDEX(2))
+        both = [code.read(code.at(pairs, builder.add(first, INDEX(half * LANES)))) for half in range(2)]
+        gate, up = (builder.shuffle_vector(*both, half) for half in halves)
+        gate = builder.select(builder.fcmp_ordered(">", gate, most), most, gate)
+        up = builder.select(builder.fcmp_ordered(">", up, most), most, up)
+        up = builder.select(builder.fcmp_ordered("<", up, least), least, up)
+        divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, factor))), one)
+        found = builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
+        code.store(found, code.at(written, index))
+        return []
+
+    code.loop(size, [], apply)
 
 
 @generated(*[types.int64] * 3, types.float32)

@@ -5,34 +5,42 @@ The outputs of a token's experts are added in the order of the experts, so its b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import types
 from torch.nn import Module
+from torch.nn.functional import silu
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.elementwise import add_in_place, gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.elementwise import add_in_place, gate_pairs, gelu_in_place, silu_in_place
 from hdtool.runtime.kernels.linear import PLAIN, form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
+from hdtool.runtime.kernels.memory.raw_memory import array_at, bits, copy_numbers, float_of
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.team import multiply_together, team_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Mapping
 
-NUMBER, WIDTH, INNER, GATE_UP, EXPAND, GATE_UP_SIZE, DOWN, REDUCE, DOWN_SIZE, TANH_GATE = range(10)
-"""Experts of a layer, and their shapes; of the matrices that give gate and up, the address, that of their matmul, and
-the bytes of one expert; and the same of those behind the gated unit, which has a GELU or a SiLU."""
+NUMBER, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
+"""Experts of a layer, and their shapes; of the matrices that give gate and up, the address of their matmul, those of
+the first expert's, and the bytes of each, then the address of biases, 0 for none."""
+REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
+"""The same of those behind the gated unit; then whether one matrix gives gate and up in pairs, with the bits of two
+numbers of the unit that takes these; without pairs, whether the unit has a GELU by tanh, and no SiLU."""
 FIELDS = TANH_GATE + 1
 ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """Whether they are the GELU by tanh, by the names of their classes."""
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts ``[experts, rows, columns]``, as modules of the library name them."""
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 PLAIN_EXPERTS = {
     "has_gate": True,
     "has_bias": False,
@@ -42,7 +50,13 @@ PLAIN_EXPERTS = {
     "_is_expert_parallel": False,
 }
 """How the library describes such modules."""
+PAIRED_EXPERTS = {**PLAIN_EXPERTS, "has_bias": True, "is_transposed": True, "is_concatenated": False}
+"""How it describes those with pairs of gate and up, whose matrices are transposed."""
 TOLERANCE = 1e-4
+FEW = 2
+"""Experts that are compared with those of the library."""
+TRIED = (1.0, 100.0)
+"""Sizes of the rows by which experts are compared: larger ones meet the bounds of a gated unit."""
 
 
 @compiled
@@ -67,8 +81,7 @@ def mix_experts(
     width, inner = experts[WIDTH], experts[INNER]
     array_at(outputs, (rows * width,), types.float32)[:] = 0
     gathered, gate = scratch, scratch + rows * width * ITEM_SIZE
-    up = gate + rows * inner * ITEM_SIZE
-    added = up + rows * inner * ITEM_SIZE
+    added = gate + 2 * rows * inner * ITEM_SIZE
     order = np.argsort(chosen.ravel(), kind="mergesort")
     first = 0
     while first < rows * top:
@@ -79,16 +92,10 @@ def mix_experts(
             copy_numbers(inputs + row * width * ITEM_SIZE, width, gathered + (end - first) * width * ITEM_SIZE)
             end += 1
         some = end - first
-        matrix = experts[GATE_UP] + expert * experts[GATE_UP_SIZE]
-        of_up = matrix + experts[GATE_UP_SIZE] // 2
-        multiply_together(team, threads, experts[EXPAND], matrix, inner, width, gathered, some, gate, 0)
-        multiply_together(team, threads, experts[EXPAND], of_up, inner, width, gathered, some, up, 0)
-        if experts[TANH_GATE]:
-            gelu_in_place(gate, up, some * inner)
-        else:
-            silu_in_place(gate, up, some * inner)
+        _expand(team, threads, experts, expert, gathered, some, gate)
         matrix = experts[DOWN] + expert * experts[DOWN_SIZE]
-        multiply_together(team, threads, experts[REDUCE], matrix, width, inner, gate, some, added, 0)
+        bias = experts[REDUCE_BIAS] + expert * width * ITEM_SIZE if experts[REDUCE_BIAS] else 0
+        multiply_together(team, threads, experts[REDUCE], matrix, width, inner, gate, some, added, bias)
         for place in range(first, end):
             row, at = order[place] // top, added + (place - first) * width * ITEM_SIZE
             add_in_place(outputs + row * width * ITEM_SIZE, at, width, shares[row, order[place] % top])
@@ -96,39 +103,75 @@ def mix_experts(
 
 
 @compiled
-def route(logits: Array, renorms: bool, chosen: Array, shares: Array) -> None:
-    """The most probable experts of each row, and their probabilities, which are made to add up to 1 if it ``renorms``.
+def _expand(team: int, threads: int, experts: Array, expert: int, inputs: int, rows: int, gate: int) -> None:
+    """Write what the gated unit of an expert gives; there is room for twice as many numbers."""
+    width, inner = experts[WIDTH], experts[INNER]
+    matrix, of_up = experts[GATE] + expert * experts[GATE_SIZE], experts[UP] + expert * experts[UP_SIZE]
+    bias = experts[EXPAND_BIAS] + 2 * expert * inner * ITEM_SIZE if experts[EXPAND_BIAS] else 0
+    if experts[PAIRS]:
+        multiply_together(team, threads, experts[EXPAND], matrix, 2 * inner, width, inputs, rows, gate, bias)
+        gate_pairs(gate, rows * inner, float_of(experts, ALPHA), float_of(experts, LIMIT), gate)
+        return
+    up = gate + rows * inner * ITEM_SIZE
+    multiply_together(team, threads, experts[EXPAND], matrix, inner, width, inputs, rows, gate, 0)
+    multiply_together(team, threads, experts[EXPAND], of_up, inner, width, inputs, rows, up, 0)
+    if experts[TANH_GATE]:
+        gelu_in_place(gate, up, rows * inner)
+    else:
+        silu_in_place(gate, up, rows * inner)
 
-    ``logits`` ``[rows, experts]`` are overwritten.
+
+def matrices_of(weight: Any) -> Any:
+    """The matrices ``[experts, rows, columns]`` of a parameter, of which some have them transposed."""
+    return weight if weight.is_contiguous() else weight.transpose(1, 2)
+
+
+class ExpertMatrices(NamedTuple):
+    """Where compiled code has the matrices of all experts."""
+
+    matmul: int
+    """Its address."""
+    first: int
+    """The address of the first expert's matrix."""
+    size: int
+    """Bytes from one expert to the next."""
+
+
+def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
+    """Those of a parameter: of one matrix of each expert, or of gate and up apart.
+
+    ``panels`` has what packed parts are multiplied as, by their addresses.
     """
-    rows, top = chosen.shape
-    for row in range(rows):
-        of_row, largest = logits[row], logits[row].max()
-        total, taken = np.float32(0), np.float32(0)
-        for expert in range(len(of_row)):
-            total += np.exp(of_row[expert] - largest)
-        for rank in range(top):
-            best = np.argmax(of_row)
-            chosen[row, rank], shares[row, rank] = best, np.exp(of_row[best] - largest) / total
-            taken += shares[row, rank]
-            of_row[best] = -np.inf
-        if renorms:
-            for rank in range(top):
-                shares[row, rank] /= taken
+    stored = matrices_of(stored_of(weight))
+    parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
+    found = []
+    for part in parts:
+        made = panels.get(part.data_ptr())
+        matmul = made.matmul if made else matmul_of(*form_of(part)).address
+        memory, size = (made.data_ptr(), made.nbytes) if made else (part.data_ptr(), part.nbytes)
+        found.append(ExpertMatrices(matmul, memory, size // len(stored)))
+    return found
 
 
-def experts_record(module: Any) -> Array:
-    """What compiled code reads of the experts of a layer."""
+def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
+    """What compiled code reads of the experts of a layer, see ``expert_matrices``."""
     record = np.zeros(FIELDS, np.int64)
-    expand, reduce = (stored_of(getattr(module, name)) for name in WEIGHTS)
-    number, width, inner = reduce.shape
-    record[: INNER + 1] = number, width, inner
-    for field, weight in ((GATE_UP, expand), (DOWN, reduce)):
-        assert isinstance(weight, torch.Tensor)
-        size = weight[0].numel() * weight.itemsize
-        record[field : field + 3] = weight.data_ptr(), matmul_of(*form_of(weight)).address, size
-    record[TANH_GATE] = ACTIVATIONS[type(module.act_fn).__name__]
+    (gate, *of_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
+    up = of_up[0] if of_up else gate._replace(first=gate.first + gate.size // 2)
+    record[: INNER + 1] = matrices_of(module.down_proj).shape
+    record[EXPAND : GATE_SIZE + 1] = gate
+    record[UP : UP_SIZE + 1] = up.first, up.size
+    record[REDUCE : DOWN_SIZE + 1] = down
+    if _has_pairs(module):
+        record[EXPAND_BIAS], record[REDUCE_BIAS] = (getattr(module, name).data_ptr() for name in BIASES)
+        record[PAIRS : LIMIT + 1] = 1, bits(module.alpha), bits(module.limit)
+    else:
+        record[TANH_GATE] = bool(_has_gelu(module))
     return record
+
+
+def _has_pairs(module: Any) -> bool:
+    return not getattr(module, "is_concatenated", True)
 
 
 class CompiledExperts(Module):
@@ -171,17 +214,49 @@ class CompiledExperts(Module):
 
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether the experts of a module are gated units of a known kind, whose weights the compiled matmul takes."""
+    """Whether the experts of a module are gated units that are known, whose weights the compiled matmul takes."""
+    kind = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS
+    names = WEIGHTS + BIASES if kind["has_bias"] else WEIGHTS
     weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]
-    if set(module._parameters) != set(WEIGHTS) or any(weight is None or weight.dim() != 3 for weight in weights):
+    if set(module._parameters) != set(names) or any(weight is None or weight.dim() != 3 for weight in weights):
         return False
-    expand, reduce = weights
+    if not all(getattr(module, name, value) is value for name, value in kind.items()):
+        return False
+    expand, reduce = (weight.transpose(1, 2) if kind["is_transposed"] else weight for weight in weights)
+    number, width, inner = reduce.shape
     return (
-        all(getattr(module, name, value) is value for name, value in PLAIN_EXPERTS.items())
-        and set(module._modules) == {"act_fn"}
-        and type(module.act_fn).__name__ in ACTIVATIONS
-        and expand.shape == (reduce.shape[0], 2 * reduce.shape[2], reduce.shape[1])
-        and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in weights)
+        all(map(_parts_fit, weights))
+        and (_pairs_fit(module, dtypes) if kind["has_bias"] else _has_gelu(module) is not None)
+        and expand.shape == (number, 2 * inner, width)
+        and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
+    )
+
+
+def _parts_fit(weight: Any) -> bool:
+    """Whether the parts of a packed weight have one format, and are gate and up if there are several."""
+    stored = stored_of(weight)
+    if not isinstance(stored, PackedExperts):
+        return not is_compact(weight) or isinstance(stored, torch.Tensor)
+    forms = {(part.format, part.shape) for part in stored.parts}
+    return len(forms) == 1 and len(stored.parts) <= 2 and not (stored.is_transposed and len(stored.parts) > 1)
+
+
+def _has_gelu(module: Any) -> bool | None:
+    """Whether the gated unit of experts has a GELU by tanh, and no SiLU; None for another unit."""
+    if not module._modules:
+        return False if getattr(module, "act_fn", None) is silu else None
+    return ACTIVATIONS.get(type(module.act_fn).__name__) if set(module._modules) == {"act_fn"} else None
+
+
+def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
+    """Whether the biases and the numbers of a unit with pairs have their forms."""
+    biases = [module._parameters[name] for name in BIASES]
+    shapes = [matrices_of(module._parameters[name]).shape[:2] for name in WEIGHTS]
+    return (
+        not module._modules
+        and all(isinstance(getattr(module, name, None), float) for name in ("alpha", "limit"))
+        and all(type(bias) in PLAIN and _is_plain(bias, dtypes) for bias in biases)
+        and [bias.shape for bias in biases] == shapes
     )
 
 
@@ -190,8 +265,23 @@ def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
     return own and weight.dtype in dtypes and weight.is_cpu and weight.is_contiguous()
 
 
+def arrange_experts(model: Module) -> None:
+    """Have the matrices of experts that the library transposes in the order that the matmul reads.
+
+    Parameters keep their shapes and numbers; their strides are other ones.
+    """
+    for module in model.modules():
+        if not getattr(module, "is_transposed", False) or not _has_pairs(module):
+            continue
+        for name in WEIGHTS:
+            weight = module._parameters.get(name)
+            if weight is not None and type(weight) in PLAIN and weight.dim() == 3 and weight.is_contiguous():
+                weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def compile_experts(model: Module) -> None:
     """Replace the experts of a model that compute what this code does; parameters stay the same objects."""
+    arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):
         experts = module._modules.get("experts")
@@ -206,21 +296,32 @@ def compile_experts(model: Module) -> None:
 
 @torch.inference_mode()
 def _has_same_numbers(experts: Any) -> bool:
-    """Compare the code of the library, which may compute something else, with this one."""
-    number, width = experts.gate_up_proj.shape[0], experts.gate_up_proj.shape[2]
-    random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, width, generator=random)
-    chosen, shares = torch.tensor([[0], [number - 1], [0]]), torch.tensor([[1.0], [0.5], [2.0]])
+    """Compare the code of the library, which may compute something else, with this one, on the first experts."""
     reads = [weight.reads for weight in experts.parameters() if is_compact(weight)]
     before = [each.number for each in reads]
     try:
-        expected = experts(hidden, chosen, shares)
-        found = CompiledExperts.of(experts)(hidden, chosen, shares)
+        return all(_is_same(_first_experts(experts), size) for size in TRIED)
     except Exception:  # experts with other arguments
         return False
     finally:
         for each, number in zip(reads, before, strict=True):
             each.number = number
+
+
+def _first_experts(experts: Any) -> Any:
+    """A module with the first experts: code of the library may expand the weights of all that there are."""
+    few = copy(experts)
+    few._parameters = {name: weight[:FEW] for name, weight in experts._parameters.items()}
+    few.num_experts = min(FEW, experts.num_experts)
+    return few
+
+
+def _is_same(experts: Any, size: float) -> bool:
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, matrices_of(experts.down_proj).shape[1], generator=random) * size
+    chosen, shares = torch.tensor([[0], [experts.num_experts - 1], [0]]), torch.tensor([[1.0], [0.5], [2.0]])
+    expected = experts(hidden, chosen, shares)
+    found = CompiledExperts.of(experts)(hidden, chosen, shares)
     return found.shape == expected.shape and torch.allclose(found, expected, TOLERANCE, TOLERANCE * expected.std())
 
 

@@ -18,10 +18,9 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
-WORD_SIZE = 8
 WORK = 0
 """The number of the job in the upper bits, and the parts of it that nobody has taken in the lower ones."""
 COMPLETED = CACHE_LINE // WORD_SIZE

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
@@ -28,10 +28,11 @@ from hdtool.runtime.kernels.compact_weight import (
     is_compact,
     narrowed,
 )
-from hdtool.runtime.kernels.experts import WEIGHTS, fits_compiled_experts
+from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.memory.free_memory import return_free_memory
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.packed.torchao_weights import packed_weight
 from hdtool.runtime.kernels.small_batch_gemm import MOST_IN_REGISTERS
@@ -56,6 +57,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
     compiled matmul is known to have the same bits or not; those that are found out are added.
     """
     proved = {} if proved is None else proved
+    arrange_experts(model)
     for places in list(_places(model).values()):
         module, name = places[0]
         weight: Any = module._parameters[name]
@@ -192,7 +194,10 @@ def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> 
     """Whether a weight may be stored so, by the matmul with one weight of each form."""
     if all(isinstance(module, Embedding) for module, _ in places):
         return True
-    stored = cast(torch.Tensor, stored)[0] if len(stored.shape) == 3 else stored  # all experts have one form
+    if isinstance(stored, PackedExperts):
+        stored = stored.parts[0][: len(stored.parts[0]) // len(stored)]
+    elif len(stored.shape) == 3:
+        stored = matrices_of(stored)[0]  # all experts have one form
     case = f"{stored.shape[1]} columns of {stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype}"
     if case not in proved:
         proved[case] = _has_same_bits(stored)

@@ -49,4 +49,9 @@ class CompiledPasses(Protocol):
         ...
 
     @property
+    def pads(self) -> bool:
+        """Whether trees that are verified in one pass are padded to the largest."""
+        ...
+
+    @property
     def activations_are_int8(self) -> bool: ...

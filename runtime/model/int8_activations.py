@@ -15,6 +15,7 @@ from hdtool.runtime.engines.cpu.outline import may_be_compiled
 from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.gguf.slow_weights import slow_weights
 from hdtool.runtime.model.gguf.which_file import gguf_file
+from hdtool.runtime.model.mxfp4 import MXFP4
 from hdtool.runtime.model.quantization import LIBRARIES, library_of
 
 NO_INT8 = (
@@ -41,7 +42,7 @@ def refuse_by_file(config: ModelConfig) -> None:
 
 def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
     """Raise for a model by its configuration."""
-    packed = config.quantization or gguf_file(config) or library_of(settings) == TORCHAO
+    packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)
     if not packed:
         raise OptionError(
             f"--activations int8 multiplies by quantized weights, and {config.name} has none: take "

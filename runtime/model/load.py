@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ from hdtool.runtime.model.gguf.packing import read_weights
 from hdtool.runtime.model.gguf.which_file import gguf_file
 from hdtool.runtime.model.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
 from hdtool.runtime.model.library import is_known_type, text_class
+from hdtool.runtime.model.mxfp4 import MXFP4, keeping_mxfp4
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
 from hdtool.runtime.model.quantized_folder import quantized_folder, read_quantized
@@ -248,7 +249,8 @@ def _proved_now(
     config: ModelConfig, settings: Any, packed: Packed | None, device: torch.device, kept: KeptProof | None
 ) -> Target:
     by_library = library_of(settings) or (config.quantization and not packed)
-    is_compact = config.dtype == "auto" and not by_library
+    in_mxfp4 = config.dtype == "auto" and by_library == MXFP4
+    is_compact = config.dtype == "auto" and (in_mxfp4 or not by_library)
     if packed:
         use_planless_attention(device)
         model = _attempt(
@@ -258,7 +260,11 @@ def _proved_now(
         )
         _set_generation(model, config)
     else:
-        with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)) if is_compact else nullcontext():
+        with ExitStack() as loading:
+            if in_mxfp4:
+                loading.enter_context(keeping_mxfp4())
+            elif is_compact:
+                loading.enter_context(loading_as_stored(place_of(config, CONFIG_FILES, weights=True)))
             model = _on_one_device(config, settings, device)
     outline = outline_of(model) if kept else ""
     compact: dict[str, bool] = {}

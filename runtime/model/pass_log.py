@@ -17,9 +17,10 @@ class PassLog:
     passes: int = 0
     seconds: float = 0.0
     nodes: int = PROMPT
-    """Draft tokens that the last pass verified, of the largest tree if there were several."""
+    """Draft tokens that the last pass verified. Of several trees, those of the largest, to which the others are padded;
+    without padding, the rows of all trees but one."""
     slots: int = 1
-    """Trees of the last pass."""
+    """Trees of the last pass that verified any."""
     last_seconds: float = 0.0
     context: int = 0
     """Tokens before the tree of the last pass, before the longest one if there were several."""
@@ -27,7 +28,9 @@ class PassLog:
     def add(self, seconds: float, nodes: int = PROMPT, slots: int = 1) -> None:
         self.seconds += seconds
         self.passes += 1
-        self.nodes, self.slots, self.last_seconds = nodes, slots, seconds
+        self.nodes, self.last_seconds = nodes, seconds
+        if nodes != PROMPT:
+            self.slots = slots
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class StockPasses:
         mask = self.masks.of_tree(tree, slot.length, reused=True)
         with self._over([tree], [slot], slot.states, slot.kv):
             logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
-        self.log.nodes = len(tree)
+        self.log.nodes, self.log.slots = len(tree), 1
         return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
 
     def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:

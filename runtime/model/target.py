@@ -120,6 +120,12 @@ class Target:
         self.shapes, self.state_shapes, self.stock.recurrent, self.rounding = (), (), None, None
 
     @property
+    def pads(self) -> bool:
+        """Whether trees that are verified in one pass are padded to the largest."""
+        compiled = None if self.captures else self._current()
+        return compiled is None or compiled.pads
+
+    @property
     def takes_trees(self) -> bool:
         """Whether it verifies trees; otherwise only chains, from the library's own cache."""
         return self._replay is None

@@ -28,6 +28,7 @@ from tests.support.one_sequence import OneSequence
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000, **HEADS}
 DENSE: dict[str, Any] = {**SHAPE, "intermediate_size": 3072}
+EXPERTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama": DENSE,
     "Gemma2": DENSE,
@@ -51,12 +52,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Olmo2": {key: value for key, value in DENSE.items() if key != "head_dim"},
     "Phi3": {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "pad_token_id": 0},
     "SmolLM3": {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "pad_token_id": 0},
-    "Qwen3Moe": {**SHAPE, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+    "Qwen3Moe": {**SHAPE, **EXPERTS},
+    "Qwen2Moe": {**DENSE, **EXPERTS, "shared_expert_intermediate_size": 1024},
+    "Glm4Moe": {**DENSE, **EXPERTS, "n_routed_experts": 32, "first_k_dense_replace": 1, "pad_token_id": 0},
+    "GptOss": {**SHAPE, "intermediate_size": 512, "num_local_experts": 32, "num_experts_per_tok": 4},
+    "GraniteMoe": {
+        **{key: value for key, value in SHAPE.items() if key != "head_dim"},
+        "intermediate_size": 512, "num_local_experts": 32, "num_experts_per_tok": 4,
+    },
+    "Lfm2Moe": {
+        **SHAPE, **EXPERTS, "intermediate_size": 3072, "num_dense_layers": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
+    },
+    "Qwen3Next": {
+        **DENSE, **EXPERTS, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
+    },
+    "Qwen3_5Moe": {
+        **SHAPE, **EXPERTS, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
+    },
 }  # fmt: skip
 """By the names of classes; Gemma 3 is that of 270 million weights, Gemma 4 has layers as wide as those of E2B, or half
 as wide as those of 26B-A4B with a quarter of its experts."""
-TEXT = ("Gemma3", "Gemma4")
-"""Those that have multimodal models of the same name."""
+OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5Moe")
 ROWS = (1, 8)
 PROMPT = [place * 7919 % 20000 for place in range(256)]
 TREES = {rows: DraftTree.of(5, list(range(10, 9 + rows)), list(range(-1, rows - 2))) for rows in ROWS}
@@ -82,7 +101,7 @@ SIDES: dict[str, Callable[[Any], Target]] = {"library": library, "compiled": com
 def random_model(name: str) -> Any:
     torch.manual_seed(0)
     kind = name.split(",")[0]
-    settings = getattr(transformers, f"{kind}TextConfig" if kind in TEXT else f"{kind}Config")
+    settings = getattr(transformers, f"{kind}TextConfig" if kind in OF_SEVERAL_MEDIA else f"{kind}Config")
     model = getattr(transformers, f"{kind}ForCausalLM")(settings(**SHAPES[name]))
     model.generation_config.eos_token_id = None
     return model.bfloat16().eval()

@@ -70,7 +70,7 @@ def runs_of(file: Path, program: Path, threads: int) -> dict[str, dict[str, Run]
             print(f"without {activations}: {error}")
             continue
         one = OneSequence(loaded.target)
-        runs = {"read": partial(read, one), "decode": partial(decode, one)}
+        runs: dict[str, Run] = {"read": partial(read, one), "decode": partial(decode, one)}
         contenders[f"hdtool, {activations}"] = runs
     return contenders
 
@@ -82,12 +82,13 @@ def read(one: OneSequence, tokens: int) -> tuple[float, float]:
 
 def decode(one: OneSequence, tokens: int) -> tuple[float, float]:
     one.prefill([1])
-    return timed(lambda: [step(one) for _ in range(tokens)])
 
+    def steps() -> None:
+        for _ in range(tokens):
+            one.verify(DraftTree.bare(1))
+            one.commit()
 
-def step(one: OneSequence) -> None:
-    one.verify(DraftTree.bare(1))
-    one.commit()
+    return timed(steps)
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:

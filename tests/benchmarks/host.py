@@ -34,7 +34,8 @@ from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime import answerer, loop, sequence
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedBudget
+from hdtool.runtime.budget.batch_budget import Together
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import NoDraft
@@ -65,7 +66,7 @@ MARKED: Sequence[tuple[object, str, str]] = (
     (NoDraft, "observe", "learn"),
     (FixedBudget, "nodes", "budget"),
     (MeasuredBudget, "nodes", "budget"),
-    (SharedBudget, "nodes", "budget"),
+    (Together, "nodes", "budget"),
     (Target, "verify", "masks, ids"),
     (Target, "commit", "commit"),
     (TextStream, "add", "text"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +25,6 @@ from tests.support.described import CHANGES, MODELS, WRONG, assert_right, compil
 from tests.support.fused import TREE, after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
-OF_THE_LIBRARY = ("glm4_moe", "gpt_oss", "qwen2_moe")
-"""Models whose experts are chosen, or computed, in another way."""
-COMPILED_ONES = [name for name in MODELS if name not in OF_THE_LIBRARY]
-
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,14 +33,14 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", COMPILED_ONES)
+@pytest.mark.parametrize("name", MODELS)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
     assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
     assert compiled(target).is_current and compiled(target).passes >= 6
 
 
-@pytest.mark.parametrize("name", COMPILED_ONES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     target = compiled_of(name)
     of_tree = logits_of(target, prompt_of(40))
@@ -54,7 +52,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
         assert torch.equal(found[0], of_tree[node + 1])
 
 
-@pytest.mark.parametrize("name", COMPILED_ONES)
+@pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
@@ -62,7 +60,7 @@ def test_answers_are_those_of_plain_decoding(name: str) -> None:
         assert said(run(target, prompt_of(30), sampling, most=20)) == expected
 
 
-@pytest.mark.parametrize("fault", [fault for fault, (name, _) in WRONG.items() if name in COMPILED_ONES])
+@pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = WRONG[fault]
     known = FAMILIES[name]
@@ -80,12 +78,47 @@ def test_a_model_that_differs_is_not_compiled(change: str) -> None:
     assert compile_cpu(target) is None
 
 
-@pytest.mark.parametrize("name", OF_THE_LIBRARY)
-def test_other_experts_are_the_librarys(name: str) -> None:
-    assert compile_cpu(target_of(name)) is None
+def a_new_attribute(block: Any) -> None:
+    block.temperature = 1.0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe"])
+def one_of_the_router(block: Any) -> None:
+    block.gate.clamp_limit = 7.0
+
+
+def a_replaced_router(block: Any) -> None:
+    block.gate.forward = lambda rows: type(block.gate).forward(block.gate, 1.01 * rows)
+
+
+def a_module_more(block: Any) -> None:
+    block.norm = torch.nn.Identity()
+
+
+def a_buffer_more(block: Any) -> None:
+    block.gate.register_buffer("scale", torch.ones(4))
+
+
+def a_hook(block: Any) -> None:
+    block.shared_experts.register_forward_hook(lambda module, inputs, rows: 1.01 * rows)
+
+
+def weights_in_double(block: Any) -> None:
+    block.gate.weight.data = block.gate.weight.data.double()
+
+
+CHANGED_EXPERTS = (
+    a_new_attribute, one_of_the_router, a_replaced_router, a_module_more, a_buffer_more, a_hook, weights_in_double,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED_EXPERTS, ids=lambda change: change.__name__)
+def test_a_mixture_that_differs_is_not_compiled(change: Callable[[Any], None]) -> None:
+    target = target_of("glm4_moe")
+    change(target.model.model.layers[1].mlp)
+    assert compile_cpu(target) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe"])
 def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
     found = []
     for is_compact in (False, True):

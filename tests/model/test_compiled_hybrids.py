@@ -16,6 +16,7 @@ from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.compact_layers import compact_weights
@@ -33,7 +34,7 @@ from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import LyingDrafter, path_to, tokens_to
 
-KINDS = ("granitemoehybrid", "lfm2", "qwen3_5")
+KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
 """Several nodes have several children, and later nodes follow earlier ones."""
 
@@ -312,6 +313,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
         if is_compact:
             compact_weights(model)
         compile_linear_layers(model)
+        compile_experts(model)
         target = Target(model)
         target.compiled = compile_cpu(target)
         assert target.compiled

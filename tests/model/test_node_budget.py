@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hdtool.runtime.budget.batch_budget import SharedBudget, Together, nodes_of_all
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
 from hdtool.runtime.budget.node_budget import (
     FixedBudget,
     MeasuredBudget,
     Probs,
-    SharedBudget,
     SmoothedSeconds,
-    Together,
 )
 from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, cost_of
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
@@ -168,17 +169,17 @@ def test_costs_follow_the_length_of_the_context() -> None:
 
 
 def shared(costs: list[float], slots: int, log: PassLog) -> list[SharedBudget]:
-    return together_by(log, {slots: curve_of(costs)}, lambda: slots, slots)
+    return together_by(log, {slots: curve_of(costs)}, slots)
 
 
 def together_by(
-    log: PassLog, curves: dict[int, CostCurve], rows: Callable[[], int], slots: int, *, is_confirmed: bool = True
+    log: PassLog, curves: dict[int, CostCurve], slots: int, *, is_confirmed: bool = True, pads: bool = True
 ) -> list[SharedBudget]:
-    together = Together(log, curves)
+    together = Together(log, curves, pads=pads)
     if is_confirmed:
         for size in curves:
             confirmed(together.costs(size))
-    return [SharedBudget(together, rows, overhead=0.0) for _ in range(slots)]
+    return [SharedBudget(together, overhead=0.0) for _ in range(slots)]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -194,7 +195,7 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
                     awake += 1
                     budget.set_draft_seconds(seconds / slots)
                     budget.nodes(np.array([0.5]))
-            log.add(1.0, 0)
+            log.add(1.0, 0, slots)
         assert (awake < 20 * slots) is rests
 
 
@@ -202,7 +203,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     """However fast drafts seem: a plain pass measured while the machine was busy would else never be corrected."""
     log = PassLog()
     costs = [4.0 if rows == 1 else 4.1 for rows in PASS_SIZES]
-    budgets = together_by(log, {4: curve_of(costs)}, lambda: 4, 4, is_confirmed=False)
+    budgets = together_by(log, {4: curve_of(costs)}, 4, is_confirmed=False)
     sizes = []
     for _ in range(12):
         sizes.append(max([budget.nodes(np.full(3, 0.9)) if budget.most else 0 for budget in budgets][1:]))
@@ -246,15 +247,92 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     """Nodes pay in a batch of one, where they are free, and not in one of four, where they double the pass."""
     free = CostCurve(tuple(size - 1 for size in PASS_SIZES), ((1.0,) * len(PASS_SIZES),))
     dear = CostCurve(free.nodes, (tuple(1.0 if size == 1 else 2.0 for size in PASS_SIZES),))
-    rows, probs = 1, np.full(7, 0.3)
-    first, *others = together_by(PassLog(), {1: free, 4: dear}, lambda: rows, 4)
+    probs, poor, log = np.full(7, 0.3), np.full(7, 0.001), PassLog()
+    first, *others = together_by(log, {1: free, 4: dear}, 4)
     for other in others:
-        other.nodes(np.full(7, 0.001))  # answers that have ended since
+        other.nodes(poor)  # answers that end in this step and in the next one
+    for _ in range(2):
+        log.add(1.0, 0)
+        first.nodes(probs)
     assert first.nodes(probs) == 7
-    rows = 3
     for other in others[:2]:
-        other.nodes(np.full(7, 0.001))
+        other.nodes(poor)
     assert first.nodes(probs) == 0
+
+
+def by_rows(costs: list[float], slots: int, log: PassLog | None = None) -> list[SharedBudget]:
+    """Those of an engine that pads no tree; the costs are by all rows but one."""
+    return together_by(log or PassLog(), {slots: curve_of(costs)}, slots, pads=False)
+
+
+LINEAR = [float(rows) for rows in PASS_SIZES]
+"""A row of a node takes as long as one of a plain pass."""
+CHEAPER = [4.0 if rows < 4 else 4 + (rows - 4) / 2 for rows in PASS_SIZES]
+"""It takes half as long."""
+
+
+def test_without_padding_the_most_probable_nodes_of_all_trees_are_verified() -> None:
+    probs = [np.array(row) for row in ([0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [0.95], [0.2])]
+    assert nodes_of_all(by_rows(CHEAPER, 4), probs) == [3, 0, 1, 0]
+    assert nodes_of_all(by_rows(LINEAR, 4), probs) == [0, 0, 0, 0]
+    assert nodes_of_all(by_rows(FLAT, 4), probs) == [4, 2, 1, 1]
+
+
+def test_no_larger_pass_is_chosen_than_is_known() -> None:
+    for slots in (3, 60, 64, 80):
+        sizes = nodes_of_all(by_rows(FLAT, slots), [np.full(40, 0.9)] * slots)
+        assert sum(sizes) == max(0, PASS_SIZES[-1] - slots)
+
+
+def test_equal_probabilities_do_not_enlarge_the_pass() -> None:
+    """Eight rows cost as much as four; a ninth one doubles the pass."""
+    costs = [1.0 if rows <= 8 else 2.0 + rows for rows in PASS_SIZES]
+    sizes = nodes_of_all(by_rows(costs, 4), [np.full(6, 0.5)] * 4)
+    assert sum(sizes) == 4
+
+
+@given(
+    probs=st.lists(st.lists(st.floats(0.01, 1.0), max_size=9), min_size=1, max_size=6),
+    plain=st.floats(0.1, 4.0),
+    rises=st.lists(st.floats(0.0, 1.0), min_size=len(PASS_SIZES), max_size=len(PASS_SIZES)),
+)
+def test_no_other_nodes_bring_more_tokens_per_second(
+    probs: list[list[float]], plain: float, rises: list[float]
+) -> None:
+    trees = [np.sort(np.array(tree))[::-1] for tree in probs]
+    budgets = by_rows([plain + sum(rises[: place + 1]) for place in range(len(PASS_SIZES))], len(trees))
+    costs = budgets[0].together.costs(1)._own
+    sizes = nodes_of_all(budgets, trees)
+    rate = [
+        (len(trees) + gain) / cost_of(costs, len(trees) - 1 + nodes)
+        for nodes, gain in enumerate(np.cumsum([0.0, *np.sort(np.concatenate(trees))[::-1]]))
+    ]
+    expected = len(trees) + sum(float(tree[:size].sum()) for tree, size in zip(trees, sizes, strict=True))
+    found = expected / cost_of(costs, len(trees) - 1 + sum(sizes))
+    assert found >= max(rate) * (1 - 1e-9)
+
+
+def test_a_sequence_whose_drafts_bring_nothing_pauses_alone() -> None:
+    log = PassLog()
+    budgets = by_rows(CHEAPER, 4, log)
+    awake = np.zeros(4, np.int64)
+    for _ in range(60):
+        drafting = [place for place, budget in enumerate(budgets) if budget.most]
+        awake[drafting] += 1
+        for place in drafting:
+            budgets[place].set_draft_seconds(0.1)
+        probs = [np.full(3, 0.9 if place == 1 else 0.1) for place in drafting]
+        sizes = nodes_of_all([budgets[place] for place in drafting], probs)
+        log.add(5.0, 3 + sum(sizes), 4)
+    assert awake[1] == 60
+    assert max(awake[[0, 2, 3]]) < 20
+
+
+def test_an_outlier_of_no_time_is_forgotten() -> None:
+    seconds = SmoothedSeconds()
+    for observed in (0.0, 1.0, 1.0, 1.0):
+        seconds.observe(observed)
+    assert seconds.mean > 0.5
 
 
 def verified(ask: Callable[[], int], log: PassLog, seconds: Callable[[int], float], steps: int) -> list[int]:
@@ -274,7 +352,7 @@ def test_drafts_that_only_look_dear_are_tried() -> None:
     found = verified(lambda: alone.nodes(probs) if alone.most else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
     log = PassLog()
-    (one,) = together_by(log, {1: curve_of(slow)}, lambda: 1, 1, is_confirmed=False)
+    (one,) = together_by(log, {1: curve_of(slow)}, 1, is_confirmed=False)
     found = verified(lambda: one.nodes(probs) if one.most else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
 

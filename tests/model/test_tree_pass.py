@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,23 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.engines.cpu import pass_kernel
+from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache import position_moves
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
 from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 from tests.support import fused
+from tests.support.decoding import run, said
 from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, prompt_of
-from tests.support.trees import tokens_to, trees
+from tests.support.trees import LyingDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = Want(walk=True), Want(rank=True), Want(walk=True, rank=True)
@@ -228,6 +233,8 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     before = passes_of(one)
     verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
+    rows_computed = fused.compiled(target)._passes[3]._record["shape"][0, TOTAL_ROWS]
+    assert len(drafted) == 1 or rows_computed == sum(len(tree) + 1 for tree in drafted), "no padding"
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
         assert len(found) == len(tree) + 1
         assert (found.walk is not None) == walks and (found.maxima is not None) == rank
@@ -238,3 +245,26 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
         if rank:
             tops = [topk(outcome.rankable(), 4)[0][rows].tolist() for outcome in (found, alone)]
             assert tops[0] == tops[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_with_trees_of_all_sizes_are_those_given_alone(one: OneSequence, temperature: float) -> None:
+    """Two samples of each prompt, trees of no to many nodes beside each other, and answers that end one by one."""
+    target, asked = one.target, dict[tuple[int, int], Request[tuple[int, int]]]()
+    alone, sampling = {}, SamplingConfig(temperature=temperature, top_p=0.9)
+    for number, (length, most) in enumerate([(3, 30), (25, 8), (40, 19), (11, 1), (33, 26)]):
+        for seed in (1, 2):
+            seeded, prompt = replace(sampling, seed=seed), prompt_of(length)
+            alone[number, seed] = said(run(target, prompt, seeded, most))
+            drafter = LyingDrafter(length, alone[number, seed], VOCABULARY, seed, most=6 * number)
+            sampler = Sampler(seeded, prompt)
+            asked[number, seed] = Request((number, seed), prompt, sampler, drafter, max_new_tokens=most)
+    waiting, before = iter(asked.values()), passes_of(one)
+    found: dict[tuple[int, int], list[int]] = {key: [] for key in asked}
+    sizes = set()
+    for request, step in decode_batch(target, lambda: next(waiting, None), 4, max_new_tokens=64):
+        found[request.key] += step.tokens
+        sizes.add(len(step.tree))
+    assert found == alone
+    assert len(sizes) > 9 and passes_of(one) > before
+    assert (alone[0, 1] == alone[0, 2]) == (not temperature), "samples of one prompt differ"

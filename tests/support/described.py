@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.expert_parts import ExpertKind
 from hdtool.runtime.engines.model_families import FAMILIES, NormKind
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -33,7 +35,22 @@ LOCAL_AND_GLOBAL: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "ernie4_5_moe": lambda: random_model(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=2
+    ),
+    "ernie4_5_moe, none shared": lambda: random_model(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=0, use_bias=True
+    ),
     "exaone4": lambda: random_model("Exaone4", **WINDOWS),
     "gemma": lambda: random_model("Gemma"),
     "gemma2": lambda: random_model("Gemma2", **WINDOWS, **BOUNDS),
@@ -45,13 +62,25 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         use_qk_norm=True,
         n_routed_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
+        moe_intermediate_size=64,
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS),
+    "glm4_moe, groups": lambda: random_model(
+        "Glm4Moe",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=64,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        first_k_dense_replace=0,
+    ),
+    "gpt_oss": lambda: random_model("GptOss", **WINDOWS, **EXPERTS, rope_parameters=YARN),
     "granite": lambda: random_model("Granite", **MULTIPLIERS),
+    "granitemoe": lambda: random_model("GraniteMoe", without=("head_dim",), **EXPERTS, **MULTIPLIERS),
     "mixtral": lambda: random_model("Mixtral", **EXPERTS),
     "olmo2": lambda: random_model("Olmo2"),
     "olmo3": lambda: random_model("Olmo3", **WINDOWS),
@@ -59,7 +88,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3": lambda: random_model("Phi3"),
     "phi3, a part rotated": lambda: random_model("Phi3", partial_rotary_factor=0.5),
     "qwen2_moe": lambda: random_model(
-        "Qwen2Moe", **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        "Qwen2Moe",
+        **EXPERTS,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=192,
+        decoder_sparse_step=2,
+        num_hidden_layers=4,
+        mlp_only_layers=[3],
     ),
     "qwen3_moe": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64),
     "qwen3_moe, some dense": lambda: random_model("Qwen3Moe", **EXPERTS, moe_intermediate_size=64, mlp_only_layers=[0]),
@@ -95,11 +130,32 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         num_attention_heads=2,
         **{**MAMBA, "mamba_n_groups": 1, "mamba_conv_bias": False},
     ),
+    "granitemoehybrid, experts": lambda: random_model(
+        "GraniteMoeHybrid", without=("head_dim",), num_attention_heads=2, **{**MAMBA, **EXPERTS}, **MULTIPLIERS
+    ),
     "lfm2": lambda: random_model(
         "Lfm2", num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3
     ),
     "lfm2, biases and four taps": lambda: random_model(
         "Lfm2", layer_types=["full_attention", "conv"], conv_L_cache=4, conv_bias=True
+    ),
+    "lfm2_moe": lambda: random_model(
+        "Lfm2Moe",
+        **EXPERTS,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        moe_intermediate_size=64,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "lfm2_moe, no correction": lambda: random_model(
+        "Lfm2Moe",
+        **EXPERTS,
+        layer_types=["full_attention", "conv"],
+        moe_intermediate_size=64,
+        num_dense_layers=0,
+        use_expert_bias=False,
+        norm_topk_prob=False,
     ),
     "olmo_hybrid": lambda: random_model(
         "OlmoHybrid", without=("head_dim",), num_attention_heads=2, **DELTA, linear_value_head_dim=32
@@ -114,6 +170,23 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         linear_value_head_dim=32,
     ),
     "qwen3_5": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=16),
+    "qwen3_next": lambda: random_model(
+        "Qwen3Next",
+        **DELTA,
+        **EXPERTS,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_5_moe": lambda: random_model(
+        "Qwen3_5MoeText",
+        **DELTA,
+        **EXPERTS,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
 }
 """With recurrent layers or short convolutions. Heads of 80 are computed in wide columns and narrow ones."""
@@ -160,6 +233,9 @@ def model_of(name: str) -> Any:
     for part, weight in model.named_parameters():
         if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D", "router.scale", "expert_scale")):
             weight.data = torch.rand_like(weight) + 0.5
+    for part, buffer in model.named_buffers():
+        if "bias" in part:
+            buffer.copy_(torch.rand_like(buffer))
     return model
 
 
@@ -205,6 +281,13 @@ def assert_right(
             target.commit(cache, slot, path_to(tree, len(tree) - 1))
 
 
+def _experts_of(name: str, **changes: Any) -> ExpertKind:
+    """The experts of a family, described wrongly."""
+    known = FAMILIES[name].experts
+    assert known
+    return replace(known, **changes)
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no offset": ("gemma3", {"norm": NormKind()}),
     "no bound of scores": ("gemma2", {"softcap": ""}),
@@ -223,6 +306,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+    "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),
+    "no gate of the shared expert": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", shared_gate="")}),
+    "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
+    "no correction": ("glm4_moe", {"experts": _experts_of("glm4_moe", correction="")}),
+    "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
+    "another sum of shares": ("glm4_moe", {"experts": _experts_of("glm4_moe", added=0.1)}),
 }
 
 

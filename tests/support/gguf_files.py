@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hdtool.data import demo
 from tests.support.packed_blocks import NAMES, some_matrix
@@ -90,6 +90,52 @@ def write_gguf(
         writer.add_tensor(name, _blocks(weight, stored), raw_dtype=stored)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+    return written(writer, path)
+
+
+EXPERT_LAYER = {
+    **{name: LAYER[name] for name in LAYER if name.startswith("attn") or name == "ffn_norm"},
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "mlp.gate",
+}
+
+
+def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
+    """Write a Qwen3-MoE with its experts, and all other matrices but the routers, in a format.
+
+    transformers takes the width of experts for that of the smallest Qwen3-MoE.
+    """
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(vocabulary()["model"]["vocab"]), "hidden_size": 256, "intermediate_size": 256,
+        "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 512, "num_experts": 4, "num_experts_per_tok": 2,
+        "initializer_range": 0.1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **changed}))
+    writer = GGUFWriter(path, "qwen3moe")
+    add_settings(writer, model.config)
+    writer.add_expert_count(model.config.num_experts)
+    writer.add_expert_used_count(model.config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(model.config.moe_intermediate_size)
+    writer.add_key_length(model.config.head_dim)
+    add_tokenizer(writer)
+    named = {
+        "token_embd": model.model.embed_tokens.weight,
+        "output_norm": model.model.norm.weight,
+        "output": model.lm_head.weight,
+    }
+    for number, layer in enumerate(model.model.layers):
+        named |= {f"blk.{number}.{short}": layer.get_submodule(long).weight for short, long in EXPERT_LAYER.items()}
+        gate, up = layer.mlp.experts.gate_up_proj.chunk(2, dim=1)
+        of_experts = {"gate": gate, "up": up, "down": layer.mlp.experts.down_proj}
+        named |= {f"blk.{number}.ffn_{part}_exps": weight for part, weight in of_experts.items()}
+    for name, weight in named.items():
+        stored = GGMLQuantizationType["F32" if weight.dim() == 1 or name.endswith("gate_inp") else kind]
+        matrix = weight.detach().reshape(-1, weight.shape[-1]).numpy()
+        numbers = matrix if stored == GGMLQuantizationType.F32 else _blocks(matrix, stored)
+        writer.add_tensor(f"{name}.weight", numbers.reshape(*weight.shape[:-1], -1), raw_dtype=stored)
     return written(writer, path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.batch_budget import nodes_of_all
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
 from hdtool.runtime.drafters.hierarchy.evidence import (
     MODEL,
@@ -259,7 +260,11 @@ class Hierarchy(Pinned):
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
         grown = grow(self._at, most)
-        return self.completed(context, grown, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._note_growing(seconds)
+        self._note_cost(seconds)
+        self.budget.set_draft_seconds(self._cost.mean)
+        return self._verified_part(context, self.budget.nodes(self._probs[:grown]))
 
     @property
     def joint(self) -> Hashable:
@@ -267,16 +272,31 @@ class Hierarchy(Pinned):
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """The trees of hierarchies, grown in one compiled call."""
+        began = time.perf_counter()
         if self._together is None or self._together[0] != drafters:
             self._together = list(drafters), np.array([drafter.address for drafter in drafters])
         most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
+        drafting = [place for place, wanted in enumerate(most) if wanted]
+        trees = [DraftTree.bare(context[-1]) for context in contexts]
+        if not drafting:
+            return trees
         grown, started = np.zeros(len(most), np.int64), time.perf_counter()
         grow_all(self._together[1], np.array(most), grown)
-        each = (time.perf_counter() - started) / len(drafters)
-        return [
-            drafter.completed(context, nodes, each) if wanted else DraftTree.bare(context[-1])
-            for drafter, context, wanted, nodes in zip(drafters, contexts, most, grown.tolist(), strict=True)
-        ]
+        each = (time.perf_counter() - started) / len(drafting)
+        budgets, probs = [], []
+        for place in drafting:
+            drafter = drafters[place]
+            drafter._note_growing(each)
+            drafter.budget.set_draft_seconds(drafter._cost.mean)
+            budgets.append(drafter.budget)
+            probs.append(drafter._probs[: grown[place]])
+        for place, size in zip(drafting, nodes_of_all(budgets, probs), strict=True):
+            trees[place] = drafters[place]._verified_part(contexts[place], size)
+        # All of it, as it takes as long as growing small trees.
+        each = (time.perf_counter() - began) / len(drafting)
+        for place in drafting:
+            drafters[place]._note_cost(each)
+        return trees
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
@@ -297,16 +317,20 @@ class Hierarchy(Pinned):
         self._drafts += 1
         return most
 
-    def completed(self, context: Sequence[int], grown: int, seconds: float) -> DraftTree:
-        """The tree of so many nodes, which took so many seconds to grow."""
+    def _note_growing(self, seconds: float) -> None:
+        """Note the time that the tree took to grow."""
         self._time.spend(seconds)
         if self._timed[0]:
             self._time.clock(self._laps)
             self._timed[0] = False
+
+    def _note_cost(self, seconds: float) -> None:
         # Learning from the last step, which nothing but drafting needs, included.
         self._cost.observe(seconds + self._learning_seconds)
-        self.budget.set_draft_seconds(self._cost.mean)
-        size = self._nodes = self.budget.nodes(self._probs[:grown])
+
+    def _verified_part(self, context: Sequence[int], size: int) -> DraftTree:
+        """The first nodes of the tree that was grown, which will be verified."""
+        self._nodes = size
         if not size:
             return DraftTree.bare(context[-1])
         parts = self._tokens, self._parents, self._sources

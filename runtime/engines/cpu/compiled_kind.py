@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Embedding, Module
 
+from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS
 from hdtool.runtime.engines.cpu.layer_record import (
     FIFTH,
     FOURTH,
@@ -19,13 +20,16 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_GATE,
     TO_OUTPUT,
 )
+from hdtool.runtime.engines.expert_parts import router_of
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
 from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
-from hdtool.runtime.kernels.experts import CompiledExperts
-from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
+from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
+from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
@@ -39,7 +43,7 @@ def _multiplies(module: Any) -> bool:
 
 def _fits(weight: Any) -> bool:
     is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-    return is_float and (is_compact(weight) or type(weight) is Parameter)
+    return is_float and (is_compact(weight) or type(weight) in PLAIN)
 
 
 def _embeds(module: Module) -> bool:
@@ -90,7 +94,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
-    dense = [] if part.experts else [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))]
+    dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
     found = dict(zip(fields, inputs, strict=False))
     found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
@@ -105,17 +109,29 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
         return type(part.beside.experts) is CompiledExperts
     if block is None:
         return True
-    if not family.router or set(block._modules) != {"gate", "experts"} or type(block.experts) is not CompiledExperts:
+    if family.experts is None or type(block._modules.get("experts")) is not CompiledExperts:
         return False
-    gate = block.gate
-    is_known = type(gate).__name__ == family.router and is_of_package(gate, package_of(part.layer))
-    return is_known and set(gate._parameters) == {"weight"} and not gate._buffers and _fits(gate.weight)
+    router, package = router_of(block, family.experts), package_of(part.layer)
+    return (
+        router is not None
+        and all(is_of_package(module, package) for module in (block, block.get_submodule(family.experts.gate)))
+        and router.weight.shape[1] == part.hidden
+        and all(_fits(one) for one in (router.weight, router.bias, router.correction) if one is not None)
+    )
 
 
-def router_of(part: LayerParts[CompiledLinear]) -> tuple[Any, int, bool]:
-    """The weight of what chooses the experts, how many a row has, and whether their shares add up to 1."""
-    gate = cast(Any, part.experts).gate
-    return gate.weight, int(gate.top_k), bool(getattr(gate, "norm_topk_prob", True))
+def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
+    """The parts of a layer's experts in blocks, of which each expert has whole panels."""
+    experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
+    for name in WEIGHTS if experts else ():
+        stored = stored_of(getattr(experts, name))
+        if not isinstance(stored, PackedExperts):
+            continue
+        rows = [len(one) // len(stored) for one in stored.parts]
+        # One matrix with gate and up is multiplied by halves.
+        halves = 2 if name == WEIGHTS[0] and len(rows) == 1 else 1
+        if all(number % (halves * PANEL_ROWS) == 0 for number in rows):
+            yield from stored.parts
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:

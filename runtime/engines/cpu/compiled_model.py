@@ -72,6 +72,10 @@ class CompiledModel:
     def activations_are_int8(self) -> bool:
         return self.table.activations_are_int8
 
+    @property
+    def pads(self) -> bool:
+        return bool(self.table.mixers)
+
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
         """Give hidden states in each pass from now on, and behind them the outputs of these layers.
 
@@ -129,7 +133,8 @@ class CompiledModel:
             return [one]
         several = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
         if several:
-            self._add(started, max(len(tree.tokens) for tree in trees), count)
+            nodes = [len(tree.tokens) for tree in trees]
+            self._add(started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:count])
         return several

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import types
-
 from hdtool.runtime.engines.cpu.layer_record import MATMUL_FIELDS, TEAM, THREADS, Numbers
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.team import LEAST_NUMBERS, WORD_SIZE, compute_together, multiply_together
-
-
-@compiled
-def float_of(record: Numbers, field: int) -> Any:
-    return array_at(record.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
+from hdtool.runtime.kernels.team import LEAST_NUMBERS, compute_together, multiply_together
 
 
 @compiled

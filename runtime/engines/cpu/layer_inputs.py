@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_record import EPSILON, HIDDEN, OFFSET, TEAM, THREADS, Numbers
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.elementwise import add_in_place, norm_rows, scale_in_place
 from hdtool.runtime.kernels.matmul_address import call_at
-from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, float_of
+from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, SCALE, NORM, WIDTH, SHARE = range(10)

@@ -14,7 +14,7 @@ from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
 from hdtool.runtime.engines.cpu.beside_mlp import add_experts
-from hdtool.runtime.engines.cpu.layer_calls import compute_part, float_of, multiply, multiply_by
+from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
     BESIDE,
     EPSILON,
@@ -55,11 +55,12 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PART,
     PASS_FIELDS,
     PLACES,
-    RENORMS,
     RESIDUAL,
     ROTARY,
     ROTARY_WIDTH,
     ROTATED,
+    ROUTER,
+    ROW_OFFSETS,
     SCALE,
     SINKS,
     SLOT_STRIDE,
@@ -75,7 +76,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_UP,
     TO_VALUES,
-    TOP,
+    TOTAL_ROWS,
     TURNED,
     VALUES,
     WIDTH,
@@ -96,10 +97,11 @@ from hdtool.runtime.kernels.elementwise import (
     silu_in_place,
 )
 from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, mix_experts, route
+from hdtool.runtime.kernels.experts import NUMBER, mix_experts
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import WORD_SIZE, parts_of
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
+from hdtool.runtime.kernels.routing import ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, route
+from hdtool.runtime.kernels.team import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
@@ -175,6 +177,12 @@ def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int)
 
 
 @compiled
+def _offsets(shape: Numbers) -> Numbers:
+    """Where the rows of each sequence begin, and the end of the last one's."""
+    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
+
+
+@compiled
 def _append(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
@@ -182,10 +190,13 @@ def _append(
 
     ``queries``, ``keys`` and ``values`` are the outputs of their matmuls, and are changed in place.
     """
-    new, heads, width = shape[NEW], layer[HEADS], layer[WIDTH]
+    heads, width = layer[HEADS], layer[WIDTH]
     query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
+    offsets, slot = _offsets(shape), 0
     for row in range(first, end):
-        slot, place = row // new, row % new
+        while row >= offsets[slot + 1]:
+            slot += 1
+        place = row - offsets[slot]
         _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
         if not layer[TO_KEYS * MATMUL_FIELDS]:
             continue
@@ -210,7 +221,7 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * of_row
     sin = cos + rows * of_row
     for head in range(heads):
@@ -230,15 +241,20 @@ def _attend(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
-    new, heads, groups, width = shape[NEW], layer[HEADS], layer[GROUPS], layer[WIDTH]
-    together = block_queries(shape[SLOTS] * heads, shape[THREADS])
-    blocks, memory = heads * query_blocks(new, groups, together), attention_numbers(starts.max() + new, width, together)
+    heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
+    offsets, together = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
+    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape, layer)
     # Rounded up, this is the number of the part: each of them has memory of its own.
-    own = scratch + -(-first * _attention_parts(shape, layer) // (shape[SLOTS] * blocks)) * memory * ITEM_SIZE
-    for slot in range(first // blocks, (end + blocks - 1) // blocks):
-        at = slot * new * heads * groups * width * ITEM_SIZE
+    own = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
+    before = blocks = 0
+    for slot in range(shape[SLOTS]):
+        before, new = before + blocks, offsets[slot + 1] - offsets[slot]
+        blocks = heads * query_blocks(new, groups, together)
+        if before >= end or before + blocks <= first:
+            continue
+        at = offsets[slot] * heads * groups * width * ITEM_SIZE
         kept = slot * layer[SLOT_STRIDE] * ITEM_SIZE
-        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] else 0
+        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
         attend(
             queries + at,
             new,
@@ -254,28 +270,24 @@ def _attend(
             float_of(shape, SCALE),
             float_of(shape, SOFTCAP),
             layer[WINDOW],
-            shape[PLACES] + slot * new * WORD_SIZE,
+            shape[PLACES] + offsets[slot] * WORD_SIZE,
             layer[SINKS],
             own,
             written + at,
             together,
-            max(first - slot * blocks, 0),
-            min(end - slot * blocks, blocks),
+            max(first - before, 0),
+            min(end - before, blocks),
         )
 
 
 @compiled
 def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
     """The blocks of queries of all sequences."""
-    heads = shape[SLOTS] * layer[HEADS]
-    blocks = query_blocks(shape[NEW], layer[GROUPS], block_queries(heads, shape[THREADS]))
-    return heads * blocks  # type: ignore[no-any-return]
-
-
-@compiled
-def _attention_parts(shape: Numbers, layer: Numbers) -> int:
-    """The parts into which the attention of a layer is divided for several threads."""
-    return parts_of(shape[THREADS], _attention_blocks(shape, layer), 1)
+    offsets, blocks = _offsets(shape), 0
+    together = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
+    for slot in range(shape[SLOTS]):
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer[GROUPS], together)
+    return blocks * layer[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -291,16 +303,17 @@ def _widest(layers: Numbers) -> tuple[int, int]:
 @compiled
 def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
-    rows, of_attention = shape[SLOTS] * shape[NEW], 0
+    rows, of_attention = shape[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
     of_row = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * queries
     for number in range(len(layers)):
         layer = layers[number]
-        together = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
-        of_part = attention_numbers(positions, layer[WIDTH], together)
-        of_attention = max(of_attention, _attention_parts(shape, layer) * of_part)
+        heads = shape[SLOTS] * layer[HEADS]
+        together = block_queries(heads, shape[THREADS])
+        parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], layer[GROUPS], together), 1)
+        of_attention = max(of_attention, parts * attention_numbers(positions, layer[WIDTH], together))
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
@@ -313,23 +326,41 @@ def _compute(
 
 
 @compiled
-def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, outputs: int, scratch: int) -> None:
-    """The experts of a layer; ``outputs`` may be ``inputs``."""
+def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
+    """Write the outputs of the experts of a layer, then the scores of the one that all rows have."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
-    logits = array_at(scratch, (rows, experts[NUMBER]), types.float32)
-    chosen, shares = np.empty((rows, layer[TOP]), np.int64), np.empty((rows, layer[TOP]), np.float32)
-    multiply(shape, layer, TO_GATE, inputs, rows, scratch)
-    route(logits, layer[RENORMS] != 0, chosen, shares)
-    mixed = scratch + rows * experts[NUMBER] * ITEM_SIZE
-    rest = mixed + rows * shape[HIDDEN] * ITEM_SIZE
-    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, mixed, rest)
-    copy_numbers(mixed, rows * shape[HIDDEN], outputs)
+    router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+    of_shared = scratch + rows * shape[HIDDEN] * ITEM_SIZE
+    at = of_shared + rows * ITEM_SIZE
+    scores = array_at(at, (rows, experts[NUMBER]), types.float32)
+    chosen, shares = np.empty((rows, router[TOP]), np.int64), np.empty((rows, router[TOP]), np.float32)
+    multiply_by(shape, router, ROUTE, inputs, rows, at)
+    route(router, scores, chosen, shares)
+    if router[SHARED_GATE]:
+        multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
+    rest = at + rows * experts[NUMBER] * ITEM_SIZE
+    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+
+
+@compiled
+def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
+    """Add what ``_mix`` wrote to the outputs of the expert that all rows have, if there is one."""
+    numbers = rows * shape[HIDDEN]
+    if layer[TO_DOWN * MATMUL_FIELDS]:
+        router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
+        scores = array_at(mixed + numbers * ITEM_SIZE, (rows,), types.float32)
+        for row in range(rows):
+            share, at = np.float32(1), row * shape[HIDDEN] * ITEM_SIZE
+            if router[SHARED_GATE]:
+                share /= np.float32(1) + np.exp(-scores[row])
+            add_in_place(mixed + at, outputs + at, shape[HIDDEN], share)
+    copy_numbers(mixed, numbers, outputs)
 
 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     most_queries, most_keys = _widest(layers)
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
     normed = scratch
@@ -365,14 +396,16 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
         read = normed if layer[NORM_MIDDLE] else hidden
         if layer[EXPERTS]:
-            _mix(shape, layer, read, rows, normed, rest)
-        else:
+            _mix(shape, layer, read, rows, rest)
+        if layer[TO_DOWN * MATMUL_FIELDS]:
             multiply(shape, layer, TO_GATE, read, rows, gate)
             multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
         if layer[BESIDE]:
             add_experts(shape, layer[BESIDE], hidden, rows, normed, rest)
+        if layer[EXPERTS]:
+            _add_shared(shape, layer, rows, rest, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
         if layer[INPUT_GATE]:
             multiply_by(shape, layer, INPUT_GATE, hidden, rows, gate)

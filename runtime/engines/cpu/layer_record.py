@@ -15,13 +15,13 @@ MATMUL_FIELDS = 5
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
-EXPERTS, TOP, RENORMS = range(ROTARY + 1, ROTARY + 4)
+EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
 keys; of the sinks of attention, and of the keys and values that the layer reads, which it writes if it has a matmul for
-keys. Then the positions that a row sees, 0 for all; and the number of the kind of rotary positions, -1 for none. In
-place of an MLP, the address of a record of experts, how many of them each row has, and whether their shares add up to
-1; the first matmul of the MLP gives their scores then."""
-HEADS, GROUPS, WIDTH, TURNED, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(RENORMS + 1, RENORMS + 8)
+keys. Then the positions that a row sees, 0 for all; and the number of the kind of rotary positions, -1 for none.
+Addresses of the records of experts and of what chooses them; the matmuls of the MLP are those of an expert that all
+rows have then, if there is one."""
+HEADS, GROUPS, WIDTH, TURNED, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
 """Heads of keys, query heads for each of them, the numbers of a head, and those that are rotated; numbers from the keys
 of one sequence or head to the next; and the address of the weight of the norm of values, which are the keys before
 their norm where the layer has no matmul for values."""
@@ -46,14 +46,15 @@ state, and of the weight of the gated norm, with the bits of the epsilon of that
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """Numbers that earlier layers keep of a row; the bits of the factor of how much a row teaches; and the matmul of a
 mixer's fourth input, which those of the fifth and the sixth one follow. Where these are, the first input, they two give
-queries, keys and values one after another."""
+queries, keys and values one after another. A delta rule without a fourth input has all in two, by heads of keys."""
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS
 """The address that the output of the layer is copied to, 0 if nothing reads it."""
 FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HIDDEN, INNER = range(4)
-"""The fields of a pass begin here: sequences and new rows of each, then shapes; ``INNER`` is that of the widest MLP."""
+"""The fields of a pass begin here: sequences and the most new rows of one, which is that of each where layers have
+mixers; then shapes, and ``INNER`` is that of the widest MLP."""
 PLACES, ROTATED, ROTARY_WIDTH, PAIRED = range(4, 8)
 """Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a row of
 these, of which a layer may read fewer, and whether pairs are side by side."""
@@ -70,11 +71,8 @@ GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIX
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""
-PASS_FIELDS = MIXER_WINDOW + 1
+TOTAL_ROWS, ROW_OFFSETS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 3)
+"""The rows of all sequences, one sequence after another; and the address of where those of each begin, and end."""
+PASS_FIELDS = ROW_OFFSETS + 1
 
 Numbers = npt.NDArray[np.int64]
-
-
-def bits(number: float) -> int:
-    """The bits of a number in float32, as an integer."""
-    return int(np.float32(number).view(np.int32))

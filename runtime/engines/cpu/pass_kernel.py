@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_inputs import compute_layer_inputs, layer_input_numbers
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
     FIELDS,
     HIDDEN,
     INPUTS,
@@ -24,9 +24,11 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PLACES,
     ROTARY_WIDTH,
     ROTATED,
+    ROW_OFFSETS,
     SLOTS,
     TEAM,
     THREADS,
+    TOTAL_ROWS,
     Numbers,
 )
 from hdtool.runtime.kernels.compiled import compiled
@@ -34,8 +36,8 @@ from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.team import WORD_SIZE, multiply_together
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
+from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -51,7 +53,7 @@ wanted. Logits are divided by the divisor and bounded by the cap, unless they ar
 LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, KEEPING = range(CAP + 1, CAP + 5)
 """The address of the record of the inputs that layers have beside hidden states, 0 for none; that of the ids that stand
 for something else than text, with their number; and the layers up to the last one whose result other rows need: later
-ones compute rows with logits alone."""
+ones compute rows with logits alone where a prompt is read."""
 END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
@@ -75,14 +77,14 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 @compiled
 def pass_numbers(shape: Numbers, layers: Numbers, kinds: int, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_pass`` needs."""
-    before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[SLOTS] * shape[NEW])
+    before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[TOTAL_ROWS])
     return before + scratch_numbers(shape, layers, positions)
 
 
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
     """Cosines and sines of one kind for all rows."""
-    return 2 * shape[SLOTS] * shape[NEW] * shape[ROTARY_WIDTH]  # type: ignore[no-any-return]
+    return 2 * shape[TOTAL_ROWS] * shape[ROTARY_WIDTH]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -101,7 +103,7 @@ def compute_pass(
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
-    rows = shape[SLOTS] * shape[NEW]
+    rows = shape[TOTAL_ROWS]
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):
@@ -122,7 +124,8 @@ def compute_pass(
         shape[INPUTS] = rest
         compute_layer_inputs(shape, ends[LAYER_INPUTS], ends[IDS], rows, hidden, rest)
         rest += layer_input_numbers(shape[INPUTS_STRIDE], rows) * ITEM_SIZE
-    keeping = min(ends[KEEPING], len(layers)) if ends[FIRST] else len(layers)
+    leaves = ends[FIRST] and shape[ADVANCES] and shape[SLOTS] == 1
+    keeping = min(ends[KEEPING], len(layers)) if leaves else len(layers)
     compute_layers(shape, layers[:keeping], starts, hidden, rest)
     if keeping < len(layers):
         _leave_rows(shape, ends, starts, positions)
@@ -140,9 +143,14 @@ def compute_pass(
 
 @compiled
 def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbers) -> None:
-    """Go on with the rows of a sequence that have logits, as if those before were of an earlier pass."""
+    """Go on with the rows of a sequence that have logits, as if those before were of an earlier pass.
+
+    Each row follows the one before: attention reads no mask for a sequence with one row.
+    """
     first = ends[FIRST]
     shape[NEW] -= first
+    shape[TOTAL_ROWS] -= first
+    array_at(shape[ROW_OFFSETS], (2,), types.int64)[1] -= first
     starts[0] += first
     shape[PLACES] += first * WORD_SIZE
     shape[INPUTS] += first * shape[INPUTS_STRIDE] * ITEM_SIZE

@@ -21,7 +21,16 @@ from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, Comp
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_inputs import compute_layer_inputs
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
-from hdtool.runtime.engines.cpu.layer_record import ADVANCES, INPUTS, JOURNAL, ORIGINS, PLACES, ROTATED, TEAM
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    INPUTS,
+    JOURNAL,
+    ORIGINS,
+    PLACES,
+    ROTATED,
+    ROW_OFFSETS,
+    TEAM,
+)
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS, fill_origins
@@ -94,7 +103,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
-    dense = {layer.activation for layer in parts.layers if not layer.experts}
+    dense = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(dense) < 2
         and dense <= {*ACTIVATIONS}
@@ -267,12 +276,13 @@ class _LayerProof:
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
-        shape = self._table.shape_of(slots, new, mask)
+        shape, offsets = self._table.shape_of(slots, new, mask), np.arange(slots + 1) * new
         places = positions.expand(slots, -1).contiguous()
         kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
         found = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
         tables = joined_tables([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
         shape[PLACES], shape[ROTATED], shape[INPUTS] = places.data_ptr(), tables.data_ptr(), self._inputs.data_ptr()
+        shape[ROW_OFFSETS] = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
         scratch = torch.empty(scratch_numbers(shape, layer, max(starts) + new), dtype=torch.float32)

@@ -20,8 +20,10 @@ from hdtool.runtime.engines.cpu.layer_record import (
     MIXER_ROW,
     NEW,
     PASS_FIELDS,
+    ROW_OFFSETS,
     SLOTS,
     TEAM,
+    TOTAL_ROWS,
 )
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.engines.cpu.mixers.row_origins import fill_origins, origins_at
@@ -64,6 +66,7 @@ TREE_PASS = np.dtype(
         ("mask", np.int64),
         ("shown", np.int64),  # the square of the last mask of each slot: its size, and where it begins
         ("starts", np.int64),
+        ("offsets", np.int64),  # where the rows of each slot begin, and where they end
         ("ids", np.int64),
         ("positions", np.int64),
         ("certain", np.int64),
@@ -106,7 +109,7 @@ def compute_tree(
     _place_tree(own, 0, root, tokens, parents, length, rows)
     if not _compute(own, team, 1, rows, certain, ranks):
         return -1, False
-    return _walk(own, 0, rows, certain, tokens, parents) if walks else (0, True)
+    return _walk(own, 0, certain, tokens, parents) if walks else (0, True)
 
 
 @compiled
@@ -117,29 +120,33 @@ def compute_trees(
     tokens: Array,
     parents: Array,
     certain: Array,
-    rows: int,
+    least: int,
     ranks: bool,
     found: Array,
 ) -> bool:
-    """Compute a pass over a tree in each slot, padded to so many rows; ``found`` gets the walks that are wanted.
+    """Compute a pass over a tree in each slot, of at least so many rows; ``found`` gets the walks that are wanted.
 
     No logits are computed after padding.
     """
     own, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
     own.ends[FIRST] = own.shape[ADVANCES] = 0
-    of_rows = array_at(own.certain, (slots * rows,), np.int64)
+    offsets = array_at(own.offsets, (slots + 1,), np.int64)
+    of_rows = array_at(own.certain, (slots * own.rows,), np.int64)
+    largest = 1
     for slot in range(slots):
         nodes = heads[slot, NODES]
         drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
+        rows = max(nodes + 1, least)
+        largest = max(largest, rows)
         _place_tree(own, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
         for row in range(rows):
             only = OPEN if row <= nodes else 0
             if row <= nodes and len(certain) > 0:
                 only = certain[first + slot + row]
-            of_rows[slot * rows + row] = only
+            of_rows[offsets[slot] + row] = only
             skips |= only != OPEN
         first += nodes
-    if not _compute(own, team, slots, rows, of_rows if skips else of_rows[:0], ranks):
+    if not _compute(own, team, slots, largest, of_rows[: offsets[slots]] if skips else of_rows[:0], ranks):
         return False
     first = 0
     for slot in range(slots):
@@ -147,9 +154,7 @@ def compute_trees(
         found[slot] = 0
         if heads[slot, WALKS]:
             drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
-            found[slot, 0], found[slot, 1] = _walk(
-                own, slot, rows, of_rows[slot * rows : (slot + 1) * rows], drafted, above
-            )
+            found[slot, 0], found[slot, 1] = _walk(own, slot, of_rows[offsets[slot] :], drafted, above)
         first += nodes
     return True
 
@@ -157,7 +162,9 @@ def compute_trees(
 @compiled
 def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, length: int, rows: int) -> None:
     """Write the ids, the positions and the mask of a tree, padded to so many rows."""
-    first, nodes = slot * rows, len(tokens)
+    offsets, nodes = array_at(own.offsets, slot + 2, np.int64), len(tokens)
+    first = offsets[slot]
+    offsets[slot + 1] = first + rows
     ids, positions = array_at(own.ids, first + rows, np.int64), array_at(own.positions, first + rows, np.int64)
     fill_tree(ids[first:], positions[first:], root, tokens, parents, length)
     for row in range(first + nodes + 1, first + rows):
@@ -177,7 +184,9 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
 
 @compiled
 def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
+    """Compute the pass over the trees that were placed, the largest of so many rows."""
     shape = own.shape
+    shape[ROW_OFFSETS], shape[TOTAL_ROWS] = own.offsets, array_at(own.offsets, slots + 1, np.int64)[slots]
     own.ends[MAXIMA] = own.maxima if ranks else 0
     shape[SLOTS], shape[NEW], shape[TEAM] = slots, rows, team
     shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = (
@@ -199,9 +208,10 @@ def accept_path(at: int, team: int, path: Array) -> None:
 
 
 @compiled
-def _walk(own: Any, slot: int, rows: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
+def _walk(own: Any, slot: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
     vocabulary, walked = own.ends[OUT_FEATURES], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
-    logits = own.ends[LOGITS] + slot * rows * vocabulary * ITEM_SIZE
+    first = array_at(own.offsets, slot + 1, np.int64)[slot]
+    logits = own.ends[LOGITS] + first * vocabulary * ITEM_SIZE
     return walk_argmax(
         logits, vocabulary, vocabulary, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked
     )
@@ -212,6 +222,8 @@ def compile_tree_passes() -> None:
     numbers, record, bare = np.zeros(4, np.int64), np.zeros(1, TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "certain"):
         record[name] = numbers.ctypes.data
+    offsets = np.zeros(2, np.int64)
+    record["offsets"] = offsets.ctypes.data
     record["ends"][0, IDS] = record["ends"][0, POSITIONS] = numbers.ctypes.data
     nodes, at = (bare.tokens, bare.parents), record.ctypes.data
     compute_tree(at, 0, bare.root, *nodes, NOTHING_CERTAIN, 0, 0, True, False, False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +69,7 @@ class TreePass:
         self._memory: dict[str, Any] = {
             "shown": np.zeros((slots, 2), np.int64),
             "starts": np.zeros(slots, np.int64),
+            "offsets": np.zeros(slots + 1, np.int64),
             "ids": np.zeros(rows, np.int64),
             "positions": np.zeros(rows, np.int64),
             "certain": np.zeros(rows, np.int64),
@@ -100,8 +103,10 @@ class TreePass:
         After a row with a certain token, the logits are those of this token alone.
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
-        rows = max(len(tree.tokens) for tree in trees) + 1
-        if not self._takes(cache.storage, max(lengths) + rows):
+        # What mixers keep has as many rows of each tree.
+        least = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
+        rows = [max(len(tree.tokens) + 1, least) for tree in trees]
+        if not self._takes(cache.storage, max(map(add, lengths, rows))):
             return None
         heads = np.array(
             [
@@ -114,14 +119,14 @@ class TreePass:
         parents = np.concatenate([tree.parents for tree in trees])
         ranks = any(want.rank for want in wants)
         with self._team() as team:
-            known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), rows, ranks, self._found)
+            known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), least, ranks, self._found)
         if not known:
             return None
         verified: list[Verified] = []
-        walks = self._found[: len(trees)].tolist()
-        for slot, (tree, want, (length, finite)) in enumerate(zip(trees, wants, walks, strict=True)):
-            kv, first, used = cache.slots[slot].kv, slot * rows, len(tree.tokens) + 1
-            kv.used = max(kv.used, kv.length + rows)
+        walks, offsets = self._found[: len(trees)].tolist(), accumulate(rows, initial=0)
+        for slot, (tree, want, (length, finite), first) in enumerate(zip(trees, wants, walks, offsets, strict=False)):
+            kv, used = cache.slots[slot].kv, len(tree.tokens) + 1
+            kv.used = max(kv.used, kv.length + rows[slot])
             walk = Walk.of(self._walked[slot], length, bool(finite)) if want.walk else None
             maxima = self._maxima[first : first + used] if want.rank else None
             verified.append(

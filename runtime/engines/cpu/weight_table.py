@@ -15,16 +15,17 @@ from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
 from hdtool.runtime.engines.cpu import beside_mlp, layer_inputs
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
-from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, router_of, scale_of
-from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
+from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.int8.panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
-from hdtool.runtime.engines.cpu.layer_record import bits
 from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
+from hdtool.runtime.engines.expert_parts import Router, router_of
+from hdtool.runtime.kernels import routing
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
 from hdtool.runtime.kernels.linear import form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
+from hdtool.runtime.kernels.memory.raw_memory import bits
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class WeightTable:
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
                 stored.page_out()
+        for part in self._parts.layers:
+            for stored in packed_experts(part):
+                self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
+                stored.page_out()
         self._fill()
         return bool(self._panels)
 
@@ -134,6 +139,7 @@ class WeightTable:
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
         of_input = part.inputs.width if part.inputs else 0
         inner = max(of_input, *(layer.inner for layer in self._parts.layers))
+        shape[layers.TOTAL_ROWS] = slots * new
         shape[: layers.INNER + 1] = slots, new, part.hidden, inner
         shape[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
         shape[layers.PAIRED] = family.is_interleaved
@@ -145,7 +151,8 @@ class WeightTable:
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
-        of_experts = [one[NUMBER] + 2 * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        rows_of_each = 2 if self._beside else 1
+        of_experts = [1 + one[NUMBER] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
         shape[layers.OF_EXPERTS] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
@@ -219,6 +226,7 @@ class WeightTable:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
         self._experts: list[layers.Numbers] = []
+        self._routers: list[layers.Numbers] = []
         self._beside: list[layers.Numbers] = []
         turned = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
@@ -251,27 +259,31 @@ class WeightTable:
         return table
 
     def _fill_experts(self, row: layers.Numbers, part: LayerParts[CompiledLinear]) -> None:
-        weight, top, renorms = router_of(part)
-        first = layers.TO_GATE * layers.MATMUL_FIELDS
-        router = matmul_of(*form_of(weight)).address, weight.data_ptr(), *weight.shape, 0
-        row[first : first + layers.MATMUL_FIELDS] = router
-        self._experts.append(experts_record(cast(Any, part.experts).experts))
-        row[layers.EXPERTS : layers.RENORMS + 1] = self._experts[-1].ctypes.data, top, renorms
+        described = self._parts.family.experts
+        router = described and router_of(part.experts, described)
+        assert router
+        gate = self._matmul_row(MatmulRows(part.shared_gate, 0, 1)) if part.shared_gate else None
+        self._experts.append(experts_record(cast(Any, part.experts).experts, self._panels))
+        self._routers.append(router_record(router, gate))
+        row[layers.EXPERTS] = self._experts[-1].ctypes.data
+        row[layers.ROUTER] = self._routers[-1].ctypes.data
 
     def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
         """The address of the record of a mixture beside an MLP."""
-        self._experts.append(experts_record(mixture.experts))
-        weight, shares = mixture.weights
-        matmul, matrix, *_ = self._matmul_row(MatmulRows.whole(mixture.projection))
+        record, (weight, shares) = np.zeros(routing.ROUTER_FIELDS, np.int64), mixture.weights
+        matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
+        record[routing.ROUTE : routing.TOP + 1] = *matmul, mixture.top
+        record[routing.RENORMS] = record[routing.GROUPS] = record[routing.USED_GROUPS] = 1
+        record[routing.FACTOR] = bits(1.0)
+        self._experts.append(experts_record(mixture.experts, self._panels))
+        self._routers.append(record)
         self._beside.append(np.zeros(beside_mlp.BESIDE_FIELDS, np.int64))
         self._beside[-1][:] = (
             self._experts[-1].ctypes.data,
-            mixture.top,
+            record.ctypes.data,
             *(_address_of(norm, "weight") for norm in mixture.norms),
             weight.data_ptr(),
             bits(mixture.factor),
-            matmul,
-            matrix,
             shares.data_ptr(),
         )
         return self._beside[-1].ctypes.data
@@ -281,10 +293,10 @@ class WeightTable:
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
-            called, matrix = int8_matmul_of(panels.format.kind), panels.data_ptr()
+            called, matrix = panels.matmul, panels.data_ptr()
         else:
-            called, matrix = matmul_of(*form_of(stored)), stored.data_ptr()
-        return called.address, matrix, rows.end - rows.first, layer.in_features, bias
+            called, matrix = matmul_of(*form_of(stored)).address, stored.data_ptr()
+        return called, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
         """Renew what was computed from weights and buffers that may have been written in place."""
@@ -318,6 +330,20 @@ def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     """Those of all kinds in one tensor; rows of narrower kinds are padded."""
     widest = max(table.shape[-1] for table in tables)
     return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
+
+
+def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
+    """What compiled code reads of a router; ``shared_gate`` are the fields of a matmul."""
+    record, (number, width) = np.zeros(routing.ROUTER_FIELDS, np.int64), router.weight.shape
+    bias, correction = (0 if one is None else one.data_ptr() for one in (router.bias, router.correction))
+    matmul = matmul_of(*form_of(router.weight)).address
+    record[routing.ROUTE : routing.BIAS + 1] = matmul, router.weight.data_ptr(), number, width, bias
+    record[routing.TOP : routing.RENORMS + 1] = router.top, router.has_sigmoids, router.renorms
+    record[routing.CORRECTION : routing.USED_GROUPS + 1] = correction, router.groups, router.used_groups
+    record[routing.FACTOR : routing.LEAST + 1] = list(map(bits, (router.factor, router.added, router.least)))
+    if shared_gate:
+        record[routing.SHARED_GATE :] = shared_gate
+    return record
 
 
 def _address_of(module: Module | None, name: str) -> int:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.home import namespace_among
-from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, Together
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.methods import OPTION_METHODS
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import budget_for, drafter_within, history_for
+from hdtool.runtime.drafters.methods import budget_for, drafter_within, history_for, together_for
 from hdtool.runtime.loop import Loop, Outcome, Reading, Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
@@ -56,8 +55,6 @@ class Tenants:
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
-        self.rows: Callable[[], int] = lambda: 1
-        """Answers that are being generated; the server sets it."""
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
         self._free: dict[str, list[Drafter]] = {name: [] for name in names}
         self._measure()
@@ -93,11 +90,10 @@ class Tenants:
         if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
             return
         numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        curves = {rows: cost_here(target, rows) for rows in sorted(numbers)}
-        self._together = Together(target.log, curves, only_timed_sizes=target.captures)
+        self._together = together_for(target, numbers)
 
     def _budget(self) -> Budget:
-        return budget_for(self._decoding, lambda: self._together, lambda: max(1, self.rows()))
+        return budget_for(self._decoding, lambda: self._together)
 
 
 class Scheduler:
@@ -115,7 +111,6 @@ class Scheduler:
         self._drafters: dict[Job, Drafter] = {}
         self._reading: Reading[Job] | None = None
         self._new_loop()
-        tenants.rows = lambda: len(self._loop)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _new_loop(self) -> None:

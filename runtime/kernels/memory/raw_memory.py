@@ -1,10 +1,11 @@
-"""Memory operations for compiled code that numba lacks: arrays by their address, and prefetch."""
+"""Memory operations for compiled code that numba lacks: arrays by their address, floats by their bits, prefetch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numba
+import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -15,6 +16,8 @@ from hdtool.runtime.kernels.compiled import compiled, generated
 
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
+WORD_SIZE = 8
+"""Bytes of a field of a record."""
 
 
 @generated(types.int64, returns=types.voidptr)
@@ -48,6 +51,17 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
     """The array at an address."""
     return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]
+
+
+def bits(number: float) -> int:
+    """The bits of a number in float32, as an integer."""
+    return int(np.float32(number).view(np.int32))
+
+
+@compiled
+def float_of(record: npt.NDArray[Any], field: int) -> Any:
+    """The float32 whose bits an array of integers of 64 bits has in a field."""
+    return array_at(record.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
 
 
 @compiled

@@ -40,7 +40,12 @@ class PackedMatrix:
     def __getitem__(self, rows: slice) -> PackedMatrix:
         return PackedMatrix(self.blocks[rows], self.format)
 
-    def stride(self) -> tuple[int, int]:
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that its numbers are read from."""
+        return [self.blocks]
+
+    def stride(self) -> tuple[int, ...]:
         return self.shape[1], 1
 
     def data_ptr(self) -> int:

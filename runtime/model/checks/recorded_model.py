@@ -41,7 +41,8 @@ class RecordedWeights:
         self._compact = list(filter(is_compact, weights))
         self._stored = self._now_stored()
         self._tensors = list(chain.from_iterable(_with_numbers(one) for one in weights if not is_compact(one)))
-        self._tensors += [one.blocks if isinstance(one, PackedMatrix) else one for one in self._stored]
+        for one in self._stored:
+            self._tensors += one.tensors if isinstance(one, PackedMatrix) else [one]
         self._addresses = self._now_at()
 
     def memory(self) -> list[torch.UntypedStorage]:

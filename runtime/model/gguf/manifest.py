@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
 """Where the file has the weights that stay packed, and all others."""
 FORMAT = 1
-PACKING = 2
+PACKING = 3
 """Raised whenever products take more formats: what stays packed is looked for again then."""
 MOST_SEEN = 16
 """Signatures kept: one for each place of the same file, such as a copy."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.memory.free_memory import return_free_memory
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
 from hdtool.runtime.kernels.packed.formats import FORMATS
 from hdtool.runtime.kernels.packed.matrix import PackedMatrix
 from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
@@ -36,6 +38,10 @@ ORDER = ".rows"
 """The end of the name of the tensor that has the order of a weight's rows in the file."""
 
 
+JOINED = ("gpt-oss",)
+"""Architectures whose experts have gates and ups apart in the file, and row by row in the model."""
+
+
 @dataclass(frozen=True)
 class PackedTensor:
     """Where a GGUF file has the blocks of a weight."""
@@ -47,6 +53,8 @@ class PackedTensor:
     columns: int
     ordered: bool
     """Whether the file has the rows in the order of the weight."""
+    experts: int = 0
+    """How many experts have as many of its rows each; 0 for a matrix."""
 
     @property
     def bytes(self) -> int:
@@ -62,19 +70,22 @@ def packable(header: GGUFHeader) -> list[PackedTensor]:
     """The tensors of a file that our product takes as they are."""
     found = []
     for tensor in header.tensors:
-        if EXPANDS_FLOAT16 and tensor.kind in FORMATS and len(tensor.shape) == 2 and _fits(tensor):
-            outs, columns = tensor.shape
-            found.append(PackedTensor(tensor.kind, header.data + tensor.offset, outs, columns, True))
+        if EXPANDS_FLOAT16 and tensor.kind in FORMATS and _fits(tensor, header.architecture):
+            *experts, outs, columns = tensor.shape
+            rows, number = outs * prod(experts), sum(experts)
+            found.append(PackedTensor(tensor.kind, header.data + tensor.offset, rows, columns, True, number))
     return found
 
 
-def _fits(tensor: GGUFTensor) -> bool:
-    outs, columns = tensor.shape
-    return outs > 0 and columns > 0 and columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
+def _fits(tensor: GGUFTensor, architecture: str) -> bool:
+    columns, dims = tensor.shape[-1], 2 if architecture in JOINED else 3
+    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
+    return 2 <= len(tensor.shape) <= dims and prod(tensor.shape) > 0 and is_whole
 
 
-Place = tuple[PackedTensor, torch.Tensor | None]
-"""A tensor that has the rows of a weight, and their order if it is another one."""
+Place = tuple[list[PackedTensor], torch.Tensor | None]
+"""The tensor that has the rows of a weight, and their order if it is another one; or those of a layer's experts, of
+which two have their gates and their ups."""
 
 
 class PackingPlan:
@@ -113,8 +124,8 @@ class PackingPlan:
             if (found := self._place(name, weight)) is None:
                 rest[name] = weight.contiguous()
                 continue
-            tensor, order = found
-            plan[name] = asdict(tensor)
+            tensors, order = found
+            plan[name] = [asdict(tensor) for tensor in tensors]
             if order is not None:
                 rest[name + ORDER] = order
         places = folder / PLAN, folder / REST
@@ -131,7 +142,7 @@ def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        plan = {name: PackedTensor(**tensor) for name, tensor in row["tensors"].items()}
+        plan = {name: [PackedTensor(**one) for one in tensors] for name, tensors in row["tensors"].items()}
         content = mapped(file)
         orders = {name: rest.pop(name + ORDER, None) for name in plan}
         found = {name: CompactWeight(_matrix(file, plan[name], content, order)) for name, order in orders.items()}
@@ -147,7 +158,10 @@ def mapped(file: Path) -> torch.Tensor:
     return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
 
-def _matrix(file: Path, tensor: PackedTensor, content: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
+def _matrix(file: Path, tensors: list[PackedTensor], content: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
+    tensor = tensors[0]
+    if tensor.experts:
+        return PackedExperts([one.of(content) for one in tensors], tensor.experts)
     if order is None:
         return tensor.of(content)
     # Read and not mapped: of a mapped part, the pages would stay in memory beside the copy.
@@ -198,20 +212,38 @@ def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
 
 
 def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
-    if weight.dtype != torch.float32 or weight.dim() != 2:
+    if weight.dtype != torch.float32 or weight.dim() not in (2, 3):
         return None
     weight = weight.detach()
+    if weight.dim() == 3:
+        return _place_of_experts(weight, [one for one in tensors if one.tensor.experts == len(weight)])
+    tensors = [one for one in tensors if not one.tensor.experts]
     alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(weight.shape)]
     # Most weights have the order of the file, and where it is another one, the first row is usually the first.
     alike.sort(key=lambda one: not _has_bits(one.first_row, weight[:1]))
     for one in alike:
         if _has_bits(one.first_row, weight[:1]) and one.equals(weight):
-            return one.tensor, None
+            return [one.tensor], None
     rows = _rows(weight) if alike else []
     for one in alike:
         places = {row: place for place, row in enumerate(one.rows)}
         if all(row in places for row in rows):
             tensor = one.tensor
             moved = PackedTensor(tensor.kind, tensor.offset, tensor.outs, tensor.columns, False)
-            return moved, torch.tensor([places[row] for row in rows], dtype=torch.int32)
+            return [moved], torch.tensor([places[row] for row in rows], dtype=torch.int32)
+    return None
+
+
+def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
+    """The tensor that has the matrices of all experts, or the two that have their upper and lower halves."""
+    _, rows, columns = weight.shape
+    for count in (1, 2):
+        found = []
+        for part in weight.split(rows // count, 1) if rows % count == 0 else ():
+            matrix = part.reshape(-1, columns)
+            alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(matrix.shape)]
+            same = (one for one in alike if _has_bits(one.first_row, matrix[:1]) and one.equals(matrix))
+            found += [one.tensor for one in same][:1]
+        if len(found) == count and len({one.kind for one in found}) == 1:
+            return found, None
     return None

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
 from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.kernels.packed.formats import BlockFormat
 
@@ -28,6 +29,7 @@ class Panels:
         outs, columns = self.shape
         form = panel_format(format)
         count = -(-outs // PANEL_ROWS)
+        self.matmul = int8_matmul_of(format.kind).address
         self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
         rows, written = blocks.numpy().reshape(outs, -1, format.bytes), self.memory.numpy()
         step = max(1, TOGETHER // (PANEL_ROWS * blocks.shape[1]))
@@ -41,6 +43,10 @@ class Panels:
 
     def data_ptr(self) -> int:
         return self.memory.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
 
 
 def _whole_panels(rows: Bytes) -> Bytes:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
     CHANNELS,
@@ -32,7 +31,7 @@ from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
 from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.elementwise import norm_row, silu_in_place
-from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers
+from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers, float_of
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
 from hdtool.runtime.kernels.vectors import FloatCode
 
@@ -163,6 +162,39 @@ def join_inputs(
         copy_numbers(queries + row * of_keys, of_keys // ITEM_SIZE, at)
         copy_numbers(keys + row * of_keys, of_keys // ITEM_SIZE, at + of_keys)
         copy_numbers(values + row * of_values, of_values // ITEM_SIZE, at + 2 * of_keys)
+
+
+@compiled
+def spread_inputs(
+    layer: Numbers,
+    inputs: int,
+    scores: int,
+    joined: int,
+    gates: int,
+    strengths: int,
+    steps: int,
+    first: int,
+    end: int,
+) -> None:
+    """Sort the inputs of some rows, which are there by heads of keys: a query, a key, values and gates of each.
+
+    ``joined`` gets queries, keys and values side by side; ``scores`` are strengths and steps by heads of keys.
+    """
+    heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
+    some = states // heads
+    values, keys = some * layer[VALUE_WIDTH], heads * width
+    for row in range(first, end):
+        for head in range(heads):
+            read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
+            at = joined + row * layer[CHANNELS] * ITEM_SIZE
+            copy_numbers(read, width, at + head * width * ITEM_SIZE)
+            copy_numbers(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
+            read += 2 * width * ITEM_SIZE
+            copy_numbers(read, values, at + (2 * keys + head * values) * ITEM_SIZE)
+            copy_numbers(read + values * ITEM_SIZE, values, gates + (row * heads + head) * values * ITEM_SIZE)
+            of_head = (row * states + head * some) * ITEM_SIZE
+            copy_numbers(scores + 2 * of_head, some, strengths + of_head)
+            copy_numbers(scores + 2 * of_head + some * ITEM_SIZE, some, steps + of_head)
 
 
 @compiled

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.layer_calls import float_of
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
     CHANNELS,
@@ -31,7 +30,7 @@ from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
 from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
 from hdtool.runtime.kernels.compiled import compiled, generated
 from hdtool.runtime.kernels.elementwise import norm_row, scale_in_place, silu_in_place
-from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers
+from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers, float_of
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
 from hdtool.runtime.kernels.vectors import FloatCode
 

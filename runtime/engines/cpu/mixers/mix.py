@@ -51,7 +51,7 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
-PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN = range(8, 13)
+PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
 """The parts of mixers between their matmuls."""
 OF_SLOT, COUNT, GIVEN, PATH = range(4)
 """The record of a path that becomes part of the context: its sequence, the number of its rows and of those that follow
@@ -65,7 +65,8 @@ def row_numbers(layer: Numbers) -> int:
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
     if layer[MIXER] == DELTA_RULE:
-        return channels + 2 * values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
+        numbers = channels + 2 * values + 2 * layer[STATE_HEADS]
+        return numbers if layer[FOURTH] else numbers + channels + values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
     return channels + values  # type: ignore[no-any-return]
 
 
@@ -156,6 +157,10 @@ def _compute_delta(
     if part == JOIN:
         values = convolved + 2 * rows * of_keys
         delta_rule.join_inputs(convolved, convolved + rows * of_keys, values, of_keys, of_values, kept, first, end)
+    elif part == SPREAD:
+        inputs = mixed + rows * of_values
+        scores = inputs + rows * (channels + of_values)
+        delta_rule.spread_inputs(layer, inputs, scores, kept, gates, strengths, steps, first, end)
     elif part == PREPARE_DELTA:
         for row in range(first, end):
             slot, place = row // new, row % new
@@ -306,7 +311,7 @@ def mixer_function() -> Any:
             _shift(shape, layer, kept, of_path, first, end)
         elif part <= CONVOLVE_GATED:
             _compute_convolution(shape, layer, part, scratch, kept, first, end)
-        elif part <= REPLAY_DELTA or part == JOIN:
+        elif part <= REPLAY_DELTA or part >= JOIN:
             _compute_delta(shape, layer, part, scratch, kept, of_path, first, end)
         else:
             _compute_scan(shape, layer, part, scratch, kept, of_path, first, end)
@@ -340,7 +345,12 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
         gates = work + rows * channels * ITEM_SIZE
         steps = gates + rows * values * ITEM_SIZE
         strengths = steps + rows * heads * ITEM_SIZE
-        if layer[FIFTH]:
+        if not layer[FOURTH]:
+            inputs = strengths + rows * (heads + values) * ITEM_SIZE
+            multiply(shape, layer, TO_QUERIES, read, rows, inputs)
+            multiply(shape, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
+            compute_part(shape, function, layer, starts, SPREAD, *given, rows, in_channels)
+        elif layer[FIFTH]:
             apart = work + rows * keys * ITEM_SIZE
             multiply(shape, layer, TO_QUERIES, read, rows, work)
             multiply_by(shape, layer, FIFTH, read, rows, apart)
@@ -348,9 +358,10 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
             compute_part(shape, function, layer, starts, JOIN, *given, rows, in_channels)
         else:
             multiply(shape, layer, TO_QUERIES, read, rows, kept)
-        multiply(shape, layer, TO_KEYS, read, rows, gates)
-        multiply(shape, layer, TO_VALUES, read, rows, strengths)
-        multiply_by(shape, layer, FOURTH, read, rows, steps)
+        if layer[FOURTH]:
+            multiply(shape, layer, TO_KEYS, read, rows, gates)
+            multiply(shape, layer, TO_VALUES, read, rows, strengths)
+            multiply_by(shape, layer, FOURTH, read, rows, steps)
         compute_part(shape, function, layer, starts, PREPARE_DELTA, *given, rows, in_channels)
         compute_part(shape, function, layer, starts, RECUR_DELTA, *given, slots * heads, of_states)
         compute_part(shape, function, layer, starts, GATE_DELTA, *given, rows, in_values)

@@ -11,6 +11,7 @@ from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu.mixers.convolution import window_numbers
 from hdtool.runtime.engines.cpu.mixers.mix import kept_numbers, mixer_function, row_numbers, state_numbers
 from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts
+from hdtool.runtime.kernels.memory.raw_memory import bits
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
 
@@ -76,7 +77,7 @@ class MixerTable:
             row[layers.TAPS], row[layers.COLUMNS], row[layers.CHANNELS] = mixer.taps, mixer.taps, mixer.channels
             row[layers.CONV_WEIGHT] = self._taps[number].data_ptr()
             row[layers.CONV_BIAS] = 0 if convolution.bias is None else convolution.bias.data_ptr()
-            row[layers.STRENGTH] = layers.bits(mixer.strength)
+            row[layers.STRENGTH] = bits(mixer.strength)
             row[layers.KEY_HEADS], row[layers.STATE_HEADS] = mixer.key_heads, mixer.heads
             row[layers.KEY_WIDTH], row[layers.VALUE_WIDTH] = mixer.key_width, mixer.value_width
             for field, name in ((layers.DECAY_LOG, "A_log"), (layers.STEP_BIAS, "dt_bias"), (layers.SKIP, "D")):
@@ -85,7 +86,7 @@ class MixerTable:
                 norm: Any = mixer.norm
                 row[layers.GATE_NORM], row[layers.GATE_EPSILON] = (
                     norm.weight.data_ptr(),
-                    layers.bits(norm.variance_epsilon),
+                    bits(norm.variance_epsilon),
                 )
         rows = [table[number] for number in self._mixers]
         kept = list(map(kept_numbers, rows))

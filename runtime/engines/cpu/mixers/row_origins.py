@@ -10,8 +10,7 @@ from numba import types
 
 from hdtool.runtime.engines.cpu.layer_record import Numbers
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.team import WORD_SIZE
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at
 
 PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
 """The row before, ``BEFORE`` or ``PADDING``; the buffer that a row starts from, or ``BEFORE``, and that of the state

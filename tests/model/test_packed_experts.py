@@ -1,0 +1,161 @@
+"""Experts of GGUF files and of checkpoints in MXFP4: they stay in blocks, and only those that a row has are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+from transformers.utils.quantization_config import Mxfp4Config
+
+from hdtool.data import demo
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels import vector_code
+from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
+from hdtool.runtime.kernels.experts import CompiledExperts
+from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
+from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.model.gguf.converted import converted
+from hdtool.runtime.model.gguf.manifest import REST
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.described import YARN
+from tests.support.families import ALTERNATING, random_model
+from tests.support.fused import TREE, after, compiled, logits_of
+from tests.support.gguf_files import write_experts_gguf
+from tests.support.oracle import assert_same_logits
+from tests.support.packed_blocks import some_matrix
+
+pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+PROMPT = [place * 17 % 90 + 2 for place in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def loaded(file: Path, **options: Any) -> Target:
+    return load(ModelConfig(str(file), device="cpu", **options)).target
+
+
+def experts_of(target: Target) -> list[Any]:
+    return [module for module in target.model.modules() if type(module) is CompiledExperts]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
+def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -> None:
+    file = write_experts_gguf(tmp_path / "moe.gguf", kind)
+    packed, wide = loaded(file), loaded(file, dtype="float32")
+    weights = [weight for one in experts_of(packed) for weight in one.parameters()]
+    assert len(weights) == 4 and all(map(is_packed, weights)) and not any(map(is_compact, wide.model.parameters()))
+    assert torch.equal(logits_of(packed, PROMPT), logits_of(wide, PROMPT))
+    assert compiled(packed).is_current and compiled(wide).is_current
+    found, expected = (said(run(one, PROMPT, SAMPLINGS["greedy"], most=20)) for one in (packed, wide))
+    assert found == expected
+    assert not any(weight.reads.number for weight in weights), "no pass expanded all experts of a layer"
+    assert (converted(file, packed=True) / REST).stat().st_size < 1 << 17
+
+
+def test_gates_and_ups_are_mapped_apart(tmp_path: Path) -> None:
+    target = loaded(write_experts_gguf(tmp_path / "moe.gguf", "Q8_0"))
+    storages = set()
+    for one in experts_of(target):
+        assert [len(one.get_parameter(name).stored.parts) for name in ("gate_up_proj", "down_proj")] == [2, 1]
+        storages |= {part.untyped_storage().data_ptr() for weight in one.parameters() for part in weight.stored.tensors}
+    assert len(storages) == 1, "the file"
+
+
+@torch.inference_mode()
+def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
+    """A row has the same bits in each pass, and almost the numbers of activations in float32."""
+    file = write_experts_gguf(tmp_path / "moe.gguf", "Q8_0")
+    rounded, usual = loaded(file, activations="int8"), loaded(file)
+    of_tree, expected = logits_of(rounded, PROMPT), logits_of(usual, PROMPT)
+    distance = (of_tree - expected).norm() / expected.norm()
+    assert 1e-4 < distance < 0.05
+    alone = after(rounded, PROMPT)
+    for row, token in ((0, TREE.root), (1, int(TREE.tokens[0]))):
+        assert torch.equal(alone.verify(DraftTree.bare(token))[0], of_tree[row])
+        alone.commit()
+    made = compiled(rounded)
+    of_experts = {part.data_ptr() for one in experts_of(rounded) for w in one.parameters() for part in w.stored.parts}
+    assert of_experts <= made.table._panels.keys()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_parts_are_read_as_one_tensor(is_transposed: bool) -> None:
+    format = FORMATS[8]
+    parts = [some_matrix(format, 3 * 32, 64, seed) for seed in range(2)]
+    stored = PackedExperts(parts, 3, is_transposed=is_transposed)
+    whole = torch.cat([part.float().view(3, 32, 64) for part in parts], 1)
+    expected = whole.transpose(1, 2) if is_transposed else whole
+    weight = CompactWeight(stored)
+    assert weight.shape == expected.shape and weight.stride() == expected.stride()
+    assert torch.equal(weight + 0, expected)
+    assert torch.equal(weight.transpose(1, 2) + 0, expected.transpose(1, 2))
+    weight.reads.number = 0
+    for one in (1, -1):
+        assert torch.equal(weight[one] + 0, expected[one])
+    assert torch.equal(weight[1:] + 0, expected[1:])
+    weight.reads.number = 0
+    chosen = torch.tensor([[2, 0], [-1, 1]])
+    assert torch.equal(weight[chosen], expected[chosen]) and not weight.reads.number
+
+
+def checkpoint_in_mxfp4(folder: Path) -> Path:
+    """A gpt-oss as it is published: experts in blocks, all else in 16 bits."""
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model: Any = random_model(
+        "GptOss", hidden_size=64, intermediate_size=128, head_dim=64, vocab_size=2048, initializer_range=0.3,
+        sliding_window=24, layer_types=ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN,
+    )  # fmt: skip
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in model.bfloat16().state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            state[name] = weight.contiguous()
+            continue
+        experts, columns, rows = weight.shape
+        blocks = experts, rows, columns // 32
+        state[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), generator=random, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(120, 126, blocks, generator=random, dtype=torch.uint8)
+    model.config.quantization_config = Mxfp4Config(modules_to_not_convert=["self_attn", "router", "embed", "lm_head"])
+    model.config.architectures = ["GptOssForCausalLM"]
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(folder)
+    return folder
+
+
+def test_experts_of_gpt_oss_stay_in_the_blocks_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint_in_mxfp4(tmp_path)
+    packed, wide, rounded = (loaded(folder, **given) for given in ({}, {"dtype": "float32"}, {"activations": "int8"}))
+    weights, expanded = (
+        [one.get_parameter(name) for one in experts_of(target) for name in ("gate_up_proj", "down_proj")]
+        for target in (packed, wide)
+    )
+    assert all(map(is_packed, weights)) and not any(map(is_compact, expanded))
+    assert all(torch.equal(one + 0, other) for one, other in zip(weights, expanded, strict=True))
+    assert compiled(packed).is_current and compiled(wide).is_current
+    expected = logits_of(wide, PROMPT)
+    assert torch.equal(logits_of(packed, PROMPT), expected)
+    assert 1e-4 < (logits_of(rounded, PROMPT) - expected).norm() / expected.norm() < 0.05
+    with torch.inference_mode():
+        of_library = packed.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
+    assert_same_logits(expected[0], of_library)
+
+
+def test_logits_are_those_of_the_library(tmp_path: Path) -> None:
+    target = loaded(write_experts_gguf(tmp_path / "moe.gguf", "Q4_K"))
+    found = logits_of(target, PROMPT)[0]
+    with torch.inference_mode():
+        expected = target.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
+    assert_same_logits(found, expected)
