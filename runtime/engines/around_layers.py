@@ -54,6 +54,8 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     found = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in found)
     width, layer = cos.shape[1], parts.attending
+    if parts.family.varies_heads:
+        layer = parts.layers[kinds_of_positions(parts).index(kind)]
     if 2 * width == layer.width and parts.family.has_half_tables:
         cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
     if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
@@ -122,13 +124,18 @@ def small_parts_hold(parts: ModelParts[Any], device: torch.device) -> bool:
     """
     kind, expected, found = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
-    for norm, epsilon in [*norms, (parts.norm, parts.epsilon)]:
-        weight: torch.Tensor = cast(Any, norm).weight
+    ends = [(norm, parts.epsilon) for norm in (parts.norm, *([parts.inputs.norm] if parts.inputs else ()))]
+    weighed = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
+    bare = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
+    plain = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in bare]
+    for norm, epsilon, weight in [*weighed, *plain]:
         rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * SIZES.to(device)
         scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        expected.append(rows * scale * (kind.offset + weight.float()))
+        expected.append(rows * scale * weight)
         found.append(norm(rows))
-    for activation, name in {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}:
+    activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}
+    activations |= {(layer.inputs.activates, layer.activation) for layer in parts.layers if layer.inputs}
+    for activation, name in activations:
         rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
         expected.append(ACTIVATIONS[name](rows))
         found.append(activation(rows))

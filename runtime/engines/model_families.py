@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from hdtool.runtime.engines.expert_parts import ExpertKind
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 SANDWICH = (
     "input_layernorm",
@@ -95,6 +96,19 @@ class Family:
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
     """Whether one matrix gives queries, keys and values."""
+    projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
+    """Which modules give queries, keys and values: values are keys where the third one is missing, and keys and values
+    those of an earlier layer of the same kind where there is but one."""
+    keeps: str = ""
+    """The attribute of attention that says whether later layers read its keys and values."""
+    value_norm: str = ""
+    """The name of a norm of values, which has no weight."""
+    varies_heads: bool = False
+    """Whether the heads of layers may differ in number and width."""
+    factor: str = ""
+    """The buffer of a layer by which it multiplies its output."""
+    has_inputs: bool = False
+    """Whether layers may have inputs beside hidden states."""
     joins_gate: bool = False
     """Whether one matrix gives gate and up."""
     norms_all_heads: bool = False
@@ -118,8 +132,14 @@ class Family:
     """The setting by which logits are divided."""
     logit_softcap: str = ""
     """The setting that bounds the logits."""
+    bounding: tuple[str, ...] = ("ForCausalLM",)
+    """How the names of the classes end that change logits so."""
+    placeholders: tuple[str, ...] = ()
+    """The settings of a multimodal model that name tokens which stand for something else than text."""
     experts: ExpertKind | None = None
     """The mixture of experts in some layers."""
+    beside: str = ""
+    """The class of what chooses experts that layers may have beside their MLP, with norms of their own."""
     attributes: frozenset[str] = frozenset()
     """Attributes of modules that other families do not have."""
     settings: frozenset[str] = frozenset()
@@ -143,7 +163,7 @@ class Family:
         changes_logits = any(
             getattr(config, name) is not None for name in (self.logit_divisor, self.logit_softcap) if name
         )
-        return not changes_logits or type(model).__name__.endswith("ForCausalLM")
+        return not changes_logits or type(model).__name__.endswith(self.bounding)
 
 
 LLAMA = Family()

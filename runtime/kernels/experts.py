@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.elementwise import add_in_place, gate_pairs, silu_in_place
+from hdtool.runtime.kernels.elementwise import add_in_place, gate_pairs, gelu_in_place, silu_in_place
 from hdtool.runtime.kernels.linear import PLAIN, form_of
 from hdtool.runtime.kernels.matmul_address import matmul_of
 from hdtool.runtime.kernels.memory.raw_memory import array_at, bits, copy_numbers, float_of
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 NUMBER, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
 """Experts of a layer, and their shapes; of the matrices that give gate and up, the address of their matmul, those of
 the first expert's, and the bytes of each, then the address of biases, 0 for none."""
-REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT = range(9, 16)
+REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
 """The same of those behind the gated unit; then whether one matrix gives gate and up in pairs, with the bits of two
-numbers of the unit that takes these; without pairs, it has a SiLU."""
-FIELDS = LIMIT + 1
+numbers of the unit that takes these; without pairs, whether the unit has a GELU by tanh, and no SiLU."""
+FIELDS = TANH_GATE + 1
+ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
+"""Whether they are the GELU by tanh, by the names of their classes."""
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts ``[experts, rows, columns]``, as modules of the library name them."""
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -113,7 +115,10 @@ def _expand(team: int, threads: int, experts: Array, expert: int, inputs: int, r
     up = gate + rows * inner * ITEM_SIZE
     multiply_together(team, threads, experts[EXPAND], matrix, inner, width, inputs, rows, gate, 0)
     multiply_together(team, threads, experts[EXPAND], of_up, inner, width, inputs, rows, up, 0)
-    silu_in_place(gate, up, rows * inner)
+    if experts[TANH_GATE]:
+        gelu_in_place(gate, up, rows * inner)
+    else:
+        silu_in_place(gate, up, rows * inner)
 
 
 def matrices_of(weight: Any) -> Any:
@@ -160,6 +165,8 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
     if _has_pairs(module):
         record[EXPAND_BIAS], record[REDUCE_BIAS] = (getattr(module, name).data_ptr() for name in BIASES)
         record[PAIRS : LIMIT + 1] = 1, bits(module.alpha), bits(module.limit)
+    else:
+        record[TANH_GATE] = bool(_has_gelu(module))
     return record
 
 
@@ -219,7 +226,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
     number, width, inner = reduce.shape
     return (
         all(map(_parts_fit, weights))
-        and (_pairs_fit(module, dtypes) if kind["has_bias"] else _has_silu(module))
+        and (_pairs_fit(module, dtypes) if kind["has_bias"] else _has_gelu(module) is not None)
         and expand.shape == (number, 2 * inner, width)
         and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
     )
@@ -234,10 +241,11 @@ def _parts_fit(weight: Any) -> bool:
     return len(forms) == 1 and len(stored.parts) <= 2 and not (stored.is_transposed and len(stored.parts) > 1)
 
 
-def _has_silu(module: Any) -> bool:
+def _has_gelu(module: Any) -> bool | None:
+    """Whether the gated unit of experts has a GELU by tanh, and no SiLU; None for another unit."""
     if not module._modules:
-        return getattr(module, "act_fn", None) is silu
-    return set(module._modules) == {"act_fn"} and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        return False if getattr(module, "act_fn", None) is silu else None
+    return ACTIVATIONS.get(type(module.act_fn).__name__) if set(module._modules) == {"act_fn"} else None
 
 
 def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:

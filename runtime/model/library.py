@@ -106,6 +106,16 @@ def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
 
+def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
+    """The same option for a pass in which every layer computes all tokens.
+
+    Decoders that take it themselves leave tokens out of their last layers for a number, but not for positions.
+    """
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    slices = decoder is not None and decoder is not model and takes(decoder, "logits_to_keep")
+    return {"logits_to_keep": torch.tensor([-1])} if slices else dict(last_logits_only(model))
+
+
 def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | None:
     """A processor of a batch as it treats one of its rows alone; None if it has a state of the whole batch."""
     from transformers import (

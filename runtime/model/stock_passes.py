@@ -16,7 +16,7 @@ from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.families import rotary_switch
 from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.library import cache_name, last_logits_only, takes
+from hdtool.runtime.model.library import cache_name, last_logits_of_all_rows, last_logits_only, takes
 from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.placement import device_of
@@ -44,6 +44,7 @@ class StockPasses:
         self.masks = AttentionMasks(self.windows, self.dtype, self.device)
         self.last_only = last_logits_only(model)
         """The option of a pass that computes the last logits alone."""
+        self._last_of_all = last_logits_of_all_rows(model)
         self.row_by_row = RowByRow(model)
         self.hidden = HiddenStates()
         self.cache_name = cache_name(model) or ""
@@ -60,7 +61,8 @@ class StockPasses:
         mask = self.masks.of_continuation(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         slot.begin_reading()
-        logits = self.forward([list(tokens)], [positions], mask, slot.kv, **self.last_only)[0, -1:]
+        option = self._last_of_all if self.hidden.is_watched else self.last_only
+        logits = self.forward([list(tokens)], [positions], mask, slot.kv, **option)[0, -1:]
         slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
         return logits
 
@@ -119,7 +121,7 @@ class StockPasses:
         positions: Sequence[Sequence[int]],
         mask: Mask,
         cache: LibraryCache,
-        **options: int,
+        **options: Any,
     ) -> torch.Tensor:
         """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
@@ -131,7 +133,7 @@ class StockPasses:
         positions: torch.Tensor,
         mask: Mask,
         cache: LibraryCache,
-        **options: int,
+        **options: Any,
     ) -> torch.Tensor:
         """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
         logits: torch.Tensor = self.call(ids, positions, mask, cache, **options).logits
@@ -143,7 +145,7 @@ class StockPasses:
         positions: torch.Tensor,
         mask: Mask,
         cache: LibraryCache | None,
-        **options: int,
+        **options: Any,
     ) -> Any:
         """One pass of the model over ids that are on its device: all that it returns."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:

@@ -36,6 +36,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "intermediate_size": 2048,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
     },
+    "Gemma4": {
+        "hidden_size": 1536, "num_hidden_layers": 10, "vocab_size": 32000, "vocab_size_per_layer_input": 32000,
+        "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+        "layer_types": 2 * [*["sliding_attention"] * 4, "full_attention"], "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+    },
+    "Gemma4, experts": {
+        "hidden_size": 1408, "num_hidden_layers": 6, "vocab_size": 32000, "hidden_size_per_layer_input": 0,
+        "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 30.0,
+        "enable_moe_block": True, "num_experts": 32, "top_k_experts": 4, "moe_intermediate_size": 384,
+    },
     "Granite": {key: value for key, value in DENSE.items() if key != "head_dim"},
     "Olmo2": {key: value for key, value in DENSE.items() if key != "head_dim"},
     "Phi3": {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "pad_token_id": 0},
@@ -61,8 +73,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
     },
 }  # fmt: skip
-"""By the names of classes; Gemma 3 is that of 270 million weights."""
-OF_SEVERAL_MEDIA = ("Gemma3", "Qwen3_5Moe")
+"""By the names of classes; Gemma 3 is that of 270 million weights, Gemma 4 has layers as wide as those of E2B, or half
+as wide as those of 26B-A4B with a quarter of its experts."""
+OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5Moe")
 ROWS = (1, 8)
 PROMPT = [place * 7919 % 20000 for place in range(256)]
 TREES = {rows: DraftTree.of(5, list(range(10, 9 + rows)), list(range(-1, rows - 2))) for rows in ROWS}
@@ -87,8 +100,9 @@ SIDES: dict[str, Callable[[Any], Target]] = {"library": library, "compiled": com
 
 def random_model(name: str) -> Any:
     torch.manual_seed(0)
-    settings = getattr(transformers, f"{name}TextConfig" if name in OF_SEVERAL_MEDIA else f"{name}Config")
-    model = getattr(transformers, f"{name}ForCausalLM")(settings(**SHAPES[name]))
+    kind = name.split(",")[0]
+    settings = getattr(transformers, f"{kind}TextConfig" if kind in OF_SEVERAL_MEDIA else f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings(**SHAPES[name]))
     model.generation_config.eos_token_id = None
     return model.bfloat16().eval()
 

@@ -192,7 +192,7 @@ def test_models_that_it_rules_out_are_refused_before_weights_are_read(
         load(ModelConfig(str(tmp_path), device="cpu", activations="int8", quantization="q8_0"))
 
 
-@pytest.mark.parametrize("name", [*fused.KINDS, *described.MODELS, *described.HYBRID_MODELS])
+@pytest.mark.parametrize("name", [*fused.KINDS, *described.MODELS, *described.HYBRID_MODELS, *described.VARIED_MODELS])
 def test_what_is_compiled_has_the_outline_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused.widen(monkeypatch)
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)

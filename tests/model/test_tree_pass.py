@@ -135,7 +135,7 @@ def test_an_overflow_shows_in_its_own_row_without_logits(one: OneSequence) -> No
     hidden, normed = torch.randn(2, 3, table.width)
     hidden[1, 7] = torch.inf
     logits, scratch = torch.empty(3, VOCABULARY), torch.empty(hidden.numel())
-    shape, ends = table.shape_of(1, 3, None, one.cache.storage), table.ends(3)
+    shape, ends = table.shape_of(1, 3), table.ends(3)
     ends[pass_kernel.NORMED], ends[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
     certain = np.array([4, 5, OPEN])
     pass_kernel._write_open_logits(shape, ends, certain, hidden.data_ptr(), scratch.data_ptr())

@@ -191,13 +191,47 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """With recurrent layers or short convolutions. Heads of 80 are computed in wide columns and narrow ones."""
 
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ALTERNATING,
+    "sliding_window": WINDOW,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+}
+INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY}
+SHARED: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+VARIED_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma4": lambda: random_model("Gemma4Text", **{**GEMMA4, **INPUTS, **SHARED}, final_logit_softcapping=3.0),
+    "gemma4, heads of one width": lambda: random_model("Gemma4Text", **{**GEMMA4, "global_head_dim": 32}),
+    "gemma4, keys of two layers": lambda: random_model(
+        "Gemma4Text",
+        **{**GEMMA4, **INPUTS, **SHARED, "num_hidden_layers": 6, "layer_types": 3 * ALTERNATING},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "gemma4, experts beside MLPs": lambda: random_model(
+        "Gemma4Text",
+        **GEMMA4,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        attention_k_eq_v=True,
+    ),
+    "gemma4_unified": lambda: random_model("Gemma4UnifiedText", **GEMMA4, attention_k_eq_v=True),
+}
+"""With heads that differ from layer to layer."""
+
 
 def model_of(name: str) -> Any:
-    """A model whose norms, sinks, biases, decays and skips matter."""
+    """A model whose norms, sinks, biases, decays, skips and factors matter."""
     torch.manual_seed(0)
-    model = (MODELS | HYBRID_MODELS)[name]().eval()
+    model = (MODELS | HYBRID_MODELS | VARIED_MODELS)[name]().eval()
+    for part, buffer in model.named_buffers():
+        if part.endswith("layer_scalar"):
+            buffer.copy_(torch.rand_like(buffer) + 0.5)
     for part, weight in model.named_parameters():
-        if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D")):
+        if any(word in part for word in ("norm", "sinks", "bias", "A_log", ".D", "router.scale", "expert_scale")):
             weight.data = torch.rand_like(weight) + 0.5
     for part, buffer in model.named_buffers():
         if "bias" in part:

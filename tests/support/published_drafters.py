@@ -88,6 +88,9 @@ def assistant(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
     torch.manual_seed(7)
     own = text.to_dict() | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     own |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    own["use_double_wide_mlp"] = False
+    per_layer = own.get("per_layer_config") or {}
+    own["per_layer_config"] = {place: changed for place, changed in per_layer.items() if int(place) < 2}
     config = Gemma4AssistantConfig(text_config=own, backbone_hidden_size=text.hidden_size, **changes)
     made = Gemma4AssistantForCausalLM(config).eval()
     with torch.no_grad():

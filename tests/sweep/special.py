@@ -12,11 +12,11 @@ SHARED = {
     "num_hidden_layers": 4,
     "layer_types": [SLIDING, FULL, SLIDING, FULL],
     "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 16,
+    "hidden_size_per_layer_input": 64,
 }
 """Layers that read the keys and values of earlier ones."""
 GEMMA3N = SHARED | {"intermediate_size": [128] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}
-EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 COMPASS = {"rope_parameters": {kind: ROTARY | {"mrope_section": [4, 2, 2]} for kind in (FULL, SLIDING)}}
 DOTS3_NOTE = {
     "per_layer_config": DROP,

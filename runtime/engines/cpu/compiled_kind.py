@@ -10,11 +10,21 @@ import torch
 from torch.nn import Embedding, Module
 
 from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS
-from hdtool.runtime.engines.cpu.layer_record import FIFTH, FOURTH, MATMUL_FIELDS, SIXTH, TO_GATE, TO_OUTPUT
+from hdtool.runtime.engines.cpu.layer_record import (
+    FIFTH,
+    FOURTH,
+    INPUT_GATE,
+    INPUT_OUT,
+    MATMUL_FIELDS,
+    SIXTH,
+    TO_GATE,
+    TO_OUTPUT,
+)
 from hdtool.runtime.engines.expert_parts import router_of
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
+from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
@@ -54,7 +64,9 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(_multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES})
+COMPILED: Kind[CompiledLinear] = Kind(
+    _multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
+)
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Those of gated units that are compiled."""
 
@@ -66,6 +78,10 @@ class MatmulRows(NamedTuple):
     first: int
     end: int
 
+    @classmethod
+    def whole(cls, layer: CompiledLinear) -> MatmulRows:
+        return cls(layer, 0, layer.out_features)
+
     @property
     def stored(self) -> Stored:
         """The rows as they are kept."""
@@ -76,17 +92,21 @@ class MatmulRows(NamedTuple):
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     """The matmuls of a decoder layer by the first of their fields in its record."""
     keys, inner = part.heads * part.width, part.inner
-    inputs = _split(part.qkv, (keys * part.groups, keys, keys))
+    sizes = keys * part.groups, keys, keys
+    inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
     dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
     found = dict(zip(fields, inputs, strict=False))
     found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
+    found |= dict(zip((INPUT_GATE, INPUT_OUT), map(MatmulRows.whole, part.of_input), strict=False))
     return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
     """Whether a layer has no experts, or such that are chosen and computed as compiled code does it."""
     block: Any = part.experts
+    if part.beside:
+        return type(part.beside.experts) is CompiledExperts
     if block is None:
         return True
     if family.experts is None or type(block._modules.get("experts")) is not CompiledExperts:
@@ -102,7 +122,7 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
     """The parts of a layer's experts in blocks, of which each expert has whole panels."""
-    experts = cast(Any, part.experts).experts if part.experts else None
+    experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
     for name in WEIGHTS if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):
@@ -116,6 +136,6 @@ def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
     if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
-        return [MatmulRows(layer, 0, layer.out_features) for layer in layers]
+        return list(map(MatmulRows.whole, layers))
     (joined,) = layers
     return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -13,10 +13,13 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
+from hdtool.runtime.engines.cpu.beside_mlp import add_experts
 from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
+    BESIDE,
     EPSILON,
     EXPERTS,
+    FACTOR,
     FIELDS,
     GATES_HEADS,
     GROUPS,
@@ -24,6 +27,11 @@ from hdtool.runtime.engines.cpu.layer_record import (
     HEADS,
     HIDDEN,
     INNER,
+    INPUT_AT,
+    INPUT_GATE,
+    INPUT_OUT,
+    INPUTS,
+    INPUTS_STRIDE,
     KEYS,
     MASK,
     MASK_ROW,
@@ -33,10 +41,12 @@ from hdtool.runtime.engines.cpu.layer_record import (
     NEW,
     NORM_BEFORE,
     NORM_END,
+    NORM_INPUT,
     NORM_K,
     NORM_MIDDLE,
     NORM_MIXED,
     NORM_Q,
+    NORM_V,
     NORMS_ALL,
     OF_EXPERTS,
     OFFSET,
@@ -47,6 +57,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PLACES,
     RESIDUAL,
     ROTARY,
+    ROTARY_WIDTH,
     ROTATED,
     ROUTER,
     ROW_OFFSETS,
@@ -82,6 +93,7 @@ from hdtool.runtime.kernels.elementwise import (
     norm_rows,
     rotate_head,
     rotate_pairs,
+    scale_in_place,
     silu_in_place,
 )
 from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
@@ -92,7 +104,7 @@ from hdtool.runtime.kernels.routing import ROUTE, ROUTER_FIELDS, SHARED_GATE, TO
 from hdtool.runtime.kernels.team import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS = range(8)
+NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
 """The parts of a layer between its matmuls."""
 
 
@@ -123,9 +135,15 @@ def part_function() -> Any:
             else:
                 silu_in_place(one + at_inner, two + at_inner, rows * inner)
         elif part == SPLIT:
-            split_gates(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
+            split_gates(one, two, layer[HEADS] * layer[GROUPS], layer[WIDTH], first, end)
         elif part == GATE_HEADS:
-            gate_heads(one, two, shape[HEADS] * shape[GROUPS], shape[WIDTH], first, end)
+            gate_heads(one, two, layer[HEADS] * layer[GROUPS], layer[WIDTH], first, end)
+        elif part == GATE_INPUT:
+            _gate_input(shape, layer, one, first, end)
+        elif part == ADD_INPUT:
+            _add(shape, layer[NORM_INPUT], one + at, two + at, rows)
+        elif part == SCALE_END:
+            scale_in_place(one + at, rows * width, array_at(layer[FACTOR], (1,), types.float32)[0])
         else:
             _add(shape, layer[NORM_END], one + at, two + at, rows)
 
@@ -147,6 +165,18 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 
 
 @compiled
+def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int) -> None:
+    """The gated unit of the inputs that the layer alone has, for some rows."""
+    width = layer[INPUT_GATE + 2]
+    for row in range(first, end):
+        given = shape[INPUTS] + (row * shape[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
+        if shape[TANH_GATE]:
+            gelu_in_place(gate + row * width * ITEM_SIZE, given, width)
+        else:
+            silu_in_place(gate + row * width * ITEM_SIZE, given, width)
+
+
+@compiled
 def _offsets(shape: Numbers) -> Numbers:
     """Where the rows of each sequence begin, and the end of the last one's."""
     return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
@@ -158,34 +188,42 @@ def _append(
 ) -> None:
     """Rotate queries and keys of some rows, and append keys and values to the cache after ``starts``.
 
-    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls; queries and keys are changed in place.
+    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls, and are changed in place.
     """
-    heads, width = shape[HEADS], shape[WIDTH]
-    query_heads, size = heads * shape[GROUPS], width * ITEM_SIZE
+    heads, width = layer[HEADS], layer[WIDTH]
+    query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
     offsets, slot = _offsets(shape), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
-        place, kept_slot = row - offsets[slot], slot * shape[SLOT_STRIDE]
+        place = row - offsets[slot]
         _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
-        _prepare_heads(shape, layer, layer[NORM_K], row, heads, keys + row * heads * size)
+        if not layer[TO_KEYS * MATMUL_FIELDS]:
+            continue
+        own_keys, own_values = keys + row * heads * size, values + row * heads * size
+        if not layer[TO_VALUES * MATMUL_FIELDS]:
+            copy_numbers(own_keys, heads * width, own_values)
+        _prepare_heads(shape, layer, layer[NORM_K], row, heads, own_keys)
+        if layer[NORM_V]:
+            epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+            norm_rows(own_values, heads, width, layer[NORM_V], offset, epsilon, own_values)
+        first_kept = slot * layer[SLOT_STRIDE] + (starts[slot] + place) * width
         for head in range(heads):
-            at = (row * heads + head) * size
-            kept = (kept_slot + head * shape[HEAD_STRIDE] + (starts[slot] + place) * width) * ITEM_SIZE
-            copy_numbers(keys + at, width, layer[KEYS] + kept)
-            copy_numbers(values + at, width, layer[VALUES] + kept)
+            kept = (first_kept + head * layer[HEAD_STRIDE]) * ITEM_SIZE
+            copy_numbers(own_keys + head * size, width, layer[KEYS] + kept)
+            copy_numbers(own_values + head * size, width, layer[VALUES] + kept)
 
 
 @compiled
 def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
     """Norm and rotate the queries or the keys of a row."""
-    width, turned = shape[WIDTH], shape[TURNED] * ITEM_SIZE
+    width, turned, of_row = layer[WIDTH], layer[TURNED], shape[ROTARY_WIDTH] * ITEM_SIZE
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
     rows = shape[TOTAL_ROWS]
-    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * turned
-    sin = cos + rows * turned
+    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * of_row
+    sin = cos + rows * of_row
     for head in range(heads):
         of_head = at + head * width * ITEM_SIZE
         if norm and not shape[NORMS_ALL]:
@@ -193,9 +231,9 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
         if layer[ROTARY] < 0:
             continue
         if shape[PAIRED]:
-            rotate_pairs(of_head, cos, sin, shape[TURNED], of_head)
+            rotate_pairs(of_head, cos, sin, turned, of_head)
         else:
-            rotate_head(of_head, cos, sin, shape[TURNED], of_head)
+            rotate_head(of_head, cos, sin, turned, of_head)
 
 
 @compiled
@@ -203,9 +241,9 @@ def _attend(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
-    heads, groups, width = shape[HEADS], shape[GROUPS], shape[WIDTH]
+    heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
     offsets, together = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
-    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape)
+    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape, layer)
     # Rounded up, this is the number of the part: each of them has memory of its own.
     own = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
@@ -215,7 +253,7 @@ def _attend(
         if before >= end or before + blocks <= first:
             continue
         at = offsets[slot] * heads * groups * width * ITEM_SIZE
-        kept = slot * shape[SLOT_STRIDE] * ITEM_SIZE
+        kept = slot * layer[SLOT_STRIDE] * ITEM_SIZE
         mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
         attend(
             queries + at,
@@ -225,7 +263,7 @@ def _attend(
             width,
             layer[KEYS] + kept,
             layer[VALUES] + kept,
-            shape[HEAD_STRIDE],
+            layer[HEAD_STRIDE],
             starts[slot],
             mask,
             shape[MASK_ROW],
@@ -243,25 +281,39 @@ def _attend(
 
 
 @compiled
-def _attention_blocks(shape: Numbers) -> int:
+def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
     """The blocks of queries of all sequences."""
     offsets, blocks = _offsets(shape), 0
-    together = block_queries(shape[SLOTS] * shape[HEADS], shape[THREADS])
+    together = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
     for slot in range(shape[SLOTS]):
-        blocks += query_blocks(offsets[slot + 1] - offsets[slot], shape[GROUPS], together)
-    return blocks * shape[HEADS]  # type: ignore[no-any-return]
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer[GROUPS], together)
+    return blocks * layer[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
-def scratch_numbers(shape: Numbers, positions: int) -> int:
+def _widest(layers: Numbers) -> tuple[int, int]:
+    """The most numbers of queries, and of keys, that a row has in a layer."""
+    queries, keys = 0, 0
+    for number in range(len(layers)):
+        of_keys = layers[number, HEADS] * layers[number, WIDTH]
+        queries, keys = max(queries, of_keys * layers[number, GROUPS]), max(keys, of_keys)
+    return queries, keys
+
+
+@compiled
+def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_layers`` needs."""
-    rows, heads, width = shape[TOTAL_ROWS], shape[SLOTS] * shape[HEADS], shape[WIDTH]
-    of_row = shape[HIDDEN] + 2 * shape[HEADS] * (shape[GROUPS] + 1) * width + 2 * shape[INNER]
+    rows, of_attention = shape[TOTAL_ROWS], 0
+    queries, keys = _widest(layers)
+    of_row = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
     if shape[GATES_HEADS]:
-        of_row += 2 * shape[HEADS] * shape[GROUPS] * width
-    together = block_queries(heads, shape[THREADS])
-    parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], shape[GROUPS], together), 1)
-    of_attention = parts * attention_numbers(positions, width, together)
+        of_row += 2 * queries
+    for number in range(len(layers)):
+        layer = layers[number]
+        heads = shape[SLOTS] * layer[HEADS]
+        together = block_queries(heads, shape[THREADS])
+        parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], layer[GROUPS], together), 1)
+        of_attention = max(of_attention, parts * attention_numbers(positions, layer[WIDTH], together))
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
@@ -308,20 +360,18 @@ def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
     """Compute all layers; ``hidden`` is changed in place."""
-    rows, heads, width = shape[TOTAL_ROWS], shape[HEADS], shape[WIDTH]
-    query_numbers, key_numbers = rows * heads * shape[GROUPS] * width, rows * heads * width
+    rows = shape[TOTAL_ROWS]
+    most_queries, most_keys = _widest(layers)
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
     normed = scratch
     queries = normed + numbers * ITEM_SIZE
-    keys = queries + query_numbers * ITEM_SIZE
-    values = keys + key_numbers * ITEM_SIZE
-    attended = values + key_numbers * ITEM_SIZE
-    gate = attended + query_numbers * ITEM_SIZE
+    keys = queries + rows * most_queries * ITEM_SIZE
+    values = keys + rows * most_keys * ITEM_SIZE
+    attended = values + rows * most_keys * ITEM_SIZE
+    gate = attended + rows * most_queries * ITEM_SIZE
     up = gate + inner_numbers * ITEM_SIZE
     gated = up + inner_numbers * ITEM_SIZE
-    rest = gated + 2 * query_numbers * shape[GATES_HEADS] * ITEM_SIZE
-    blocks = _attention_blocks(shape)
-    work = query_numbers * (starts.max() + shape[NEW])
+    rest = gated + 2 * rows * most_queries * shape[GATES_HEADS] * ITEM_SIZE
     for number in range(len(layers)):
         layer = layers[number]
         _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
@@ -329,12 +379,16 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
         if layer[MIXER]:
             mix(shape, layer, starts, read, rows, queries, normed)
         else:
+            query_numbers = rows * layer[HEADS] * layer[GROUPS] * layer[WIDTH]
             multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
-            multiply(shape, layer, TO_KEYS, read, rows, keys)
-            multiply(shape, layer, TO_VALUES, read, rows, values)
+            if layer[TO_KEYS * MATMUL_FIELDS]:
+                multiply(shape, layer, TO_KEYS, read, rows, keys)
+            if layer[TO_VALUES * MATMUL_FIELDS]:
+                multiply(shape, layer, TO_VALUES, read, rows, values)
             if shape[GATES_HEADS]:
                 _compute(shape, layer, starts, SPLIT, gated, queries, 0, rows, query_numbers)
             _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
+            blocks, work = _attention_blocks(shape, layer), query_numbers * (starts.max() + shape[NEW])
             _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
             if shape[GATES_HEADS]:
                 _compute(shape, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_numbers)
@@ -348,9 +402,18 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
             multiply(shape, layer, TO_UP, read, rows, up)
             _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(shape, layer, TO_DOWN, gate, rows, normed)
+        if layer[BESIDE]:
+            add_experts(shape, layer[BESIDE], hidden, rows, normed, rest)
         if layer[EXPERTS]:
             _add_shared(shape, layer, rows, rest, normed)
         _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
+        if layer[INPUT_GATE]:
+            multiply_by(shape, layer, INPUT_GATE, hidden, rows, gate)
+            _compute(shape, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer[INPUT_GATE + 2])
+            multiply_by(shape, layer, INPUT_OUT, gate, rows, normed)
+            _compute(shape, layer, starts, ADD_INPUT, hidden, normed, 0, rows, numbers)
+        if layer[FACTOR]:
+            _compute(shape, layer, starts, SCALE_END, hidden, 0, 0, rows, numbers)
         if layer[OUTPUTS]:
             copy_numbers(hidden, numbers, layer[OUTPUTS])
 
@@ -360,5 +423,5 @@ def compile_layers() -> None:
     shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     part_function()
     mixer_function()
-    scratch_numbers(shape, 0)
+    scratch_numbers(shape, layer.reshape(1, -1), 0)
     compute_layers(shape, layer.reshape(1, -1)[:0], starts, 0, 0)

@@ -17,10 +17,21 @@ NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VAL
 )
 EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Addresses of the weights of norms: before attention, of its output, before the MLP, of its output, of queries and of
-keys; of the sinks of attention, and of the layer's keys and values. Then the positions that a row sees, 0 for all; and
-the number of the kind of rotary positions, -1 for none. Addresses of the records of experts and of what chooses
-them; the matmuls of the MLP are those of an expert that all rows have then, if there is one."""
-MIXER = ROUTER + 1
+keys; of the sinks of attention, and of the keys and values that the layer reads, which it writes if it has a matmul for
+keys. Then the positions that a row sees, 0 for all; and the number of the kind of rotary positions, -1 for none.
+Addresses of the records of experts and of what chooses them; the matmuls of the MLP are those of an expert that all
+rows have then, if there is one."""
+HEADS, GROUPS, WIDTH, TURNED, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
+"""Heads of keys, query heads for each of them, the numbers of a head, and those that are rotated; numbers from the keys
+of one sequence or head to the next; and the address of the weight of the norm of values, which are the keys before
+their norm where the layer has no matmul for values."""
+INPUT_GATE = NORM_V + 1
+INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
+INPUT_AT, NORM_INPUT, FACTOR, BESIDE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
+"""What a layer adds after the MLP, of an input that it alone has: the matmuls before and after the gate, where the
+input begins among those of all layers, and the address of the norm's weight. Then that of the factor of the output, and
+that of the record of a mixture of experts beside the MLP."""
+MIXER = BESIDE + 1
 """What mixes the tokens of the layer: attention, or a recurrence or short convolution by its number."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
@@ -41,20 +52,22 @@ OUTPUTS = SIXTH + MATMUL_FIELDS
 """The address that the output of the layer is copied to, 0 if nothing reads it."""
 FIELDS = OUTPUTS + 1
 
-SLOTS, NEW, HEADS, GROUPS, WIDTH, HIDDEN, INNER = range(7)
+SLOTS, NEW, HIDDEN, INNER = range(4)
 """The fields of a pass begin here: sequences and the most new rows of one, which is that of each where layers have
 mixers; then shapes, and ``INNER`` is that of the widest MLP."""
-PLACES, ROTATED, TURNED, PAIRED = range(7, 11)
-"""Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a head
-that are rotated, and whether their pairs are side by side."""
-SLOT_STRIDE, HEAD_STRIDE, MASK, MASK_SLOT, MASK_ROW, TEAM, THREADS, PART = range(11, 19)
-"""Numbers from one sequence, head or row of the mask to the next; the open team of threads, 0 for none, and their
-number; the address of ``part_function``."""
-SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, OF_EXPERTS = range(19, 27)
+PLACES, ROTATED, ROTARY_WIDTH, PAIRED = range(4, 8)
+"""Addresses of the positions of rows, and of their cosines and sines, one kind after another; the numbers of a row of
+these, of which a layer may read fewer, and whether pairs are side by side."""
+INPUTS, INPUTS_STRIDE = range(8, 10)
+"""The address of the inputs that layers have beside hidden states, and numbers from one row of them to the next."""
+MASK, MASK_SLOT, MASK_ROW, TEAM, THREADS, PART = range(10, 16)
+"""The address of the mask, and numbers from one sequence or row of it to the next; the open team of threads, 0 for
+none, and their number; the address of ``part_function``."""
+SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, OF_EXPERTS = range(16, 24)
 """The factor of scores, and what bounds them; of norms, the epsilon and what is added to weights; the factor of what is
 added to hidden states; whether queries, and keys, are normed as a whole; whether the MLP has a GELU; the numbers of
 scratch memory that experts need for a row."""
-GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(27, 35)
+GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""

@@ -8,18 +8,27 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
+from hdtool.runtime.engines.cpu.layer_inputs import compute_layer_inputs, layer_input_numbers
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
     FIELDS,
     HIDDEN,
+    INPUTS,
+    INPUTS_STRIDE,
+    MASK,
+    MASK_ROW,
+    NEW,
     OFFSET,
     PASS_FIELDS,
     PLACES,
+    ROTARY_WIDTH,
     ROTATED,
+    ROW_OFFSETS,
+    SLOTS,
     TEAM,
     THREADS,
     TOTAL_ROWS,
-    TURNED,
     Numbers,
 )
 from hdtool.runtime.kernels.compiled import compiled
@@ -27,7 +36,7 @@ from hdtool.runtime.kernels.elementwise import bound_in_place, norm_rows, scale_
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matmul_address import ARGUMENTS, call_at
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers, float_of
+from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
 from hdtool.runtime.kernels.team import multiply_together
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -41,7 +50,11 @@ NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGI
 row whose logits are computed; of the output layer, the addresses of the matmul and the matrix, the rows of it, and the
 address of its bias; the addresses of the logits and of the maxima that ``fold`` writes for them, 0 if these are not
 wanted. Logits are divided by the divisor and bounded by the cap, unless they are 0."""
-END_FIELDS = CAP + 1
+LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, KEEPING = range(CAP + 1, CAP + 5)
+"""The address of the record of the inputs that layers have beside hidden states, 0 for none; that of the ids that stand
+for something else than text, with their number; and the layers up to the last one whose result other rows need: later
+ones compute rows with logits alone where a prompt is read."""
+END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
 
@@ -62,15 +75,16 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 
 @compiled
-def pass_numbers(shape: Numbers, kinds: int, positions: int) -> int:
+def pass_numbers(shape: Numbers, layers: Numbers, kinds: int, positions: int) -> int:
     """The float32 numbers of scratch memory that ``compute_pass`` needs."""
-    return kinds * _rotary_numbers(shape) + scratch_numbers(shape, positions)
+    before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[TOTAL_ROWS])
+    return before + scratch_numbers(shape, layers, positions)
 
 
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
     """Cosines and sines of one kind for all rows."""
-    return 2 * shape[TOTAL_ROWS] * shape[TURNED]  # type: ignore[no-any-return]
+    return 2 * shape[TOTAL_ROWS] * shape[ROTARY_WIDTH]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -85,6 +99,8 @@ def compute_pass(
 ) -> bool:
     """Write the normed hidden states after all layers, and the logits; False for ids or positions that are not known.
 
+    Ids that stand for something else than text are not.
+
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
     rows = shape[TOTAL_ROWS]
@@ -92,13 +108,29 @@ def compute_pass(
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):
             return False
+    placeholders = array_at(ends[PLACEHOLDERS], (ends[NUMBER_OF_PLACEHOLDERS],), types.int64)
+    for placeholder in placeholders:
+        for row in range(rows):
+            if ids[row] == placeholder:
+                return False
     if rows:
         call_at(ends[EMBED], ends[EMBEDDING], shape[HIDDEN], ends[IDS], rows, hidden, 0, 0, 0, 0)
         if ends[MULTIPLIER]:
             scale_in_place(hidden, rows * shape[HIDDEN], float_of(ends, MULTIPLIER))
     shape[PLACES], shape[ROTATED] = ends[POSITIONS], scratch
     _copy_rotary(shape, ends, positions)
-    compute_layers(shape, layers, starts, hidden, scratch + ends[KINDS] * _rotary_numbers(shape) * ITEM_SIZE)
+    rest = scratch + ends[KINDS] * _rotary_numbers(shape) * ITEM_SIZE
+    if ends[LAYER_INPUTS]:
+        shape[INPUTS] = rest
+        compute_layer_inputs(shape, ends[LAYER_INPUTS], ends[IDS], rows, hidden, rest)
+        rest += layer_input_numbers(shape[INPUTS_STRIDE], rows) * ITEM_SIZE
+    leaves = ends[FIRST] and shape[ADVANCES] and shape[SLOTS] == 1
+    keeping = min(ends[KEEPING], len(layers)) if leaves else len(layers)
+    compute_layers(shape, layers[:keeping], starts, hidden, rest)
+    if keeping < len(layers):
+        _leave_rows(shape, ends, starts, positions)
+        at = hidden + ends[FIRST] * shape[HIDDEN] * ITEM_SIZE
+        compute_layers(shape, layers[keeping:], starts, at, rest)
     epsilon, offset = float_of(ends, LAST_EPSILON), float_of(shape, OFFSET)
     norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], offset, epsilon, ends[NORMED])
     if len(certain) > 0:
@@ -110,13 +142,31 @@ def compute_pass(
 
 
 @compiled
+def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbers) -> None:
+    """Go on with the rows of a sequence that have logits, as if those before were of an earlier pass.
+
+    Each row follows the one before: attention reads no mask for a sequence with one row.
+    """
+    first = ends[FIRST]
+    shape[NEW] -= first
+    shape[TOTAL_ROWS] -= first
+    array_at(shape[ROW_OFFSETS], (2,), types.int64)[1] -= first
+    starts[0] += first
+    shape[PLACES] += first * WORD_SIZE
+    shape[INPUTS] += first * shape[INPUTS_STRIDE] * ITEM_SIZE
+    if shape[MASK]:
+        shape[MASK] += first * shape[MASK_ROW] * ITEM_SIZE
+    _copy_rotary(shape, ends, positions[first:])
+
+
+@compiled
 def _copy_rotary(shape: Numbers, ends: Numbers, positions: Numbers) -> None:
     """The cosines, then the sines of all rows, for each kind."""
-    rows, size = len(positions), shape[TURNED] * ITEM_SIZE
+    rows, size = len(positions), shape[ROTARY_WIDTH] * ITEM_SIZE
     for table in range(2 * ends[KINDS]):
         of_table, written = ends[ROTARIES] + table * ends[KNOWN] * size, shape[ROTATED] + table * rows * size
         for row in range(rows):
-            copy_numbers(of_table + positions[row] * size, shape[TURNED], written + row * size)
+            copy_numbers(of_table + positions[row] * size, shape[ROTARY_WIDTH], written + row * size)
 
 
 @compiled
@@ -189,5 +239,5 @@ def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: 
 def compile_passes() -> None:
     """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
-    pass_numbers(shape, 0, 0)
+    pass_numbers(shape, layers.reshape(1, -1), 0, 0)
     compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, starts[:0], 0, 0)

@@ -19,20 +19,30 @@ from hdtool.runtime.engines.around_layers import (
 )
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.layer_inputs import compute_layer_inputs
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
-from hdtool.runtime.engines.cpu.layer_record import ADVANCES, JOURNAL, ORIGINS, PLACES, ROTATED, ROW_OFFSETS, TEAM
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    INPUTS,
+    JOURNAL,
+    ORIGINS,
+    PLACES,
+    ROTATED,
+    ROW_OFFSETS,
+    TEAM,
+)
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS, fill_origins
-from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
+from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes
 from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
-from hdtool.runtime.engines.cpu.weight_table import WeightTable
+from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.team import team_of
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow, Mask
-from hdtool.runtime.model.cache.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.small_tree import some_context
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.tree import DraftTree
@@ -80,7 +90,11 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     if proved:
         return made
     with target.changing(), target.log.unchanged():
-        holds = _LayerProof(target, made.table, parts, windows).holds() and _has_same_logits(target, made, parts)
+        holds = (
+            _LayerProof(target, made.table, parts, windows).holds()
+            and _has_same_inputs(target, made, parts)
+            and _has_same_logits(target, made, parts)
+        )
     return made if holds else None
 
 
@@ -94,17 +108,22 @@ def _is_compiled(parts: CompiledParts) -> bool:
         len(dense) < 2
         and dense <= {*ACTIVATIONS}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
-        and len(set(turned)) < 2
         and all(width % LANES == 0 for width in turned)
+        and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)
+        and (parts.inputs is None or len(parts.inputs.norm.weight) % LANES == 0)
     )
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
-    """Whether all layers have keys and values of the shape of their heads, in one tensor."""
-    storage, layer = target.allocate(1, 1).storage, parts.attending
-    shapes = {(view.shape[1], view.shape[3]) for views in storage.layers for view in views if view.dim() == 4}
-    is_whole = len(storage.tensors) == 1 and len(storage.layers) == len(parts.layers)
-    return is_whole and shapes == {(layer.heads, layer.width)}
+    """Whether all layers have keys and values of the shape of their heads, or those of another layer in their place."""
+    kept = target.allocate(1, 1).storage.layers
+    return len(kept) == len(parts.layers) and all(
+        all(view is NOTHING for view in views)
+        if layer.mixer or layer.source is not None
+        else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
+        == {(layer.heads, layer.width, layer.width)}
+        for layer, views in zip(parts.layers, kept, strict=True)
+    )
 
 
 def _fit_states(parts: CompiledParts, target: Target) -> bool:
@@ -125,6 +144,10 @@ class _LayerProof:
         self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
         self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
         self._random = torch.Generator().manual_seed(0)
+        self._inputs = torch.empty(0)
+        """The inputs of all layers beside hidden states in a pass, ``[sequences, rows, layers, width]``."""
+        self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The keys and values that the library's layers give to later ones in a pass, by the kind of layers."""
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
@@ -173,6 +196,10 @@ class _LayerProof:
         storage, _, positions, *_ = case
         for tensor in (*storage.tensors, *(storage.states.stacks.values() if storage.states else ())):
             tensor.normal_(generator=self._random)
+        of_input = self._parts.layers[0].inputs
+        width = of_input.width if of_input else 0
+        self._inputs = torch.randn(*positions.shape, len(self._windows), width, generator=self._random)
+        self._shared = {}
         for number in numbers:
             rows = self._states[number].flatten(0, 1)
             chosen = torch.arange(positions.numel()) % len(rows)
@@ -196,8 +223,9 @@ class _LayerProof:
             mask, kept = None, list(storage.states.by_layer[number].values())
         before = [tensor.clone() for tensor in kept]
         given = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions, "use_cache": True}
+        given |= self._beside(number, case)
         with self._over(part, case) as states:
-            expected = part.layer(hidden, **given, **cache_argument(part.layer, cache))
+            expected = part.layer(hidden.clone(), **given, **cache_argument(part.layer, cache))
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
             return None
         if states and storage.states:
@@ -217,6 +245,21 @@ class _LayerProof:
             distances.append(distance(one, other, other))
         return expected if all(one <= TOLERANCE for one in distances) else None
 
+    def _beside(self, number: int, case: Case) -> dict[str, Any]:
+        """What the library's layer is given of an input of its own, and of the keys of others."""
+        storage, cache, positions, *_ = case
+        part, given = self._parts.layers[number], dict[str, Any]()
+        if part.inputs:
+            given["per_layer_input"] = self._inputs[:, :, number]
+        if self._parts.family.keeps:
+            given["shared_kv_states"] = self._shared
+        if part.source is not None:
+            slots, new = positions.shape
+            end = max(cache.room_for(new)[1]) + new
+            keys, values = (view[:slots, :, :end] for view in storage.layers[part.source])
+            self._shared.setdefault(cast(Any, part.attention).layer_type, (keys, values))
+        return given
+
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
         """Compute the mixer of a layer over the trees of a case in this block, if there are both."""
@@ -233,15 +276,16 @@ class _LayerProof:
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
-        shape, offsets = self._table.shape_of(slots, new, mask, storage), np.arange(slots + 1) * new
+        shape, offsets = self._table.shape_of(slots, new, mask), np.arange(slots + 1) * new
         places = positions.expand(slots, -1).contiguous()
         kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
         found = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
-        tables = torch.stack([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
-        shape[PLACES], shape[ROTATED], shape[ROW_OFFSETS] = places.data_ptr(), tables.data_ptr(), offsets.ctypes.data
+        tables = joined_tables([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
+        shape[PLACES], shape[ROTATED], shape[INPUTS] = places.data_ptr(), tables.data_ptr(), self._inputs.data_ptr()
+        shape[ROW_OFFSETS] = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-        scratch = torch.empty(scratch_numbers(shape, max(starts) + new), dtype=torch.float32)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
+        scratch = torch.empty(scratch_numbers(shape, layer, max(starts) + new), dtype=torch.float32)
         origins = np.zeros((slots, new, ORIGIN_FIELDS), np.int64)
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
@@ -270,6 +314,21 @@ def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -
     """The largest distance of a row, relative to the length of that row of ``scale``."""
     lengths = torch.linalg.vector_norm(scale, dim=-1).clamp_min(1e-12)
     return float((torch.linalg.vector_norm(found - expected, dim=-1) / lengths).max())
+
+
+def _has_same_inputs(target: Target, made: CompiledModel, parts: CompiledParts) -> bool:
+    """Compare the inputs that layers have beside hidden states, if they have any."""
+    if parts.inputs is None:
+        return True
+    ids = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
+    embedded: torch.Tensor = target.model.get_input_embeddings()(ids)
+    expected = parts.inputs.of(ids, embedded)
+    rows, record = ids.numel(), made.table.ends(1)[LAYER_INPUTS]
+    shape, found = made.table.shape_of(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
+    with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+        compute_layer_inputs(shape, record, ids.data_ptr(), rows, embedded.data_ptr(), found.data_ptr())
+    own = found[:rows].view_as(expected)
+    return distance(own, expected, expected) <= TOLERANCE
 
 
 def _has_same_logits(target: Target, made: CompiledModel, parts: CompiledParts) -> bool:

@@ -232,7 +232,7 @@ class TreePass:
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
         record: Any = self._record[0]
-        record["shape"] = shape = table.shape_of(self._slots, self._rows, None, storage)
+        record["shape"] = shape = table.shape_of(self._slots, self._rows)
         record["ends"] = table.ends(capacity)
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
         record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
@@ -242,7 +242,8 @@ class TreePass:
             memory["layers"][layer, OUTPUTS] = output.data_ptr()
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            memory["scratch"] = torch.empty(pass_numbers(shape, table.kinds, capacity), dtype=torch.float32).numpy()
+            numbers = pass_numbers(shape, memory["layers"], table.kinds, capacity)
+            memory["scratch"] = torch.empty(numbers, dtype=torch.float32).numpy()
             # Pages that nobody writes take no memory.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
             if mixers := table.mixers:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
+from hdtool.runtime.engines.cpu import beside_mlp, layer_inputs
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.input_parts import LayerInputs
+    from hdtool.runtime.engines.mixture_parts import MixtureParts
     from hdtool.runtime.engines.model_parts import LayerParts
     from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.model.attention_masks import AttentionWindow
@@ -48,7 +52,13 @@ class WeightTable:
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
         """By the addresses of the packed matrices that they were made from, which the model keeps."""
-        self._head = MatmulRows(parts.head, 0, parts.head.out_features)
+        self._head = MatmulRows.whole(parts.head)
+        width = max(layer.width for layer in parts.layers)
+        self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
+        """The weight of norms without one."""
+        self._placeholders = np.array(parts.placeholders, np.int64)
+        self._inputs = np.zeros(layer_inputs.INPUT_FIELDS, np.int64)
+        """The record of the inputs that layers have beside hidden states."""
         self.version = 0
         """Changes with what ``ends`` and ``with_cache`` return."""
         self.watches_hidden = False
@@ -98,7 +108,9 @@ class WeightTable:
 
         Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
         """
-        for rows in [*(rows for part in self._parts.layers for rows in matmuls_of(part).values()), self._head]:
+        of_inputs = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
+        of_layers = (rows for part in self._parts.layers for rows in matmuls_of(part).values())
+        for rows in [*of_layers, *of_inputs, self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
@@ -121,17 +133,17 @@ class WeightTable:
             self.used = used
             self.version += 1
 
-    def shape_of(self, slots: int, new: int, mask: Any, storage: KVTensors) -> layers.Numbers:
+    def shape_of(self, slots: int, new: int, mask: Any = None) -> layers.Numbers:
         """The shapes of a pass over so many sequences and new rows of each."""
         part, family = self._parts.attending, self._parts.family
-        keys = storage.layers[self._parts.layers.index(part)][0]
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
-        inner = max(layer.inner for layer in self._parts.layers)
+        of_input = part.inputs.width if part.inputs else 0
+        inner = max(of_input, *(layer.inner for layer in self._parts.layers))
         shape[layers.TOTAL_ROWS] = slots * new
-        shape[: layers.INNER + 1] = slots, new, part.heads, part.groups, part.width, part.hidden, inner
-        shape[layers.TURNED] = self._rotary_below(1).shape[-1] if self._kinds else 0
+        shape[: layers.INNER + 1] = slots, new, part.hidden, inner
+        shape[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
         shape[layers.PAIRED] = family.is_interleaved
-        shape[layers.SLOT_STRIDE], shape[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
+        shape[layers.INPUTS_STRIDE] = len(self._parts.layers) * of_input
         if mask is not None:
             shape[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
         shape[layers.THREADS], shape[layers.PART] = torch.get_num_threads(), part_function().address
@@ -139,7 +151,8 @@ class WeightTable:
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
-        of_experts = [1 + one[NUMBER] + one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        rows_of_each = 2 if self._beside else 1
+        of_experts = [1 + one[NUMBER] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
         shape[layers.OF_EXPERTS] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
@@ -153,8 +166,11 @@ class WeightTable:
         if (filled := self._filled) and filled[0]() is storage:
             return filled[1]
         table = self._layers.copy()
-        for row, (keys, values) in zip(table, storage.layers, strict=True):
+        for row, part, own in zip(table, self._parts.layers, storage.layers, strict=True):
+            keys, values = own if part.source is None else storage.layers[part.source]
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+            if part.mixer is None:
+                row[layers.SLOT_STRIDE], row[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
         if self.mixers and storage.states:
             self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
@@ -178,23 +194,66 @@ class WeightTable:
         made[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
         if around.divisor != 1.0 or around.softcap:
             made[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
+        made[ends.KEEPING] = len(parts.layers)
+        if not self.watches_hidden:
+            made[ends.KEEPING] = max(number for number, one in enumerate(parts.layers) if one.source is None) + 1
+        placeholders = self._placeholders
+        made[ends.PLACEHOLDERS : ends.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
+        if inputs := parts.inputs:
+            self._fill_inputs(inputs)
+            made[ends.LAYER_INPUTS] = self._inputs.ctypes.data
+            made[ends.VOCABULARY] = min(made[ends.VOCABULARY], inputs.embedding.weight.shape[0])
         return made
+
+    def _fill_inputs(self, inputs: LayerInputs[CompiledLinear]) -> None:
+        """What a pass reads to make the inputs of layers beside hidden states."""
+        stored = stored_of(inputs.embedding.weight)
+        matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
+        self._inputs[:] = (
+            ends.embedding_of(*form_of(stored)).address,
+            stored.data_ptr(),
+            bits(scale_of(inputs.embedding) or 1.0),
+            matmul,
+            matrix,
+            out_features,
+            bits(inputs.scale),
+            inputs.norm.weight.data_ptr(),
+            len(inputs.norm.weight),
+            bits(inputs.share),
+        )
 
     def _layer_rows(self) -> layers.Numbers:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
         self._experts: list[layers.Numbers] = []
         self._routers: list[layers.Numbers] = []
-        for row, part, window, kind in zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True):
+        self._beside: list[layers.Numbers] = []
+        turned = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
+        described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
+        for number, (row, part, window, kind) in enumerate(described):
             for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
-            norms = *part.around, *(part.head_norms or (None, None))
-            row[layers.NORM_BEFORE : layers.NORM_K + 1] = [_address_of(norm, "weight") for norm in norms]
+            norms = *part.around, *part.head_norms, None, None
+            weights = [_address_of(norm, "weight") for norm in norms]
+            row[layers.NORM_BEFORE : layers.NORM_K + 1] = weights[: layers.NORM_K + 1 - layers.NORM_BEFORE]
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
+            row[layers.HEADS : layers.TURNED + 1] = (
+                part.heads,
+                part.groups,
+                part.width,
+                0 if kind is None else turned[kind],
+            )
+            row[layers.NORM_V] = self._ones.data_ptr() if part.value_norm else 0
+            row[layers.FACTOR] = 0 if part.factor is None else part.factor.data_ptr()
+            if part.inputs:
+                row[layers.INPUT_AT] = number * part.inputs.width
+                row[layers.NORM_INPUT] = _address_of(part.inputs.norm, "weight")
             if part.experts:
                 self._fill_experts(row, part)
+            if part.beside:
+                row[layers.BESIDE] = self._record_beside(part.beside)
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
@@ -208,6 +267,26 @@ class WeightTable:
         self._routers.append(router_record(router, gate))
         row[layers.EXPERTS] = self._experts[-1].ctypes.data
         row[layers.ROUTER] = self._routers[-1].ctypes.data
+
+    def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
+        """The address of the record of a mixture beside an MLP."""
+        record, (weight, shares) = np.zeros(routing.ROUTER_FIELDS, np.int64), mixture.weights
+        matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
+        record[routing.ROUTE : routing.TOP + 1] = *matmul, mixture.top
+        record[routing.RENORMS] = record[routing.GROUPS] = record[routing.USED_GROUPS] = 1
+        record[routing.FACTOR] = bits(1.0)
+        self._experts.append(experts_record(mixture.experts, self._panels))
+        self._routers.append(record)
+        self._beside.append(np.zeros(beside_mlp.BESIDE_FIELDS, np.int64))
+        self._beside[-1][:] = (
+            self._experts[-1].ctypes.data,
+            record.ctypes.data,
+            *(_address_of(norm, "weight") for norm in mixture.norms),
+            weight.data_ptr(),
+            bits(mixture.factor),
+            shares.data_ptr(),
+        )
+        return self._beside[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""
@@ -233,14 +312,24 @@ class WeightTable:
         """The cosines and sines ``[kinds, 2, positions, width]`` of all positions below a number, or of more."""
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(FEWEST_POSITIONS, positions + positions // 4)
-            of_none = torch.empty(0, dtype=torch.float32)
             if not self._kinds:
                 self._rotary = torch.empty(0, 2, count, 0)
                 return self._rotary
-            found = [rotary_of(self._parts, of_none, torch.arange(count)[None], kind) for kind in self._kinds]
-            self._rotary = torch.stack([torch.stack((each.cos, each.sin)) for each in found])
+            self._rotary = joined_tables(self._tables_of(count))
             self.version += 1  # other passes have the addresses of the old ones
         return self._rotary
+
+    def _tables_of(self, count: int) -> list[torch.Tensor]:
+        """The cosines and sines ``[2, positions, width]`` of each kind of rotary positions."""
+        of_none, positions = torch.empty(0, dtype=torch.float32), torch.arange(count)[None]
+        found = [rotary_of(self._parts, of_none, positions, kind) for kind in self._kinds]
+        return [torch.stack((each.cos, each.sin)) for each in found]
+
+
+def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of all kinds in one tensor; rows of narrower kinds are padded."""
+    widest = max(table.shape[-1] for table in tables)
+    return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
 def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
