@@ -70,7 +70,8 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
     """What makes inputs of a width for so many layers; None for modules of other shapes or kinds."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
-    scale, share = (getattr(decoder, f"per_layer_{name}_scale", None) for name in ("model_projection", "input"))
+    scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
+    share: Any = getattr(decoder, "per_layer_input_scale", None)
     if embedding is None or not kind.multiplies(projection) or norm is None or not kind.embeds(embedding):
         return None
     numbers = layers * width

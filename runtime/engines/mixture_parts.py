@@ -76,7 +76,8 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
     """Whether the router of a mixture computes what its class says, as far as its modules and attributes tell."""
     router, package = parts.router, package_of(layer)
-    norm, projection = router._modules.get("norm"), router._modules.get("proj")
+    norm: Any = router._modules.get("norm")
+    projection: Any = router._modules.get("proj")
     if set(router._modules) != {"norm", "proj"} or set(router._parameters) != {"scale", "per_expert_scale"}:
         return False
     number = getattr(projection, "out_features", 0)
@@ -85,11 +86,11 @@ def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilo
         and is_of_package(norm, package)
         and all(name in OF_ROUTER or name.startswith("_") for name in vars(router))
         and isinstance(getattr(router, "scalar_root_size", None), float)
-        and not norm._parameters  # type: ignore[union-attr]
+        and not norm._parameters
         and getattr(norm, "eps", None) == epsilon
         and kind.multiplies(projection)
-        and projection.in_features == width  # type: ignore[union-attr]
-        and projection.bias is None  # type: ignore[union-attr]
+        and projection.in_features == width
+        and projection.bias is None
         and [len(weight) for weight in parts.weights] == [width, number]
         and all(map(kind.fits, parts.weights))
         and not any("forward" in vars(module) for module in router.modules())

@@ -116,7 +116,8 @@ class LayerParts(Generic[Matmul]):
     def norms(self) -> tuple[Module, ...]:
         """In the order in which a pass comes to them, but those of queries and keys last."""
         beside = self.beside.norms if self.beside else ()
-        return *filter(None, (*self.around, *beside, self.inputs and self.inputs.norm)), *self.head_norms
+        of_input = self.inputs.norm if self.inputs else None
+        return *filter(None, (*self.around, *beside, of_input)), *self.head_norms
 
     @property
     def hidden(self) -> int:
@@ -291,7 +292,7 @@ def _layer_parts(layer: Module, place: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     out: Any = attention.get_submodule(out_name)
-    epsilons = {epsilon_of(norm) for norm in (*filter(None, (*around, inputs and inputs.norm)), *head_norms)}
+    epsilons = {epsilon_of(norm) for norm in (*filter(None, (*around, inputs.norm if inputs else None)), *head_norms)}
     epsilons |= {epsilon_of(value_norm, has_weight=False)} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     of_input = (inputs.gate, inputs.out) if inputs else ()
@@ -435,7 +436,8 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
     mixer = parts.mixer.module if parts.mixer else None
     beside = parts.beside
-    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, [parts.experts, mixer, beside and beside.experts]))
+    others = parts.experts, mixer, beside.experts if beside else None
+    called: tuple[Module, ...] = (*parts.matmuls, *filter(None, others))
     own = {id(tensor) for module in (*called, *parts.norms) for tensor in _tensors_of(module)}
     own |= {id(tensor) for tensor in beside.tensors} if beside else set()
     own |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
