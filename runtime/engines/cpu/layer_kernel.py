@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.attention import attend, attention_numbers, block_queries, query_blocks
+from hdtool.runtime.engines.cpu.attention import (
+    MOST_QUERIES,
+    QUERIES,
+    attend,
+    attention_numbers,
+    block_queries,
+    query_blocks,
+)
 from hdtool.runtime.engines.cpu.beside_mlp import add_experts
 from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
@@ -308,12 +315,13 @@ def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
     of_row = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         of_row += 2 * queries
+    # Passes over fewer sequences may have larger blocks, and smaller ones make more parts.
+    together = MOST_QUERIES if shape[THREADS] < 2 else QUERIES
     for number in range(len(layers)):
         layer = layers[number]
-        heads = shape[SLOTS] * layer[HEADS]
-        together = block_queries(heads, shape[THREADS])
-        parts = parts_of(shape[THREADS], heads * query_blocks(shape[NEW], layer[GROUPS], together), 1)
-        of_attention = max(of_attention, parts * attention_numbers(positions, layer[WIDTH], together))
+        blocks = shape[SLOTS] * layer[HEADS] * query_blocks(shape[NEW], layer[GROUPS], together)
+        parts = parts_of(shape[THREADS], blocks, 1)
+        of_attention = max(of_attention, parts * attention_numbers(positions, layer[WIDTH], MOST_QUERIES))
     whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
     return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
