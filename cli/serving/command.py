@@ -1,4 +1,4 @@
-"""``hdtool serve``: an OpenAI-compatible server that drafts from the stores that fit its model."""
+"""``hdtool serve``: a server with the APIs of OpenAI and Anthropic that drafts from the stores that fit its model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
     loading: Annotated[ModelConfig, without().as_argument()],
 ) -> None:
-    """Serve a model by OpenAI's API.
+    """Serve a model by the APIs of OpenAI and Anthropic.
 
     Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
     open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm

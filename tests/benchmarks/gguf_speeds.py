@@ -3,6 +3,8 @@
     python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --files MODEL-Q4_0.gguf MODEL-Q8_0.gguf
     python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --shapes llama lfm2 --formats Q4_0 Q4_K
 
+With ``--openvino FOLDER``, OpenVINO GenAI takes part with a converted model of the first file.
+
 A shape is a file of random blocks, of the size of Llama 3.2 1B or LFM2 1.2B. hdtool computes with activations in
 float32 and in int8. All take turns: a prompt of each length, then tokens one by one, each from an empty cache. Tokens
 per second of CPU time, or of wall clock with several threads; medians over rounds. The CPU time of ``llama-bench`` is
@@ -35,6 +37,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.benchmarks.llama_bench import LlamaBench
+from tests.benchmarks.openvino_peer import OpenVinoContender
 from tests.support.one_sequence import OneSequence
 from tests.support.random_gguf import write_random_gguf
 
@@ -59,7 +62,7 @@ Run = Callable[[int], tuple[float, float]]
 """Wall clock and CPU seconds of so many tokens."""
 
 
-def runs_of(file: Path, program: Path, threads: int) -> dict[str, dict[str, Run]]:
+def runs_of(file: Path, program: Path, threads: int, converted: Path | None = None) -> dict[str, dict[str, Run]]:
     """How each contender reads and decodes."""
     bench = LlamaBench(program, file, threads)
     contenders: dict[str, dict[str, Run]] = {"llama.cpp": {"read": bench.reading, "decode": bench.decoding}}
@@ -72,7 +75,23 @@ def runs_of(file: Path, program: Path, threads: int) -> dict[str, dict[str, Run]
         one = OneSequence(loaded.target)
         runs: dict[str, Run] = {"read": partial(read, one), "decode": partial(decode, one)}
         contenders[f"hdtool, {activations}"] = runs
+    if converted:
+        peer = OpenVinoContender(loaded, converted, 1, lookup=False)
+        contenders[f"OpenVINO, {converted.name}"] = {
+            "read": lambda tokens: timed(lambda: peer.answer(some_context(tokens, 4000))),
+            "decode": partial(decode_by, peer),
+        }
     return contenders
+
+
+def decode_by(peer: OpenVinoContender, tokens: int) -> tuple[float, float]:
+    """What so many tokens take after the first one, by an answer that may end earlier."""
+    first = timed(lambda: peer.answer([1]))
+    found: list[int] = []
+    whole = timed(lambda: found.extend(peer.with_limit(tokens + 1).answer([1]).output_ids))
+    wall, cpu = (after - before for before, after in zip(first, whole, strict=True))
+    share = tokens / max(1, len(found) - 1)
+    return wall * share, cpu * share
 
 
 def read(one: OneSequence, tokens: int) -> tuple[float, float]:
@@ -97,8 +116,8 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def compare(name: str, file: Path, options: argparse.Namespace) -> None:
-    contenders = runs_of(file, options.llama_bench, options.threads)
+def compare(name: str, file: Path, options: argparse.Namespace, converted: Path | None = None) -> None:
+    contenders = runs_of(file, options.llama_bench, options.threads, converted)
     parts = [("read", tokens) for tokens in options.read] + [("decode", options.decode)]
     speeds = defaultdict[tuple[str, str, int], list[float]](list)
     clock = 0 if options.threads > 1 else 1
@@ -120,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--files", type=Path, nargs="*", default=[])
+    parser.add_argument("--openvino", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[])
     parser.add_argument("--formats", nargs="*", default=["Q4_0", "Q4_K", "Q8_0"])
     parser.add_argument("--read", type=int, nargs="*", default=[256, 1024])
@@ -135,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = [f"read {tokens}" for tokens in options.read] + [f"decode {options.decode}"]
     print(f"| file | | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}", flush=True)
     for file in options.files:
-        compare(file.name, file, options)
+        compare(file.name, file, options, options.openvino if file == options.files[0] else None)
     with TemporaryDirectory() as folder:
         os.environ["HDTOOL_HOME"] = f"{folder}/home"
         for shape in options.shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -58,6 +59,12 @@ class OpenVinoContender:
                 f"OpenVINO GenAI cannot load {place} ({reason_of(error)}): name a folder that optimum-cli export "
                 "openvino wrote, or a GGUF file of an architecture that it reads"
             ) from error
+
+    def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
+        """The same pipeline, with answers of another length."""
+        other = copy.copy(self)
+        other._most = max_new_tokens
+        return other
 
     def fresh(self) -> OpenVinoContender:
         return self  # no answer is drafted from another one
