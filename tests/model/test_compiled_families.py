@@ -21,7 +21,16 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.decoding import run, said
-from tests.support.described import CHANGES, MODELS, WRONG, assert_right, compiled_of, model_of, target_of
+from tests.support.described import (
+    CHANGES,
+    MODELS,
+    WRONG,
+    WRONG_EXPERTS,
+    assert_right,
+    compiled_of,
+    model_of,
+    target_of,
+)
 from tests.support.fused import TREE, after, compiled, logits_of, widen
 from tests.support.oracle import prompt_of
 
@@ -60,9 +69,9 @@ def test_answers_are_those_of_plain_decoding(name: str) -> None:
         assert said(run(target, prompt_of(30), sampling, most=20)) == expected
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS])
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = WRONG[fault]
+    name, changes = (WRONG | WRONG_EXPERTS)[fault]
     known = FAMILIES[name]
     settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
     attributes = known.attributes | {known.softcap, known.residual}

@@ -165,14 +165,14 @@ def test_the_quick_measurement_knows_what_a_longer_context_adds(
 ) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     model = model_of("llama")
-    model.config.max_position_embeddings = 2048
+    monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
     curve = cost_here(target)
     short, long = curve.contexts
     assert short < 1000 < long < 2048
     assert all(after >= before for before, after in zip(*curve.milliseconds, strict=True))
     assert target.cache.capacity < long, "the cache of answers does not grow with it"
-    model.config.max_position_embeddings = 256
+    monkeypatch.setattr(model.config, "max_position_embeddings", 256)
     assert cost_here(Target(model)).contexts == (short,)
 
 

@@ -306,6 +306,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+}
+WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),
     "no gate of the shared expert": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", shared_gate="")}),
     "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
@@ -313,6 +315,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
     "another sum of shares": ("glm4_moe", {"experts": _experts_of("glm4_moe", added=0.1)}),
 }
+"""For engines that compute experts; on a GPU, they are the library's."""
 
 
 def a_new_attribute(model: Any) -> None:
