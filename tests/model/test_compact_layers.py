@@ -19,6 +19,7 @@ from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.experts import arrange_experts
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
@@ -69,6 +70,7 @@ def both(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, Pr
     compact = copy.deepcopy(wide)
     compact_weights(compact)
     for model in (wide, compact):
+        arrange_experts(model)
         compile_linear_layers(model)
     return wide, compact
 
