@@ -57,10 +57,21 @@ class Router:
     groups: int
     used_groups: int
     factor: float
-    """Of all shares in the end."""
+    """By which all shares are multiplied in the end."""
     added: float
+    """Added to the sum by which shares are divided."""
     least: float
-    """Of the sum by which shares are divided."""
+    """The least sum by which shares are divided."""
+
+
+def qwen_experts(family: str) -> ExpertKind:
+    """The mixture of a family of Qwen, with a gated MLP that all tokens have; ``family`` begins its classes' names."""
+    return ExpertKind(
+        f"{family}SparseMoeBlock",
+        f"{family}TopKRouter",
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
 
 
 def router_of(block: Any, kind: ExpertKind) -> Router | None:

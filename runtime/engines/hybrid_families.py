@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hdtool.runtime.engines.expert_parts import ExpertKind
+from hdtool.runtime.engines.expert_parts import ExpertKind, qwen_experts
 from hdtool.runtime.engines.mixer_parts import (
     DELTA_RULE,
     DELTA_RULE_APART,
@@ -97,12 +97,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,
-        experts=ExpertKind(
-            "Qwen3NextSparseMoeBlock",
-            "Qwen3NextTopKRouter",
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        ),
+        experts=qwen_experts("Qwen3Next"),
         attributes=frozenset({"block_type"}),
         settings=OF_DELTA_RULES | OF_EXPERTS,
     ),
@@ -119,12 +114,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,
-        experts=ExpertKind(
-            "Qwen3_5MoeSparseMoeBlock",
-            "Qwen3_5MoeTopKRouter",
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        ),
+        experts=qwen_experts("Qwen3_5Moe"),
         attributes=frozenset({"block_type"}),
         settings=OF_DELTA_RULES | OF_EXPERTS,
     ),

@@ -30,7 +30,7 @@ class MixtureParts(Generic[Matmul]):
     router: Module
     experts: Module
     norms: tuple[Module, ...]
-    """Of the output of the MLP, of what experts read, and of what they give together."""
+    """Those after the MLP, before the experts, and after their sum."""
 
     @property
     def projection(self) -> Matmul:

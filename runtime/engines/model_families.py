@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from hdtool.runtime.engines.expert_parts import ExpertKind
+from hdtool.runtime.engines.expert_parts import ExpertKind, qwen_experts
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -273,12 +273,7 @@ FAMILIES: Mapping[str, Family] = {
         required={"resid_pdrop": (0.0,)},
     ),
     "qwen2_moe": Family(
-        experts=ExpertKind(
-            "Qwen2MoeSparseMoeBlock",
-            "Qwen2MoeTopKRouter",
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        ),
+        experts=qwen_experts("Qwen2Moe"),
         settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
     "qwen3_moe": Family(

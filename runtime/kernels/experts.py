@@ -33,8 +33,9 @@ NUMBER, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(
 """Experts of a layer, and their shapes; of the matrices that give gate and up, the address of their matmul, those of
 the first expert's, and the bytes of each, then the address of biases, 0 for none."""
 REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
-"""The same of those behind the gated unit; then whether one matrix gives gate and up in pairs, with the bits of two
-numbers of the unit that takes these; without pairs, whether the unit has a GELU by tanh, and no SiLU."""
+"""The matmul, address, bytes and biases of the matrices behind the gated unit; then whether one matrix gives gate and
+up in pairs, with the bits of two numbers of the unit that takes these; without pairs, whether the unit has a GELU by
+tanh, and no SiLU."""
 FIELDS = TANH_GATE + 1
 ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """Whether they are the GELU by tanh, by the names of their classes."""

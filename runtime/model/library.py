@@ -107,7 +107,7 @@ def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
 
 
 def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
-    """The same option for a pass in which every layer computes all tokens.
+    """The option for the last logits alone in a pass in which every layer computes all tokens.
 
     Decoders that take it themselves leave tokens out of their last layers for a number, but not for positions.
     """

@@ -61,7 +61,7 @@ class OpenVinoContender:
             ) from error
 
     def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
-        """The same pipeline, with answers of another length."""
+        """This contender with answers of another length; both share the loaded pipeline."""
         other = copy.copy(self)
         other._most = max_new_tokens
         return other

@@ -9,24 +9,14 @@ import pytest
 
 from hdtool.runtime.model.load import Loaded
 from tests.server.plain import plain_text
+from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer
 
 QUESTION = "What is a list comprehension?"
 WEATHER: Any = {
     "name": "weather",
     "description": "The weather of a city",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
-        "required": ["city", "unit"],
-        "additionalProperties": False,
-    },
-}
-PERSON: Any = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}},
-    "required": ["name"],
-    "additionalProperties": False,
+    "input_schema": CITY_AND_UNIT,
 }
 
 
@@ -126,7 +116,7 @@ def test_calls_and_their_results_are_read(client: anthropic.Anthropic, loaded: L
         {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
     ]
     counted = client.messages.count_tokens(model="demo", messages=messages, tools=[WEATHER])
-    function = {"name": "weather", "description": "The weather of a city", "parameters": WEATHER["input_schema"]}
+    function = {"name": "weather", "description": "The weather of a city", "parameters": CITY_AND_UNIT}
     render: Any = loaded.tokenizer.apply_chat_template
     expected = render(
         [
@@ -163,7 +153,7 @@ def test_the_next_turn_is_read_from_the_cache(client: anthropic.Anthropic) -> No
 
 
 def test_an_answer_that_matches_a_schema(client: anthropic.Anthropic) -> None:
-    answer = ask(client, output_config={"format": {"type": "json_schema", "schema": PERSON}}, max_tokens=60)
+    answer = ask(client, output_config={"format": {"type": "json_schema", "schema": NAMED}}, max_tokens=60)
     assert answer.content[0].text.startswith("{")
     assert '"name"' in answer.content[0].text
 

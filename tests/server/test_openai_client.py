@@ -15,6 +15,7 @@ from hdtool.runtime.integrations.server.preparation import AnswerPenalty, LogitB
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.text_stream import text_of
 from tests.server.plain import plain_ids, plain_text
+from tests.server.schemas import CITY_AND_UNIT
 from tests.support.server import RunningServer
 
 QUESTION = "What is a list comprehension?"
@@ -22,12 +23,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
+        "parameters": CITY_AND_UNIT,
     },
 }
 PERSON = {

@@ -10,24 +10,14 @@ import pytest
 
 from hdtool.runtime.model.load import Loaded
 from tests.server.plain import plain_text
+from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer
 
 QUESTION = "What is a list comprehension?"
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["C", "F"]}},
-        "required": ["city", "unit"],
-        "additionalProperties": False,
-    },
-}
-PERSON: Any = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}},
-    "required": ["name"],
-    "additionalProperties": False,
+    "parameters": CITY_AND_UNIT,
 }
 
 
@@ -66,7 +56,7 @@ def test_a_stream_ends_as_the_whole_answer(client: openai.OpenAI) -> None:
 
 
 def test_the_helper_of_the_client_reads_a_stream(client: openai.OpenAI) -> None:
-    given: Any = {"text": {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}}
+    given: Any = {"text": {"format": {"type": "json_schema", "name": "person", "schema": NAMED}}}
     stream: Any = client.responses.stream
     with stream(model="demo", input=QUESTION, max_output_tokens=60, temperature=0.0, **given) as events:
         kinds = {event.type for event in events}
@@ -124,7 +114,7 @@ def test_calls_and_their_outputs_are_read(client: openai.OpenAI, loaded: Loaded)
         {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
     ]
     counted = client.responses.input_tokens.count(model="demo", input=given, tools=[WEATHER])
-    function = {"name": "weather", "parameters": WEATHER["parameters"]}
+    function = {"name": "weather", "parameters": CITY_AND_UNIT}
     render: Any = loaded.tokenizer.apply_chat_template
     expected = render(
         [
@@ -152,7 +142,7 @@ def test_the_next_turn_is_read_from_the_cache(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_that_matches_a_schema(client: openai.OpenAI) -> None:
-    form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+    form = {"format": {"type": "json_schema", "name": "person", "schema": NAMED}}
     answer = ask(client, text=form, max_output_tokens=60)
     assert answer.output_text.startswith("{")
     assert '"name"' in answer.output_text

@@ -28,7 +28,7 @@ class Block:
     index: int
     """Its place among the blocks of the answer."""
     name: str = ""
-    """Of the function that a call names."""
+    """The name of the function, of a call."""
     text: str = ""
     """The arguments, of a call."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)

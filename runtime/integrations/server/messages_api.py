@@ -32,7 +32,6 @@ ERROR_TYPES = {
     413: "request_too_large",
     503: OVERLOADED,
 }
-BLOCKS = {Kind.REASONING: "thinking", Kind.TEXT: "text", Kind.CALL: "tool_use"}
 MEDIA_PARTS = ("image", "document")
 BILLING = "x-anthropic-billing-header:"
 """Begins a part of the system prompt that Claude Code writes for Anthropic's accounts, with a number that changes from
@@ -145,7 +144,7 @@ class TokenCountRequest(Body):
             raise RequestError(
                 f"{last}: this server does not continue a turn of the assistant: end with one of the user", param=last
             )
-        return ChatRequest.of({name: value for name, value in self._chat_fields().items() if value is not None})
+        return ChatRequest.of(self._chat_fields())
 
     def _chat_fields(self) -> Row:
         output = self.output_config or OutputConfig()

@@ -41,9 +41,9 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """A request from fields that were read before."""
+        """A request from fields that were read before; those that are None were left out."""
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
             raise _wrong_field(error) from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -103,7 +104,12 @@ class TokenCountRequest(Body):
     def chat(self) -> ChatRequest:
         """The chat that this request is."""
         self._refuse_kept_state()
-        return ChatRequest.of({name: value for name, value in self._chat_fields().items() if value is not None})
+        return ChatRequest.of(self._chat_fields())
+
+    @cached_property
+    def offered(self) -> ResponseTools:
+        """What the model may call; raises for a tool that it cannot."""
+        return ResponseTools(self.tools)
 
     def _refuse_kept_state(self) -> None:
         for name in ("previous_response_id", "conversation", "prompt"):
@@ -114,11 +120,10 @@ class TokenCountRequest(Body):
                 )
 
     def _chat_fields(self) -> Row:
-        tools = ResponseTools(self.tools)
         return {
             "messages": _messages(self.instructions, self.input),
-            "tools": tools.functions,
-            "tool_choice": tools.choice(self.tool_choice),
+            "tools": self.offered.functions,
+            "tool_choice": self.offered.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _response_format(self.text.format if self.text else None),
@@ -177,7 +182,7 @@ class ResponsesRequest(TokenCountRequest):
             "temperature": self.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
-            "tools": ResponseTools(self.tools).presented,
+            "tools": self.offered.presented,
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -281,7 +286,7 @@ class ResponsesFormat:
     last_event: str | None = None
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: ResponsesRequest) -> None:
-        self._tokenizer, self._tools = tokenizer, ResponseTools(body.tools)
+        self._tokenizer, self._tools = tokenizer, body.offered
         made = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
         self._made: Row = made | body.echoed
         self._blocks = Blocks()
