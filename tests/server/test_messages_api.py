@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -21,8 +22,9 @@ WEATHER: Any = {
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0)
+def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: anthropic.Anthropic, question: Any = QUESTION, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,8 +36,9 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def chat(client: openai.OpenAI, question: str = QUESTION, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -22,8 +23,9 @@ WEATHER: Any = {
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, given: Any = QUESTION, **options: Any) -> Any:

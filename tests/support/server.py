@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,9 @@ class RunningServer:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
         """The status and the JSON of a response; ``body`` is sent as it is if it is bytes, else as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers or {}))
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+            connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers or {}))
+            response = connection.getresponse()
+            text = response.read().decode()
         return response.status, json.loads(text) if text.startswith("{") else text
