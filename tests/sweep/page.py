@@ -25,8 +25,9 @@ TITLES = {
 """The headings, by verdict, in the order of the page."""
 WITH_COLUMNS = TREES, CHAINS
 COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": "sampled"}
-"""Checks that have a column, and its title."""
-ROW = re.compile(r"^\| `([^`]+)` \|")
+"""Checks whose failure the page names, and how it calls them."""
+TYPE = re.compile(r"`([^`]+)`")
+CELLS = re.compile(r"(?<!\\)\|")
 LONGEST = 160
 """Characters of a reason."""
 
@@ -56,17 +57,20 @@ def _words(verdict: str) -> str:
 
 
 def _group(verdict: str, results: list[Result]) -> Iterator[str]:
-    if verdict in WITH_COLUMNS:
-        titles = ["type", *COLUMNS.values(), "compiled on CPUs", "captured on GPUs", "prompt lookup of `transformers`"]
-        yield from _head(titles)
-        for one in results:
-            checks = ["yes" if one.checks.get(name) == SAME else "no" for name in COLUMNS]
-            passes = ["yes" if one.compiled else "no", one.captured or "no", _lookup(one.lookup)]
-            yield _row([f"`{one.kind}`", *checks, *passes])
-    else:
-        yield from _head(["type", "reason"])
-        for one in results:
-            yield _row([f"`{one.kind}`", reason_for_page(one)])
+    """A row for all types that have the same in every column but the last, which names them."""
+    with_columns = verdict in WITH_COLUMNS
+    titles = ["compiled on CPUs", "captured on GPUs", "prompt lookup of `transformers`", "fails"]
+    yield from _head([*(titles if with_columns else ["reason"]), "types"])
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for one in results:
+        rows.setdefault(_columns(one) if with_columns else (reason_for_page(one),), []).append(one.kind)
+    for cells, kinds in sorted(rows.items(), key=lambda row: -len(row[1])):
+        yield _row([*cells, ", ".join(f"`{kind}`" for kind in kinds)])
+
+
+def _columns(one: Result) -> tuple[str, ...]:
+    failed = ", ".join(title for name, title in COLUMNS.items() if one.checks.get(name) != SAME)
+    return "yes" if one.compiled else "no", one.captured or "no", _lookup(one.lookup), failed
 
 
 def _head(titles: list[str]) -> Iterator[str]:
@@ -99,6 +103,6 @@ def verdicts_of(page: Path = PAGE) -> Mapping[str, str]:
     for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         if line.startswith("### "):
             verdict = titles[line.removeprefix("### ")]
-        elif match := ROW.match(line):
-            found[match[1]] = verdict
+        elif line.startswith("| "):
+            found |= dict.fromkeys(TYPE.findall(CELLS.split(line)[-2]), verdict)
     return found
