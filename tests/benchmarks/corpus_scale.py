@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--model", help="whose tokenizer")
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 3, 10, 30, 100, 200])
     parser.add_argument("--shard-bytes", type=int, default=BuildConfig.shard_bytes)
-    parser.add_argument("--plot", type=Path, default=Path("docs/notebook/corpus-scale.png"))
+    parser.add_argument("--plot", type=Path, default=Path("docs/benchmarks/corpus-scale.png"))
     options = parser.parse_args()
     tokenizer = load_tokenizer(ModelConfig(options.model))
     mark = TokenizerFingerprint.of(tokenizer)

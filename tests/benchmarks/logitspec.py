@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, LARGEST_BUDGET])
     parser.add_argument("--methods", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plot", type=Path, default=Path("docs/notebook/logit-coverage.png"))
+    parser.add_argument("--plot", type=Path, default=Path("logit-coverage.png"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(options.prompts, options.tokens)

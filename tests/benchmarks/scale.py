@@ -37,7 +37,7 @@ from hdtool.runtime.stores.corpus_index import LONGEST_CONTEXT, CorpusIndex
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7
-"""A look-up in 199 million tokens against one in 10 million: docs/notebook/2026-11-21-stores.md."""
+"""A look-up in 199 million tokens against one in 10 million: docs/benchmarks/stores.md."""
 SIZES = (10**9, 10**10, 10**11, 10**12)
 NAMES = ("1 billion", "10 billion", "100 billion", "1 trillion")
 Floats = npt.NDArray[np.float64]

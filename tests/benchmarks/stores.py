@@ -1,7 +1,7 @@
 """What the stores cost: building, opening, lookups; beside REST's retriever where it is installed.
 
 ``python -m tests.benchmarks.stores --corpus FILE --generations FILE --traces FILE --model FOLDER``
-(the figures in docs/notebook/2026-11-21-stores.md), after ``pip install draftretriever==0.1.1`` for the peer.
+(the figures in docs/benchmarks/stores.md), after ``pip install draftretriever==0.1.1`` for the peer.
 Contexts are the last 16 tokens at every third place of the traces, which neither store has seen.
 """
 

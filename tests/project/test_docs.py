@@ -21,7 +21,6 @@ from tests.support.project import FILES, ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(ROOT.glob("*.md")) + sorted(DOCS.rglob("*.md"))
-CURRENT = [page for page in PAGES if page.parent.name != "notebook"]
 VLLM_OPTIONS = {"--port", "--served-model-name"}
 
 
@@ -65,7 +64,7 @@ def _without_space(text: str) -> str:
     return "".join(text.split())
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"`((?:builders|cli|data|runtime|tests)/[\w/]+\.py)`", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
@@ -138,7 +137,7 @@ def test_no_message_advises_what_pip_cannot_install() -> None:
 COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.*)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_have_the_options_that_the_docs_show(page: Path) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
