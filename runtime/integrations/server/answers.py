@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.integrations.server.engine import Job, OverloadError, Scheduler
-from hdtool.runtime.integrations.server.formats import OVERLOADED, SERVER, Delta, RequestError, TokenLogprobs
+from hdtool.runtime.integrations.server.formats import (
+    OVERLOADED,
+    SERVER,
+    Delta,
+    RequestError,
+    Row,
+    TokenLogprobs,
+    usage_of,
+)
 from hdtool.runtime.integrations.server.monitoring import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
 from hdtool.runtime.integrations.server.thinking import CLOSING, ThinkingReader
@@ -94,6 +102,12 @@ class Answers:
         """Tokens of the prompts; the choices of one prompt share it."""
         prompts = {id(choice.prompt): len(choice.prompt.tokens) for choice in self._choices}
         return sum(prompts.values())
+
+    @property
+    def usage(self) -> Row:
+        """The tokens of the request."""
+        is_predicted = any(choice.prompt.prediction for choice in self._choices)
+        return usage_of(self.prompt_tokens, self.stats, is_predicted=is_predicted)
 
     def _count_drafts(self) -> None:
         stats = self.stats

@@ -41,7 +41,6 @@ from hdtool.runtime.integrations.server.formats import (
     Delta,
     Format,
     RequestError,
-    usage_of,
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
 from hdtool.runtime.integrations.server.monitoring import ENTRY, Entry, Metrics, RequestLog
@@ -185,7 +184,7 @@ class Server:
         return tenant
 
     async def _chat(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, ChatRequest, self._preparer.chat)
+        body, choices = await self._prepared(request, ChatRequest, lambda body: self._chosen(body, request))
         form = ChatFormat(self._name, self._loaded.tokenizer, len(choices), with_usage=_with_usage(body))
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
@@ -196,14 +195,17 @@ class Server:
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
     async def _response(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, ResponsesRequest, lambda body: self._preparer.chat(body.chat()))
+        body, choices = await self._prepared(request, ResponsesRequest, lambda body: self._chosen(body.chat(), request))
         form = ResponsesFormat(self._name, self._loaded.tokenizer, body)
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
     async def _message(self, request: Request) -> Response:
-        body, choices = await self._prepared(request, MessagesRequest, lambda body: self._preparer.chat(body.chat()))
+        body, choices = await self._prepared(request, MessagesRequest, lambda body: self._chosen(body.chat(), request))
         form = MessagesFormat(self._name, shows_thinking=body.shows_thinking)
         return await self._answer(request, choices, form, stream=bool(body.stream))
+
+    def _chosen(self, body: ChatRequest, request: Request) -> list[Choice]:
+        return self._preparer.chat(body, request.state.tenant)
 
     async def _count_for_response(self, request: Request) -> Response:
         kind = responses_api.TokenCountRequest
@@ -338,7 +340,7 @@ async def _events(answers: Answers, entry: Entry, form: Format) -> AsyncIterator
         async for index, delta in answers.deltas():
             for row in form.added(index, delta):
                 yield _event(row)
-        for row in form.closing(usage_of(answers.prompt_tokens, answers.stats)):
+        for row in form.closing(answers.usage):
             yield _event(row)
         if form.last_event:
             yield f"data: {form.last_event}\n\n"
@@ -361,7 +363,7 @@ async def _whole(answers: Answers, choices: int, form: Format) -> Response:
     collected = [Delta() for _ in range(choices)]
     async for index, delta in answers.deltas():
         collected[index].add(delta)
-    return JSONResponse(form.whole(collected, usage_of(answers.prompt_tokens, answers.stats)))
+    return JSONResponse(form.whole(collected, answers.usage))
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:

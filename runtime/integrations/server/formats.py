@@ -231,16 +231,19 @@ class CompletionFormat:
         return text_of(self._tokenizer, [token], skip_special_tokens=False)
 
 
-def usage_of(prompt_tokens: int, stats: Stats) -> Row:
-    """The tokens of a request. The ``cached_tokens`` of its prompt were in the KV cache."""
+def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> Row:
+    """The tokens of a request. The ``cached_tokens`` of its prompt were in the KV cache.
+
+    Tokens of a prediction count if the request had one.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": stats.tokens,
         "total_tokens": prompt_tokens + stats.tokens,
         "prompt_tokens_details": {"cached_tokens": min(stats.cached_tokens, prompt_tokens)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": stats.accepted_prediction_tokens,
-            "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+            "accepted_prediction_tokens": stats.accepted_prediction_tokens if is_predicted else 0,
+            "rejected_prediction_tokens": stats.rejected_prediction_tokens if is_predicted else 0,
         },
     }
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.runtime.config.serving import JSON_LINES
 from hdtool.runtime.integrations.server.engine import Scheduler
-from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.sequence import Step
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def _figures(entry: Entry, seconds: float) -> dict[str, Any]:
     made: dict[str, Any] = {"error": entry.error, "model": entry.model, "tenant": entry.tenant or None}
     if entry.answers is not None:
         stats = entry.answers.stats
-        usage = usage_of(entry.answers.prompt_tokens, stats)
+        usage = entry.answers.usage
         made |= {
             "prompt_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],

@@ -18,12 +18,14 @@ from hdtool.data.tools import tools_of
 from hdtool.data.unicode import lone_surrogate
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.methods import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.grammar.guide import Guide
 from hdtool.runtime.grammar.guided_drafter import guided
 from hdtool.runtime.grammar.processor import masks_of
 from hdtool.runtime.integrations.server.engine import Job
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
+from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.requests import (
     MOST_PROMPTS,
     NO_TOOLS,
@@ -55,6 +57,9 @@ class Prompt:
     """Of the tokens of an answer."""
     grammar: Grammar | None = None
     prediction: Sequence[int] = ()
+    """What the request says that the answer will look like."""
+    quotes: Sequence[int] = ()
+    """What the prompt quotes, in the forms of an answer: the prediction of a request that has none."""
     logprobs: int | None = None
     """The number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
@@ -84,8 +89,9 @@ class Preparer:
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._lock = threading.Lock()
+        self._quotes = Quotes(loaded.tokenizer)
 
-    def chat(self, body: ChatRequest) -> list[Choice]:
+    def chat(self, body: ChatRequest, tenant: str) -> list[Choice]:
         """The choices of a chat request."""
         tokenizer, variables = self._loaded.tokenizer, body.template_variables
         messages, choice = self._conversation(body)
@@ -94,11 +100,14 @@ class Preparer:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
         text, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
+        is_quoted = not predicted and self._decoding.method in HIERARCHIES
+        in_json = bool(choice.tools or grammar)
         prompt = Prompt(
             ids,
             self._limit(ids, body.max_completion_tokens or body.max_tokens),
             grammar or choice.grammar,
             encode_answer(tokenizer, messages, predicted, variables=variables) if predicted else (),
+            self._quotes.tokens(messages, tenant, in_json=in_json) if is_quoted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
             text,
@@ -131,7 +140,7 @@ class Preparer:
             ids = self._ids(prompt)
             echo = (prompt if isinstance(prompt, str) else text_of(tokenizer, ids)) if body.echo else ""
             limit = self._limit(ids, body.max_tokens)
-            prepared.append(Prompt(ids, limit, grammar, prediction, body.logprobs, echo=echo))
+            prepared.append(Prompt(ids, limit, grammar, prediction, logprobs=body.logprobs, echo=echo))
         return self._choices(body, prepared)
 
     def job(self, choice: Choice, tenant: str, deliver: Callable[[Step | Exception], None]) -> Job:
@@ -147,7 +156,7 @@ class Preparer:
                 choice.sampler,
                 drafter,
                 choice.stops,
-                choice.prompt.prediction,
+                choice.prompt.prediction or choice.prompt.quotes,
                 choice.prompt.limit,
                 tenant,
             )

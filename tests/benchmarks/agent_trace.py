@@ -1,0 +1,327 @@
+"""Recorded conversations of agents, turn by turn as requests to ``hdtool serve``.
+
+    python -m tests.benchmarks.agent_trace [--trace FILE ...] [--model smollm2] [--conversations 4]
+    python -m tests.benchmarks.agent_trace [--trace FILE ...] --sessions 10 --minutes 10
+
+Each turn of the assistant is a request with the recorded turns before it, which the served model answers. Without
+``--sessions``, a server that drafts and one that does not answer each of them in turn. With it, so many conversations
+at a time ask one server by all three APIs, and the memory, threads and descriptors of its process are sampled.
+
+Without ``--trace``, the conversations are made of this folder's files: an agent lists a file, renames a function of it,
+and is asked about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hdtool.data.traces import read_traces
+from hdtool.runtime.environment import machine
+from tests.support.server import RunningServer
+
+CHAT, MESSAGES, RESPONSES = APIS = ("/chat/completions", "/messages", "/responses")
+TOO_LONG = "context_length_exceeded"
+TURNS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, 10), (11, 99))
+"""Turns that share a row of the table."""
+SETTLED_SECONDS = 120.0
+"""Growth is measured from then on."""
+INSTRUCTIONS = (
+    "You are a coding agent. Call tools as JSON objects with a name and arguments. Tools: read_file(path), "
+    "edit_file(path, old_str, new_str)."
+)
+Message = dict[str, Any]
+Request = list[Message]
+"""The messages before a turn of the assistant."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    first: float
+    """Seconds to the first text."""
+    seconds: float
+    tokens: int
+    prompt: int
+    cached: int
+
+
+class TooLongError(Exception):
+    """The conversation has outgrown the context of the model."""
+
+
+def conversations(paths: Sequence[Path], most: int) -> list[list[Request]]:
+    """The requests of each conversation."""
+    if not paths:
+        return list(islice(of_this_folder(), most))
+    made = []
+    for trace in read_traces(paths)[:most]:
+        messages = [dict(message) for message in trace.messages]
+        made.append([messages[: answer.place] for answer in trace.answers if answer.place])
+    return [requests for requests in made if requests]
+
+
+def of_this_folder() -> Iterator[list[Request]]:
+    """Conversations that an agent could have about the files of this folder."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()[:120]
+        listing = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
+        named = [line for line in lines if re.match(r"def \w+\(", line)]
+        if not named:
+            continue
+        renamed = named[0].replace("def ", "def new_", 1)
+        turns = (
+            (f"Rename the first function of {path.name}.", call("read_file", path=path.name)),
+            (listing, call("edit_file", path=path.name, old_str=named[0], new_str=renamed)),
+            ("Done.", f"`{named[0]}` is now `{renamed}`."),
+            ("Write the imports of the file again, sorted.", "The imports are sorted already."),
+            ("What does the file do?", lines[0].strip('"')),
+        )
+        messages: Request = [{"role": "system", "content": INSTRUCTIONS}]
+        requests = []
+        for asked, answered in turns:
+            messages = [*messages, {"role": "user", "content": asked}]
+            requests.append(messages)
+            messages = [*messages, {"role": "assistant", "content": answered}]
+        yield requests
+
+
+def call(name: str, **arguments: str) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def body_of(api: str, messages: Request, tokens: int) -> dict[str, Any]:
+    """The messages as a request of an API, greedy and streamed."""
+    common = {"temperature": 0, "stream": True}
+    if api == CHAT:
+        return {**common, "messages": messages, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    others = [message for message in messages if message["role"] != "system"]
+    if api == MESSAGES:
+        return {**common, "messages": others, "max_tokens": tokens} | ({"system": system} if system else {})
+    return {**common, "input": others, "max_output_tokens": tokens} | ({"instructions": system} if system else {})
+
+
+def ask(server: RunningServer, api: str, messages: Request, tokens: int) -> Reply:
+    """The reply to a request; raises ``TooLongError`` if it does not fit in the context."""
+    started, first, text = time.perf_counter(), 0.0, ""
+    usage: dict[str, Any] = {}
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=3600)) as connection:
+        connection.request("POST", f"/v1{api}", json.dumps(body_of(api, messages, tokens)))
+        response = connection.getresponse()
+        if response.status != 200:
+            error = response.read().decode()
+            raise TooLongError if TOO_LONG in error or "prompt is too long" in error else RuntimeError(error)
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if event.get("error"):
+                raise RuntimeError(line.decode())
+            piece = text_of(event)
+            first = first or (time.perf_counter() - started if piece else 0.0)
+            text += piece
+            usage |= event.get("usage") or (event.get("response") or {}).get("usage") or {}
+    seconds = time.perf_counter() - started
+    return Reply(text, first or seconds, seconds, *counts_of(usage))
+
+
+def text_of(event: dict[str, Any]) -> str:
+    """The text that an event of any of the APIs adds."""
+    if choices := event.get("choices"):
+        return str(choices[0]["delta"].get("content") or "")
+    delta = event.get("delta")
+    if isinstance(delta, dict):
+        return str(delta.get("text") or "")
+    return delta if isinstance(delta, str) and event["type"].endswith("text.delta") else ""
+
+
+def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """The tokens of an answer, of its prompt, and of the part of the prompt that was in the cache."""
+    tokens = usage.get("completion_tokens", usage.get("output_tokens", 0))
+    if "cache_read_input_tokens" in usage:
+        cached = usage["cache_read_input_tokens"]
+        return tokens, usage["input_tokens"] + cached, cached
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return tokens, usage.get("prompt_tokens", usage.get("input_tokens", 0)), details.get("cached_tokens", 0)
+
+
+def compare(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
+    """Print the figures of each turn, with drafts and without."""
+    log = Path(options.log)
+    with (
+        RunningServer(log, options.model, "--method", options.method, *options.serve) as drafting,
+        RunningServer(log.with_suffix(".plain"), options.model, "--method", "ar", *options.serve) as plain,
+    ):
+        found: dict[tuple[str, int], list[Reply]] = defaultdict(list)
+        order, different = count(), 0
+        for number, requests in enumerate(asked, 1):
+            for turn, messages in enumerate(requests, 1):
+                servers = [("drafts", drafting), ("plain", plain)][:: 1 if next(order) % 2 else -1]
+                try:
+                    replies = {name: ask(server, CHAT, messages, options.tokens) for name, server in servers}
+                except TooLongError:
+                    break
+                different += replies["drafts"].text != replies["plain"].text
+                for name, reply in replies.items():
+                    found[name, turn].append(reply)
+            print(f"conversation {number} of {len(asked)} is answered", flush=True)
+    print(f"{machine()}; {options.model}, one thread a server; answers that differ: {different}\n")
+    print(table(found))
+
+
+def table(found: dict[tuple[str, int], list[Reply]]) -> str:
+    """A row for each range of turns, and one for all."""
+    rows = [
+        "| turn | requests | prompt tokens | in the cache | first token, s | plain | tokens/s | plain | ratio |",
+        "|" + "---|" * 9,
+    ]
+    for low, high in (*TURNS, (1, 99)):
+        ours, plain = (
+            [reply for (of, turn), some in found.items() if of == name and low <= turn <= high for reply in some]
+            for name in ("drafts", "plain")
+        )
+        if not ours:
+            continue
+        name = "all" if (low, high) == (1, 99) else str(low) if low == high else f"{low} and later"
+        name = f"{low} to {high}" if low < high < 99 else name
+        ratios = [rate(one) / rate(other) for one, other in zip(ours, plain, strict=True) if one.tokens > 1]
+        cells = (
+            name,
+            len(ours),
+            f"{median(reply.prompt for reply in ours):,.0f}",
+            f"{sum(reply.cached for reply in ours) / sum(reply.prompt for reply in ours):.1%}",
+            *(f"{median(reply.first for reply in some):.2f}" for some in (ours, plain)),
+            *(f"{median(map(rate, some)):.1f}" for some in (ours, plain)),
+            f"{median(ratios):.2f}" if ratios else "",
+        )
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
+
+
+def rate(reply: Reply) -> float:
+    """Tokens per second after the first text."""
+    return (reply.tokens - 1) / max(reply.seconds - reply.first, 1e-9)
+
+
+class Soak:
+    """Sessions that ask one server at the same time."""
+
+    def __init__(self, server: RunningServer, options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
+        self._server, self._options, self._asked = server, options, asked
+        self._started, self._done = time.monotonic(), threading.Event()
+        self.outcomes, self.replies = Counter[str](), list[Reply]()
+        self.samples: list[tuple[float, ...]] = []
+        """Seconds, resident MiB, threads and descriptors of the server's process."""
+
+    def run(self) -> None:
+        watching = threading.Thread(target=self._watch)
+        watching.start()
+        with ThreadPoolExecutor(self._options.sessions) as sessions:
+            list(sessions.map(self._session, range(self._options.sessions)))
+        self._done.set()
+        watching.join()
+
+    def _session(self, number: int) -> None:
+        """One conversation after another, each by the next API."""
+        for round_, place in enumerate(count(number, self._options.sessions)):
+            if not self._converse(self._asked[place % len(self._asked)], APIS[(number + round_) % len(APIS)]):
+                return
+
+    def _converse(self, requests: Sequence[Request], api: str) -> bool:
+        """Whether there was time for the whole conversation."""
+        for messages in requests:
+            if time.monotonic() - self._started > 60 * self._options.minutes:
+                return False
+            try:
+                self.replies.append(ask(self._server, api, messages, self._options.tokens))
+                self.outcomes[f"answers of {api}"] += 1
+            except TooLongError:
+                self.outcomes["conversations that outgrew the context"] += 1
+                break
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                print(f"error: {error!r}", flush=True)
+                self.outcomes["errors"] += 1
+        return True
+
+    def _watch(self) -> None:
+        process = psutil.Process(self._server.process.pid)
+        while not self._done.wait(1):
+            memory, seconds = process.memory_info().rss / 2**20, time.monotonic() - self._started
+            self.samples.append((seconds, memory, process.num_threads(), process.num_fds()))
+
+
+def soak(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
+    """Print what the sessions were answered, and how the server's process grew."""
+    with RunningServer(Path(options.log), options.model, "--method", options.method, *options.serve) as server:
+        sessions = Soak(server, options, asked)
+        sessions.run()
+        metrics = server.ask("/metrics")[1]
+        assert "Traceback" not in server.log, server.log[-3000:]
+        assert all(f"hdtool_{name}_answers 0.0" in metrics for name in ("running", "waiting")), metrics
+        assert server.stop() == 0
+    outcomes, replies = sessions.outcomes, sessions.replies
+    print(f"{machine()}; {options.model}, one thread, {options.sessions} sessions, {options.minutes:g} minutes")
+    print(
+        ", ".join(f"{number:,} {name}" for name, number in sorted(outcomes.items())) + f"; {outcomes['errors']} errors"
+    )
+    read, firsts = sum(reply.prompt for reply in replies), [reply.first for reply in replies]
+    print(
+        f"{sum(reply.tokens for reply in replies):,} tokens of answers, {read:,} of prompts, "
+        f"{sum(reply.cached for reply in replies) / read:.1%} of them in the cache; first text after "
+        f"{median(firsts):.1f} s (median), {max(firsts):.1f} s (most)"
+    )
+    print(growth(sessions.samples))
+
+
+def growth(samples: Sequence[tuple[float, ...]]) -> str:
+    """The means of the first and the last minute after the start, and the slope between them."""
+    end = samples[-1][0]
+    start = min(SETTLED_SECONDS, end / 2)
+    kept = np.array([sample for sample in samples if sample[0] >= start])
+    lines = []
+    for column, name in enumerate(("resident MiB", "threads", "descriptors"), 1):
+        seconds, values = kept[:, 0], kept[:, column]
+        early, late = values[seconds < start + 60].mean(), values[seconds >= end - 60].mean()
+        slope = 60 * np.polyfit(seconds, values, 1)[0] if len(kept) > 1 else 0.0
+        lines.append(
+            f"{name}: {early:.1f} after {start:.0f} s, {late:.1f} at the end, {values.max():.0f} at most, "
+            f"{slope:+.2f} a minute"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a log that any command reads")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--method", default="hd", help="of the server that drafts")
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--sessions", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--log", default="agent_trace.log", help="a file for the log of the server")
+    parser.add_argument("serve", nargs="*", help="options of hdtool serve, after --")
+    options = parser.parse_args()
+    asked = conversations(options.trace, options.conversations)
+    (soak if options.sessions else compare)(options, asked)
+
+
+if __name__ == "__main__":
+    main()
