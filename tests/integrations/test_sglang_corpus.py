@@ -78,7 +78,7 @@ def test_corpora_of_sglang_are_refused() -> None:
         corpus().load_external_corpus_named("a", [[1]])
 
 
-@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}', '{"sources": "last"}'])
+@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}', '{"sources": "last-logits"}'])
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match=VARIABLE):
         Settings.of({VARIABLE: text})

@@ -15,7 +15,7 @@ KERNELS = "sgl_kernel"
 
 
 class _Kernels(ModuleType):
-    __path__: list[str] = []
+    __path__: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

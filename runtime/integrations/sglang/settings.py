@@ -39,7 +39,7 @@ class Settings:
         decoding = DecodeConfig(**{"sources": ON_THE_HOST, **drafting})
         if set(decoding.drafts_from) & {"L", "R"}:
             raise OptionError(
-                f"{VARIABLE} names the sources {decoding.sources}: last and recycled need logits on the host, so use "
+                f"{VARIABLE} names the sources {decoding.sources}: last-logits and recycled need logits on the host, so use "
                 f"{ON_THE_HOST}"
             )
         return cls(decoding, StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)}))
