@@ -19,7 +19,7 @@ SHOW_LARGE := while read -r line; do case "$$line" in \
 	Installing*) echo "  unpacking $$(set -- $$line; echo $$(($$\# - 3))) packages" ;; \
 	esac; done
 
-.PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm test-newest test-oldest format types unit docs bench clean
+.PHONY: demo test kernels test-long test-all test-quantized test-ray test-sglang test-vllm test-newest test-oldest format types unit docs bench clean
 
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo

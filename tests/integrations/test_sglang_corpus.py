@@ -20,8 +20,8 @@ def corpus(history: History | None = None, vocabulary: int = VOCABULARY) -> Hier
     return HierarchyCorpus(lambda: Hierarchy(budget=FixedBudget(NODES - 1), history=history), NODES, vocabulary)
 
 
-def drafts(drafted: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:  # type: ignore[type-arg]
-    return drafted[0].reshape(-1, NODES).tolist()  # type: ignore[no-any-return]
+def drafts(drafted: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
+    return drafted[0].reshape(-1, NODES).tolist()
 
 
 def test_a_tree_starts_at_the_last_token_and_follows_the_context() -> None:
@@ -78,10 +78,15 @@ def test_corpora_of_sglang_are_refused() -> None:
         corpus().load_external_corpus_named("a", [[1]])
 
 
-@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}', '{"sources": "last-logits"}'])
+@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}'])
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match=VARIABLE):
         Settings.of({VARIABLE: text})
+
+
+def test_sources_from_logits_are_refused() -> None:
+    with pytest.raises(OptionError, match="sources of method hd"):
+        Settings.of({VARIABLE: '{"sources": "last-logits"}'})
 
 
 def test_settings_are_read() -> None:

@@ -15,8 +15,6 @@ KERNELS = "sgl_kernel"
 
 
 class _Kernels(ModuleType):
-    __path__: tuple[str, ...] = ()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -28,13 +26,15 @@ class _Finder:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == KERNELS else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Kernels(spec.name)
+        kernels = _Kernels(spec.name)
+        kernels.__path__ = []
+        return kernels
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run."""
 
 
-sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Finder())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import sglang.srt.speculative.ngram_worker  # noqa: F401

@@ -12,12 +12,13 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.ngram_worker import _derive_tree_links
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.sglang.algorithm import HierarchyAlgorithm
 from hdtool.runtime.integrations.sglang.corpus import HierarchyCorpus
-from hdtool.runtime.integrations.sglang.worker import HierarchyWorker
+from hdtool.runtime.integrations.sglang.worker import HierarchyWorker, drafters_of
 from hdtool.runtime.integrations.sglang_plugin import ALGORITHM
 from hdtool.runtime.stores.history.history import History
 
@@ -97,6 +98,33 @@ def test_options_of_sglangs_corpus_are_refused() -> None:
     options = SimpleNamespace(speculative_ngram_external_corpus_path="corpus.jsonl")
     with pytest.raises(OptionError, match="external-corpus-path"):
         SpeculativeAlgorithm.from_string(ALGORITHM).validate_server_args(options)
+
+
+def options(**changed: Any) -> Any:
+    """Options of a server as they are before algorithms fill them in."""
+    given = dict.fromkeys(("max_running_requests", "speculative_num_draft_tokens", "speculative_num_steps"))
+    known = {"device": "cuda", "speculative_ngram_max_bfs_breadth": 10, "page_size": 1, "attention_backend": None}
+    flags = {"enable_dp_attention": False, "disable_overlap_schedule": False}
+    return SimpleNamespace(**{**given, **known, **flags, **changed})
+
+
+def test_options_are_filled_in_as_those_of_ngram() -> None:
+    algorithm = SpeculativeAlgorithm.from_string(ALGORITHM)
+    filled = options()
+    algorithm.handle_server_args(filled)
+    assert (filled.speculative_num_draft_tokens, filled.max_running_requests) == (12, 48)
+    assert not filled.disable_overlap_schedule
+    with pytest.raises(OptionError, match="flashinfer"):
+        algorithm.handle_server_args(options(page_size=16))
+
+
+def test_drafters_open_the_stores_of_the_model() -> None:
+    place = {"model_path": str(demo.MODEL), "tokenizer_path": None, "served_model_name": None}
+    make = drafters_of(SimpleNamespace(**place, trust_remote_code=False, revision=None), NODES)
+    first, second = make(), make()
+    assert isinstance(first, Hierarchy) and isinstance(second, Hierarchy)
+    assert first._stores[0] is not None and first._stores[1] is not None
+    assert first._stores == second._stores and first._history is second._history is not None
 
 
 def test_answers_equal_plain_decoding_and_later_ones_take_fewer_passes() -> None:

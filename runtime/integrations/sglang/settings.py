@@ -37,9 +37,4 @@ class Settings:
             raise OptionError(f"{VARIABLE} is {text}: it must be a JSON object with any of {known}")
         drafting = {name: values[name] for name in DRAFTING if name in values}
         decoding = DecodeConfig(**{"sources": ON_THE_HOST, **drafting})
-        if set(decoding.drafts_from) & {"L", "R"}:
-            raise OptionError(
-                f"{VARIABLE} names the sources {decoding.sources}: last-logits and recycled need logits on the host, so use "
-                f"{ON_THE_HOST}"
-            )
         return cls(decoding, StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)}))
