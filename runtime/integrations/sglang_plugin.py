@@ -1,0 +1,32 @@
+"""The plug-in by which SGLang drafts with hdtool: an entry point of ``sglang.srt.plugins``.
+
+SGLang loads it in each of its processes, before it reads its options, so this module imports little. It registers the
+algorithm ``HDTOOL``, whose worker is loaded when ``--speculative-algorithm`` names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+LOGGER = logging.getLogger("sglang.hdtool")
+ALGORITHM = "HDTOOL"
+SUPPORTED = "0.5.23"
+"""The version whose n-gram worker hdtool builds on; SGLang promises no interface of it."""
+
+
+def register() -> None:
+    """Register the algorithm, unless this SGLang is another version."""
+    version = metadata.version("sglang")
+    if version != SUPPORTED:
+        LOGGER.warning(
+            "hdtool drafts in SGLang %s, and this is %s: install sglang==%s for --speculative-algorithm %s",
+            SUPPORTED,
+            version,
+            SUPPORTED,
+            ALGORITHM,
+        )
+        return
+    from hdtool.runtime.integrations.sglang.algorithm import register_in
+
+    register_in(ALGORITHM)

@@ -1,0 +1,95 @@
+"""Trees for SGLang's n-gram worker, in the form of its corpus: tokens and ancestor masks of a fixed size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hdtool.data.errors import OptionError, StoreError
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.integrations.sglang.corpus import PADDING, HierarchyCorpus
+from hdtool.runtime.integrations.sglang.settings import VARIABLE, Settings
+from hdtool.runtime.stores.history.history import History
+
+NODES, VOCABULARY = 6, 100
+SAID = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+
+
+def corpus(history: History | None = None, vocabulary: int = VOCABULARY) -> HierarchyCorpus:
+    return HierarchyCorpus(lambda: Hierarchy(budget=FixedBudget(NODES - 1), history=history), NODES, vocabulary)
+
+
+def drafts(drafted: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
+    return drafted[0].reshape(-1, NODES).tolist()
+
+
+def test_a_tree_starts_at_the_last_token_and_follows_the_context() -> None:
+    one = corpus()
+    one.begin("a", [*SAID, 11])
+    tokens, masks = one.batch_get(["a"], [[11, 12]], [len(SAID) + 2])
+    assert tokens.tolist() == [12, 13, 14, 15, 16, 17]
+    assert masks.reshape(NODES, NODES).tolist() == np.tril(np.ones((NODES, NODES), int)).tolist()
+
+
+def test_what_nothing_is_drafted_for_is_padded_below_the_root() -> None:
+    tokens, masks = corpus().batch_get(["a"], [[1, 2, 3]], [3])
+    assert tokens.tolist() == [3, *[PADDING] * (NODES - 1)]
+    expected = np.eye(NODES, dtype=int)
+    expected[:, 0] = 1
+    assert masks.reshape(NODES, NODES).tolist() == expected.tolist()
+
+
+def test_requests_keep_their_contexts_in_any_order_and_batch() -> None:
+    one = corpus()
+    one.begin("a", [*SAID, 11])
+    one.begin("b", [31, 32, 33, 34, 35, 36, 31])
+    assert [tree[:3] for tree in drafts(one.batch_get(["b", "a"], [[32], [12]], [8, 12]))] == [
+        [32, 33, 34],
+        [12, 13, 14],
+    ]
+    assert drafts(one.batch_get(["a"], [[12, 13]], [13]))[0][:3] == [13, 14, 15]
+
+
+def test_a_context_that_skips_tokens_begins_anew() -> None:
+    one = corpus()
+    one.begin("a", [*SAID, 11])
+    assert drafts(one.batch_get(["a"], [[1, 2, 1]], [40]))[0][:2] == [1, 2]
+
+
+def test_finished_answers_are_drafted_from_and_stay_after_a_flush() -> None:
+    one = corpus(History())
+    one.begin("a", [1, 2, 3])
+    one.batch_get(["a"], [[11]], [4])
+    one.finish("a", [1, 2, 3, *SAID])
+    one.reset()
+    assert "a" not in one
+    assert drafts(one.batch_get(["b"], [[5, 12, 13]], [3]))[0][:4] == [13, 14, 15, 16]
+
+
+def test_tokens_without_an_embedding_are_not_drafted() -> None:
+    one = corpus(vocabulary=14)
+    one.begin("a", [*SAID, 11])
+    assert drafts(one.batch_get(["a"], [[12]], [12]))[0] == [12, 13, *[PADDING] * 4]
+
+
+def test_corpora_of_sglang_are_refused() -> None:
+    with pytest.raises(StoreError, match="hdtool build-corpus-db"):
+        corpus().load_external_corpus_named("a", [[1]])
+
+
+@pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}'])
+def test_wrong_settings_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=VARIABLE):
+        Settings.of({VARIABLE: text})
+
+
+def test_sources_from_logits_are_refused() -> None:
+    with pytest.raises(OptionError, match="sources of method hd"):
+        Settings.of({VARIABLE: '{"sources": "last-logits"}'})
+
+
+def test_settings_are_read() -> None:
+    settings = Settings.of({VARIABLE: '{"corpus_db": "none", "history": "none"}'})
+    assert (settings.stores.corpus_db, settings.decoding.history) == ("none", "none")
+    assert Settings.of({}).decoding.history == "memory"
