@@ -141,7 +141,9 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
 
 def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     if kind.name.endswith("_K") or kind.name == "IQ4_NL":
-        return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], seed=len(weight)).blocks.numpy()
+        # IQ4_NL has numbers up to 127: larger scales give attention scores of hundreds, which magnify rounding.
+        scale = 0.001 if kind.name == "IQ4_NL" else 0.01
+        return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], len(weight), scale).blocks.numpy()
     return quantize(weight, kind)
 
 

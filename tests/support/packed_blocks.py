@@ -24,12 +24,12 @@ SCALES |= {"int8": (0,), "int4": (0, 4)}
 LONGEST_BLOCK = 256
 
 
-def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0) -> PackedMatrix:
-    """A matrix with scales as models have them, and all other bits at random."""
+def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0, scale: float = 0.01) -> PackedMatrix:
+    """A matrix with random bits, and with scales of this standard deviation."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (outs * columns // format.numbers, format.bytes), dtype=np.uint8)
     for first in SCALES[format.name]:
-        set_scales(blocks, format, first, 0.01 * random.standard_normal(len(blocks)))
+        set_scales(blocks, format, first, scale * random.standard_normal(len(blocks)))
     return PackedMatrix(torch.from_numpy(blocks.reshape(outs, -1)), format)
 
 
