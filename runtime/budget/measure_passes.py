@@ -108,13 +108,14 @@ def seconds_of_trees(
             cache.pretend(slot, context, LARGEST_TREE + 1)
         else:
             target.prefill(cache, slot, context, room=max(sizes))
+    random = np.random.default_rng(0)
     rounds: list[list[float]] = []
     for _ in range(times):
         rounds.append([])
         for size in sizes:
             slots = batch if target.pads else min(size + 1, batch)
             nodes = [size] * slots if target.pads else [(size + 1 - slots + turn) // slots for turn in range(slots)]
-            trees = [DraftTree.of(0, [1] * n, [-1] * n if target.takes_trees else range(-1, n - 1)) for n in nodes]
+            trees = [_random_tree(target, n, random) for n in nodes]
             before = target.log.seconds
             target.verify(cache, trees)
             target.wait()
@@ -123,6 +124,12 @@ def seconds_of_trees(
             break
     cache.slots[0].cut(0)
     return np.median(rounds, axis=0)
+
+
+def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> DraftTree:
+    """A tree of random tokens: in a mixture of experts, a pass over equal ones would read the experts of one alone."""
+    root, *tokens = random.integers(target.vocabulary, size=nodes + 1).tolist()
+    return DraftTree.of(root, tokens, [-1] * nodes if target.takes_trees else range(-1, nodes - 1))
 
 
 def cost_here(target: Target, batch: int = 1) -> CostCurve:

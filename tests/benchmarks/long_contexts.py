@@ -5,7 +5,8 @@
 
 The contexts are text of the documentation, from another place for each repetition, with a question at the end. The
 prompt is read once; then both answer in turn, with the same keys and values, and only the time after the first token
-counts. ``--shape`` takes random weights: their answers repeat themselves or make no sense, and few drafts are right.
+counts. ``--shape`` takes random weights: greedy answers repeat themselves, so most drafts are right; with
+``--temperature 1`` hardly any is, which is the worst case.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def prompts(loaded: Loaded, length: int, number: int) -> list[list[int]]:
     ]
 
 
-def answer(loaded: Loaded, prompt: list[int], drafter: Drafter | None, most: int) -> tuple[list[int], float, int]:
+def answer(
+    loaded: Loaded, prompt: list[int], drafter: Drafter | None, most: int, sampling: SamplingConfig
+) -> tuple[list[int], float, int]:
     """The tokens of an answer, the seconds after the first one, and the number of steps."""
-    sampler, _ = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=most)
+    sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=most)
     steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, drafter=drafter)
     tokens = [*next(steps).tokens]
     started, number = time.process_time(), 0
@@ -66,14 +69,15 @@ def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
     def drafter() -> Drafter:
         return drafter_within(lambda: MeasuredBudget(loaded.target.log, costs), decoding, stores, loaded.target)
 
+    sampling = SamplingConfig(temperature=options.temperature)
     ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
     for prompt in prompts(loaded, length, options.texts):
-        answer(loaded, prompt, None, 2)  # reads the prompt
+        answer(loaded, prompt, None, 2, sampling)  # reads the prompt
         own, drafts = [], []
         for _ in range(options.rounds):
-            expected, seconds, _ = answer(loaded, prompt, None, options.tokens)
+            expected, seconds, _ = answer(loaded, prompt, None, options.tokens, sampling)
             own.append(seconds)
-            found, seconds, number = answer(loaded, prompt, drafter(), options.tokens)
+            found, seconds, number = answer(loaded, prompt, drafter(), options.tokens, sampling)
             drafts.append(seconds)
             differing += found != expected
             steps, tokens = steps + number, tokens + len(found) - 1
@@ -90,6 +94,7 @@ def main() -> None:
     parser.add_argument("--shape", help="a shape of bench-shape, or a config.json")
     parser.add_argument("--activations", default="float32")
     parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 4000, 8000])
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--texts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)

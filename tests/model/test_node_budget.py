@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,12 @@ from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import draft_many
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.verified import Verified
 from tests.support.families import model_of
 
 
@@ -471,3 +474,21 @@ def test_a_draft_that_finds_nothing_counts_as_one_that_does_not_pay() -> None:
     assert not len(drafters[0].draft([1, 2, 3]))
     draft_many(drafters, [[1, 2, 3]] * 2)
     assert asked == [0, 0, 0]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_timed_passes_verify_different_tokens(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tokens have the same experts: a pass over many of them would read those of a single one."""
+    seen: list[DraftTree] = []
+    verify = Target.verify
+
+    def noted(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        seen.extend(trees)
+        return verify(target, cache, trees)
+
+    monkeypatch.setattr(Target, "verify", noted)
+    seconds_of_trees(Target(model_of("qwen3_moe")), [0, 15], 2, 60.0, batch=batch)
+    large = [tree for tree in seen if len(tree) == 15]
+    assert len(large) == 2 * batch
+    assert all(len(set(tree.tokens.tolist())) > 8 for tree in large)
+    assert len({tuple(tree.all_tokens) for tree in large}) == len(large)
