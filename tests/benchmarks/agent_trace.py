@@ -17,6 +17,7 @@ import argparse
 import http.client
 import json
 import re
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -95,10 +96,10 @@ def of_this_folder() -> Iterator[list[Request]]:
         )
         messages: Request = [{"role": "system", "content": INSTRUCTIONS}]
         requests = []
-        for asked, answered in turns:
-            messages = [*messages, {"role": "user", "content": asked}]
+        for question, answer in turns:
+            messages = [*messages, {"role": "user", "content": question}]
             requests.append(messages)
-            messages = [*messages, {"role": "assistant", "content": answered}]
+            messages = [*messages, {"role": "assistant", "content": answer}]
         yield requests
 
 
@@ -162,7 +163,7 @@ def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
     return tokens, usage.get("prompt_tokens", usage.get("input_tokens", 0)), details.get("cached_tokens", 0)
 
 
-def compare(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
+def compare(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
     """Print the figures of each turn, with drafts and without."""
     log = Path(options.log)
     with (
@@ -171,7 +172,7 @@ def compare(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> 
     ):
         found: dict[tuple[str, int], list[Reply]] = defaultdict(list)
         order, different = count(), 0
-        for number, requests in enumerate(asked, 1):
+        for number, requests in enumerate(traces, 1):
             for turn, messages in enumerate(requests, 1):
                 servers = [("drafts", drafting), ("plain", plain)][:: 1 if next(order) % 2 else -1]
                 try:
@@ -181,7 +182,7 @@ def compare(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> 
                 different += replies["drafts"].text != replies["plain"].text
                 for name, reply in replies.items():
                     found[name, turn].append(reply)
-            print(f"conversation {number} of {len(asked)} is answered", flush=True)
+            print(f"conversation {number} of {len(traces)} is answered", flush=True)
     print(f"{machine()}; {options.model}, one thread a server; answers that differ: {different}\n")
     print(table(found))
 
@@ -223,8 +224,8 @@ def rate(reply: Reply) -> float:
 class Soak:
     """Sessions that ask one server at the same time."""
 
-    def __init__(self, server: RunningServer, options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
-        self._server, self._options, self._asked = server, options, asked
+    def __init__(self, server: RunningServer, options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
+        self._server, self._options, self._traces = server, options, traces
         self._started, self._done = time.monotonic(), threading.Event()
         self.outcomes, self.replies = Counter[str](), list[Reply]()
         self.samples: list[tuple[float, ...]] = []
@@ -241,7 +242,7 @@ class Soak:
     def _session(self, number: int) -> None:
         """One conversation after another, each by the next API."""
         for round_, place in enumerate(count(number, self._options.sessions)):
-            if not self._converse(self._asked[place % len(self._asked)], APIS[(number + round_) % len(APIS)]):
+            if not self._converse(self._traces[place % len(self._traces)], APIS[(number + round_) % len(APIS)]):
                 return
 
     def _converse(self, requests: Sequence[Request], api: str) -> bool:
@@ -267,10 +268,10 @@ class Soak:
             self.samples.append((seconds, memory, process.num_threads(), process.num_fds()))
 
 
-def soak(options: argparse.Namespace, asked: Sequence[Sequence[Request]]) -> None:
+def soak(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
     """Print what the sessions were answered, and how the server's process grew."""
     with RunningServer(Path(options.log), options.model, "--method", options.method, *options.serve) as server:
-        sessions = Soak(server, options, asked)
+        sessions = Soak(server, options, traces)
         sessions.run()
         metrics = server.ask("/metrics")[1]
         assert "Traceback" not in server.log, server.log[-3000:]
@@ -316,11 +317,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--sessions", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--log", default="agent_trace.log", help="a file for the log of the server")
+    parser.add_argument(
+        "--log", default=str(Path(tempfile.gettempdir()) / "agent_trace.log"), help="a file for the log of the server"
+    )
     parser.add_argument("serve", nargs="*", help="options of hdtool serve, after --")
     options = parser.parse_args()
-    asked = conversations(options.trace, options.conversations)
-    (soak if options.sessions else compare)(options, asked)
+    traces = conversations(options.trace, options.conversations)
+    (soak if options.sessions else compare)(options, traces)
 
 
 if __name__ == "__main__":
