@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import PromptError, worded
-from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
-from hdtool.data.files.locking import exclusive
-from hdtool.data.grammar import GrammarKind
-from hdtool.data.prompts import Prompt
-from hdtool.runtime.answer import Answer
-from hdtool.runtime.answerer import Answerer
+from hdtool.data.kept_records import append, cut, exclusive, is_torn, lines_of, may_be_torn_from
+from hdtool.data.prompts import GrammarKind, Prompt
+from hdtool.runtime.answerer import Answer, Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
+from hdtool.runtime.drafter import RankingRecorder
 
 
 class GenerationFile:

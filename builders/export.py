@@ -8,9 +8,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from hdtool.data.errors import ModelError
-from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
-from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.model.load import CONFIG_FILES, load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 

@@ -15,27 +15,22 @@ import typer.core
 
 from hdtool.cli import (
     bench,
-    bench_cost,
-    bench_shape,
+    build,
+    chat,
     collect,
     convert,
     demo,
     doctor,
-    export,
+    edit_stores,
     generate,
+    inspect_stores,
     replay,
+    serve,
     setup,
-    train_heads,
     verify,
 )
-from hdtool.cli.chat import command as chat
-from hdtool.cli.output.line_breaks import break_messages_between_words
-from hdtool.cli.parameters.command import Command, with_hyphens
-from hdtool.cli.parameters.options import INTERRUPTED
-from hdtool.cli.parameters.settings import with_options
-from hdtool.cli.serving import command as serving
-from hdtool.cli.serving import vllm
-from hdtool.cli.stores import build_stores, edit_store, inspect, list_stores
+from hdtool.cli.command import Command, break_messages_between_words, with_hyphens
+from hdtool.cli.options import INTERRUPTED, with_options
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.lean_imports import import_leanly
 
@@ -54,7 +49,7 @@ class Commands(typer.core.TyperGroup):
     """The commands; the options of ``serve`` depend on its engine."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:1] == ["serve"] and serving.engine_of(args) == serving.VLLM:
+        if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM:
             return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
         return super().resolve_command(ctx, args)
 
@@ -97,25 +92,25 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
         doctor.doctor: ("hdtool doctor", "hdtool doctor MODEL --json"),
     },
     "Serving": {
-        serving.serve: (
+        serve.serve: (
             "hdtool serve MODEL",
             "hdtool serve MODEL --port 8000 --api-key-file keys.txt --batch-size 4",
         ),
-        vllm.serve_vllm: (
+        serve.serve_vllm: (
             "hdtool serve MODEL --engine vllm --port 8000",
             "hdtool serve MODEL --engine vllm --served-model-name tenant-a --min-draft-prob 0.3 --dry-run",
         ),
-        export.export: (
+        convert.export: (
             "hdtool export MODEL --out drafting-model",
             "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
         ),
     },
     "Stores": {
-        build_stores.build_model_db: (
+        build.build_model_db: (
             "hdtool build-model-db MODEL --from generations.jsonl",
             "hdtool build-model-db MODEL --from 'logs/*.jsonl.gz' --out stores/model --replace",
         ),
-        build_stores.build_corpus_db: (
+        build.build_corpus_db: (
             "hdtool build-corpus-db --model MODEL sharegpt.json",
             "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
         ),
@@ -127,20 +122,20 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
             "hdtool convert logs.db requests.jsonl.gz --out chats.jsonl",
             "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
         ),
-        list_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
-        inspect.inspect: (
+        edit_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
+        inspect_stores.inspect: (
             "hdtool inspect stores/model --latency",
             'hdtool inspect stores/corpus --model MODEL --after "for i in"',
         ),
-        edit_store.add: (
+        edit_stores.add: (
             "hdtool add stores/corpus new.jsonl --model MODEL",
             "hdtool add stores/model answers.jsonl --model MODEL",
         ),
-        edit_store.drop: (
+        edit_stores.drop: (
             "hdtool drop stores/corpus --source sharegpt.json",
             "hdtool drop stores/model --source 1a2b3c4d",
         ),
-        edit_store.merge: (
+        edit_stores.merge: (
             "hdtool merge stores/a stores/b --out stores/both",
             "hdtool merge stores/a stores/b --out stores/a --json",
         ),
@@ -158,17 +153,17 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
             "hdtool replay MODEL --traces answers.jsonl --methods pld,hd",
             "hdtool replay MODEL --traces answers.jsonl --cost bench/cost.json --report report",
         ),
-        bench_cost.bench_cost: (
+        bench.bench_cost: (
             "hdtool bench-cost MODEL",
             "hdtool bench-cost --shape llama-7b --dtype bfloat16 --contexts 128,1024",
         ),
-        bench_shape.bench_shape: (
+        bench.bench_shape: (
             "hdtool bench-shape llama-7b --model MODEL --traces answers.jsonl",
             "hdtool bench-shape config.json --model MODEL --traces answers.jsonl --methods generate,ar,hd",
         ),
     },
     "Training": {
-        train_heads.train_heads: (
+        build.train_heads: (
             "hdtool train-heads MODEL --from answers.jsonl --out heads",
             "hdtool train-heads MODEL --from answers.jsonl --out hydra --kind hydra++ --num-heads 5",
         ),
@@ -181,8 +176,8 @@ for group, commands in GROUPS.items():
             function.__name__.replace("_", "-"),
             cls=Command,
             epilog="\n".join(f"  {line}" for line in examples),
-            context_settings=vllm.PASSED_ON if function is vllm.serve_vllm else None,
-            hidden=function is vllm.serve_vllm,
+            context_settings=serve.PASSED_ON if function is serve.serve_vllm else None,
+            hidden=function is serve.serve_vllm,
             rich_help_panel=group,
         )(with_options(function))
 
@@ -215,9 +210,7 @@ def main() -> None:
 
 def _uses_vllm(arguments: list[str]) -> bool:
     """Whether the command loads vLLM, which computes with the parts of torch that a lean import leaves out."""
-    return arguments[:1] == [VLLM_COMMAND] or (
-        arguments[:1] == ["serve"] and serving.engine_of(arguments) == serving.VLLM
-    )
+    return arguments[:1] == [VLLM_COMMAND] or (arguments[:1] == ["serve"] and serve.engine_of(arguments) == serve.VLLM)
 
 
 def _run_together(arguments: list[str]) -> int:
@@ -227,7 +220,7 @@ def _run_together(arguments: list[str]) -> int:
         message = f"torchrun works with hdtool generate only, got {found}: run it without torchrun"
         return _report(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
 
-    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.runtime.model.load import load_part
     from hdtool.runtime.model.tensor_parallel import follow, leading
 

@@ -4,27 +4,257 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import INPUT, OUTPUT, option
-from hdtool.cli.parameters.settings import numbers, only, without
-from hdtool.cli.parameters.structure import structured
+import typer
+
+from hdtool.cli import options
+from hdtool.cli.command import INPUT, MEASUREMENT, OUTPUT, completion, option, structured
+from hdtool.cli.options import numbers, only, without
+from hdtool.cli.result_tables import as_columns, rounded
 from hdtool.data import demo
-from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.data.tasks import of_each_task
+from hdtool.data.errors import RecordError
+from hdtool.data.input_files import find_inputs
+from hdtool.data.progress import Tally
+from hdtool.data.prompts import Prompt, of_all_categories, of_each_task, read_prompts
+from hdtool.data.records import read_traces
 from hdtool.runtime.config import (
     METHODS,
     PEERS,
+    SHAPES,
+    WARM,
     BenchConfig,
+    BuildConfig,
+    CostConfig,
     DecodeConfig,
     GrammarConfig,
     ModelConfig,
     SamplingConfig,
+    ShapeConfig,
     StoresConfig,
 )
+
+if TYPE_CHECKING:
+    from hdtool.builders.evaluation.bench import ReplayRunner, Timing
+    from hdtool.runtime.budget.cost_curve import CostCurve
+    from hdtool.runtime.model.load import Loaded
+    from hdtool.runtime.stores.store_set import StoreSet
+
+SHAPE = typer.Argument(
+    help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
+)
+LOADING = only("model", "device", "dtype", "threads", "trust_remote_code").described(model=options.THAT_ANSWERED)
+
+
+def bench_shape(
+    *,
+    traces: Annotated[Path, option(INPUT, "Recorded answers, as replay takes them.")],
+    config: Annotated[ShapeConfig, only("shape", "methods", "limit").described(shape=SHAPE)],
+    loading: Annotated[ModelConfig, LOADING],
+    decoding: Annotated[DecodeConfig, only("draft_tokens", "max_new_tokens")],
+    stores: Annotated[StoresConfig, without("namespace")],
+    reading: Annotated[BuildConfig, only("max_bad_fraction")],
+    quiet: options.Quiet = False,
+    as_json: options.JsonObject = False,
+) -> None:
+    """Time a shape of model on recorded answers.
+
+    Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
+    answers. So the speed of a large model can be measured without its weights.
+    """
+    tally = Tally()
+    recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
+
+    from hdtool.builders.evaluation.bench import fitting, paired_benchmark
+    from hdtool.builders.evaluation.contenders import load_shape
+    from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.cli.store_output import print_left_out
+    from hdtool.data.progress import bar
+    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
+    from hdtool.runtime.model.cpu_threads import choose_threads
+    from hdtool.runtime.stores.store_set import StoreSet
+
+    quiet_libraries(quiet=quiet)
+    loaded = load_shape(config.shape, loading)
+    choose_threads(loaded.target, loading.threads)
+    reader = TurnReader.of_model(loading)
+    every = [turn for _, turns in reader.usable(recorded, tally) for turn in turns]
+    print_left_out(tally, reading.max_bad_fraction)
+    turns = fitting(every, loaded.target, decoding.max_new_tokens)
+    if not turns:
+        raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")
+    if len(turns) < len(every):
+        left_out = len(every) - len(turns)
+        print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
+    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading), identified=True)
+    timings: dict[str, Timing] = {}
+    new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
+    with bar(len(turns), "answers", quiet=quiet) as shown:
+        for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - the last ones are reported
+            shown.advance()
+    found = _report(loaded, str(traces), len(turns), timings)
+    print(json.dumps(found, ensure_ascii=False) if as_json else shape_table(found))
+
+
+def _runners(
+    methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig
+) -> dict[str, ReplayRunner]:
+    from hdtool.builders.evaluation.bench import drafting_runner, generate_runner
+    from hdtool.runtime.drafters.methods import drafter_for
+
+    peers: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
+    target = loaded.target
+    return {
+        name: generate_runner(target, **peers[name])
+        if name in peers
+        else drafting_runner(target, drafter_for(replace(decoding, method=name), target, store_set))
+        for name in methods
+    }
+
+
+def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing]) -> dict[str, Any]:
+    """As ``--json`` prints it; names stay as they are once they have shipped."""
+    import torch
+
+    from hdtool.builders.evaluation.bench import bandwidth
+    from hdtool.builders.evaluation.contenders import weights_read
+    from hdtool.runtime.environment import dtype_name, machine
+
+    target = loaded.target
+    limit = weights_read(target) / bandwidth(target.device)
+    return {
+        "model": loaded.name,
+        "parameters": sum(weight.numel() for weight in target.model.parameters()),
+        "dtype": dtype_name(target.dtype),
+        "machine": machine(target.device),
+        "threads": torch.get_num_threads(),
+        "captured": target.captures,
+        "traces": traces,
+        "answers": answers,
+        "drafters": WARM,
+        "bandwidth_limit_ms": round(1e3 * limit, 4),
+        "methods": {name: _figures(one, limit) for name, one in found.items()},
+    }
+
+
+def _figures(one: Timing, limit: float) -> dict[str, float]:
+    figures = {"tokens": one.tokens, **rounded(one, tokens_per_second=2)}
+    if one.stats:
+        figures |= rounded(one.stats, tokens_per_step=3)
+    if (later := one.later) and later.steps:
+        figures |= {
+            "model_ms_per_step": round(later.verify_ms_per_step, 4),
+            "share_of_bandwidth_limit": round(1e3 * limit / later.verify_ms_per_step, 3),
+            **rounded(later, draft_us_per_step=1, outside_us_per_step=1),
+        }
+    return figures
+
+
+COLUMNS = {
+    "tokens_per_second": "tokens/s",
+    "tokens_per_step": "per step",
+    "model_ms_per_step": "model ms",
+    "share_of_bandwidth_limit": "of limit",
+    "draft_us_per_step": "draft µs",
+    "outside_us_per_step": "around µs",
+}
+
+
+def shape_table(found: dict[str, Any]) -> str:
+    """The figures as text."""
+    steps = "captured steps" if found["captured"] else "steps called one by one"
+    first = next(iter(found["methods"].values()))["tokens_per_second"]
+    rows = [["", *COLUMNS.values(), "speed-up"]]
+    for name, figures in found["methods"].items():
+        cells = (f"{figures[column]:.2f}" if column in figures else "" for column in COLUMNS)
+        rows.append([name, *cells, f"{figures['tokens_per_second'] / first:.2f}"])
+    return "\n".join(
+        (
+            f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['dtype']}, {steps}",
+            f"{found['machine']}, threads: {found['threads']}",
+            f"{found['answers']} answers as recorded in {found['traces']}: real steps, recorded acceptance",
+            "drafters: warm, with the history and the weights of the answers before",
+            f"reading the weights once takes {found['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
+            "",
+            as_columns(rows, widths=(16, *[9] * (len(COLUMNS) + 1))),
+        )
+    )
+
+
+CONTEXTS_PER_BLOCK = 8
+"""Context lengths that fit side by side in a terminal."""
+
+
+def bench_cost(
+    *,
+    loading: Annotated[ModelConfig, without("device_map", "generation_config").as_argument()],
+    shape: Annotated[
+        str | None,
+        option(
+            MEASUREMENT,
+            f"Time a model of this shape with random weights: {', '.join(SHAPES)}, or a config.json.",
+            values=SHAPES,
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        option(
+            MEASUREMENT,
+            f"Context lengths separated by commas. Default: powers of two from {CostConfig.shortest} to "
+            f"{CostConfig.longest} that fit the model.",
+        ),
+    ] = None,
+    out: Annotated[Path, option(OUTPUT, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
+    quiet: options.Quiet = False,
+    as_json: options.JsonObject = False,
+) -> None:
+    """Measure forward passes by draft tokens and context.
+
+    Prints and writes the table. generate chooses the number of draft tokens by it from then on, and replay --cost
+    predicts tokens per second from it.
+    """
+    config = CostConfig(contexts=numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024"))
+
+    from hdtool.builders.evaluation.contenders import draw_cost, load_shape, picture_file
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.data.progress import bar
+    from hdtool.runtime.budget.cost_curve import cost_file
+    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
+    from hdtool.runtime.model.cpu_threads import choose_threads
+    from hdtool.runtime.model.load import load
+
+    quiet_libraries()
+    figures, drawing = out / "cost.json", out / "cost.png"
+    for file in (cost_file(figures), picture_file(drawing)):
+        file.check()
+    loaded = load_shape(shape, loading) if shape else load(loading)
+    choose_threads(loaded.target, loading.threads)
+    lengths = lengths_for(loaded, config)
+    check_saving(loaded.target)
+    with bar(len(lengths), "contexts", quiet=quiet) as shown:
+        curve = cost_of_passes(loaded, lengths, shown.to)
+    curve.write(figures)
+    draw_cost(curve, drawing)
+    save_at_home(loaded.target, curve)
+    print(json.dumps(asdict(curve)) if as_json else cost_table(curve))
+
+
+def cost_table(curve: CostCurve) -> str:
+    """Milliseconds: a row for each number of draft tokens, a column for each context length."""
+    blocks = [f"{curve.model} in {curve.dtype} on {curve.device}\nmilliseconds of a forward pass"]
+    for first in range(0, len(curve.contexts), CONTEXTS_PER_BLOCK):
+        shown = range(first, min(first + CONTEXTS_PER_BLOCK, len(curve.contexts)))
+        rows = [["context", *(f"{curve.contexts[place]:,}" for place in shown)]]
+        for column, nodes in enumerate(curve.nodes):
+            name = f"{nodes} node" + "s" * (nodes != 1)
+            rows.append([name, *(f"{curve.milliseconds[place][column]:.2f}" for place in shown)])
+        blocks.append(as_columns(rows, widths=[8] * (len(shown) + 1), gap=1))
+    return "\n\n".join(blocks)
 
 
 def bench(
@@ -63,15 +293,14 @@ def bench(
     more_temperatures = _temperatures(temperatures, sampling)
     asked, spare = _sample(structured(read_prompts(questions or demo.PROMPTS), structure, tools), settings)
 
-    from hdtool.cli.output.bench_table import record, table
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.write_report import report_bench
+    from hdtool.builders.evaluation.bench_plan import Plan
+    from hdtool.builders.evaluation.report.measurements import Measured
+    from hdtool.builders.evaluation.report.pages import prepare
+    from hdtool.builders.evaluation.scores import scores_of
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.cli.result_tables import bench_record, bench_table, report_bench
     from hdtool.data.bench_results import refuse_files_without_run
     from hdtool.data.progress import late_bar
-    from hdtool.runtime.evaluation.bench_plan import Plan
-    from hdtool.runtime.evaluation.report.measured import Measured
-    from hdtool.runtime.evaluation.report.write import prepare
-    from hdtool.runtime.evaluation.scores import scores_of
 
     quiet_libraries(quiet=quiet)
     plan = Plan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
@@ -89,7 +318,7 @@ def bench(
         print(f"the results are in {one.bench.out}", file=sys.stderr)
     results, *others = measured
     scores = scores_of(results, settings.baseline)
-    print(json.dumps(record(results, scores), ensure_ascii=False) if as_json else table(results, scores))
+    print(json.dumps(bench_record(results, scores), ensure_ascii=False) if as_json else bench_table(results, scores))
     if report:
         report_bench(report, plan, Measured(results, settings.baseline, others), quiet=quiet)
 

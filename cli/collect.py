@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import INPUT, OUTPUT, option
-from hdtool.cli.parameters.settings import only, without
-from hdtool.cli.parameters.structure import structured
+from hdtool.cli import options
+from hdtool.cli.command import INPUT, OUTPUT, option, structured
+from hdtool.cli.options import only, without
+from hdtool.data.progress import Tally, counted
 from hdtool.data.prompts import read_prompts
-from hdtool.data.tally import Tally, counted
 from hdtool.runtime.config import BuildConfig, DecodeConfig, GrammarConfig, ModelConfig, RecordingConfig, SamplingConfig
 
 
@@ -42,8 +41,8 @@ def collect(
 
     from hdtool.builders.collect import GenerationFile
     from hdtool.builders.collect import collect as collected
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.store_output import print_left_out
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.cli.store_output import print_left_out
     from hdtool.data.progress import bar
     from hdtool.runtime.answerer import Answerer
 

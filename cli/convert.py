@@ -1,18 +1,52 @@
-"""``hdtool convert``: logs of any known form as one file of conversations."""
+"""Commands that make a model ready ahead of time: convert, compile and export."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import OUTPUT, option
-from hdtool.cli.parameters.settings import only
+from hdtool.cli import options
+from hdtool.cli.command import OUTPUT, option
+from hdtool.cli.model_argument import require_model
+from hdtool.cli.options import only, without
+from hdtool.data import demo
 from hdtool.data.errors import OptionError
-from hdtool.data.tally import counted
-from hdtool.runtime.config import BuildConfig
+from hdtool.data.progress import counted
+from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
+
+
+@contextmanager
+def compiled_meanwhile(method: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles the drafter of a method while this one loads a model; it ends with this block."""
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-m", "hdtool.cli.convert", method]
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def compile_drafter(method: str) -> None:
+    from hdtool.runtime.budget.node_budget import FixedBudget
+    from hdtool.runtime.config import DecodeConfig
+    from hdtool.runtime.drafters.methods import drafter_within
+    from hdtool.runtime.stores.corpus_index import CorpusIndex
+    from hdtool.runtime.stores.history_store import History
+    from hdtool.runtime.stores.model_store import ModelStore
+    from hdtool.runtime.stores.store_set import StoreSet
+
+    stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
+    drafter_within(FixedBudget, DecodeConfig(method), stores)
+
+
+if __name__ == "__main__":
+    compile_drafter(sys.argv[1])
 
 
 def convert(
@@ -29,10 +63,9 @@ def convert(
     requests and responses nothing but the messages is kept. A request and its answer in two files become one
     conversation.
     """
-    from hdtool.cli.output.store_output import print_left_out
-    from hdtool.data.conversations.canonical import canonical_file, write_canonical
-    from hdtool.data.conversations.reader import ConversationReader
-    from hdtool.data.inputs import find_inputs
+    from hdtool.cli.store_output import print_left_out
+    from hdtool.data.conversation_files import ConversationReader, canonical_file, write_canonical
+    from hdtool.data.input_files import find_inputs
     from hdtool.data.progress import bar
 
     paths = find_inputs(inputs)
@@ -51,3 +84,35 @@ def convert(
     print(f"{out}: {written.in_words()}, {counted(reader.tally.bad, 'record')} left out")
     if not written.answers:
         print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)
+
+
+def export(
+    *,
+    out: Annotated[Path, option(OUTPUT, "The new folder.")],
+    loading: Annotated[
+        ModelConfig,
+        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
+    ],
+    decoding: Annotated[DecodeConfig, without("max_new_tokens", "batch_size")],
+    store_set: Annotated[StoresConfig, without("namespace")],
+    as_json: options.JsonObject = False,
+) -> None:
+    """Export a model folder whose generate drafts.
+
+    The folder links to the files of the model and holds a custom_generate, which transformers uses when it loads the
+    folder with trust_remote_code=True: from_pretrained, pipeline and transformers serve then draft with hdtool, from
+    the stores that fit the model or that are named here.
+    """
+    require_model("export", loading.model)
+
+    from hdtool.builders.export import CODE
+    from hdtool.builders.export import export as write
+    from hdtool.cli.answer_output import quiet_libraries
+
+    quiet_libraries()
+    files = write(loading, out, decoding, store_set)
+    if as_json:
+        print(json.dumps({"folder": str(out), "files": len(files), "code": CODE}, ensure_ascii=False))
+        return
+    print(f"{out}: links to {len(files)} files, and {CODE}")
+    print(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', file=sys.stderr)

@@ -10,20 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.compile_ahead import compiled_meanwhile
-from hdtool.cli.parameters.command import INPUT, MODEL, option
-from hdtool.cli.parameters.options import INTERRUPTED
-from hdtool.cli.parameters.settings import only
+from hdtool.cli.command import INPUT, MODEL, option
+from hdtool.cli.convert import compiled_meanwhile
+from hdtool.cli.options import INTERRUPTED, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import ModelError, OptionError, install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
     from hdtool.data.prompts import Prompt
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.stats import Stats
+    from hdtool.runtime.sequence import Stats
 
 
 NEEDED = (demo_files.PACKAGE, "gguf", "accelerate")
@@ -49,12 +47,12 @@ def demo(
     them. The last lines tell what drafting brings from what hdtool's compiled layers bring over transformers'
     ``generate``, which answers the first prompt.
     """
-    from hdtool.builders.demo.real_model import is_first_demo
-    from hdtool.cli.output.line_breaks import printable
-    from hdtool.cli.output.show_answers import colors_shown, legend, quiet_libraries, stream, summary
+    from hdtool.builders.demo.stores import is_first_demo
+    from hdtool.cli.answer_output import colors_shown, legend, quiet_libraries, stream, summary
+    from hdtool.cli.command import printable
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.stats import Stats
+    from hdtool.runtime.sequence import Stats
 
     quiet_libraries()
     method = decoding.method
@@ -125,8 +123,8 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
 
 def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int) -> float:
     """Tokens per second of ``generate`` of transformers."""
+    from hdtool.builders.evaluation.bench_plan import Lineup
     from hdtool.data.chat import encode_conversation
-    from hdtool.runtime.evaluation.lineup import Lineup
 
     decoding = DecodeConfig(max_new_tokens=max_new_tokens)
     lineup = Lineup(plain.loaded, plain.store_set, loading, decoding, SamplingConfig())
@@ -150,7 +148,7 @@ def _chosen(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
     if lacking:
         raise ModelError(f"SmolLM2 needs {' and '.join(lacking)}, not installed here: {_advice(lacking)}")
-    from hdtool.builders.demo.real_model import stores_of_real_model
+    from hdtool.builders.demo.stores import stores_of_real_model
 
     loading = replace(loading, model=str(file))
     return loading, stores_of_real_model(loading), demo_files.QUESTIONS

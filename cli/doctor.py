@@ -3,12 +3,66 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.settings import only
+from hdtool.cli import options
+from hdtool.cli.answer_output import colors_shown
+from hdtool.cli.options import only
+from hdtool.data.progress import counted
 from hdtool.runtime.config import ModelConfig
+
+if TYPE_CHECKING:
+    from hdtool.builders.diagnosis import Finding
+
+SIGNS = {"ok": "✓", "note": "·", "mend": "✗"}
+COLORS = {"ok": 32, "note": 33, "mend": 31}
+INDENT = "  "
+ARROW = "→ "
+LEAST, MOST = 40, 110
+"""Columns of the text."""
+
+
+def in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
+    """A table for each group, wrapped to the width of the terminal, and a last line that sums up."""
+    width = max(LEAST, min(MOST, shutil.get_terminal_size().columns))
+    names = max(len(finding.name) for findings in groups.values() for finding in findings)
+    lines = [
+        line
+        for group, findings in groups.items()
+        for line in (group, *(part for finding in findings for part in _lines(finding, names, width)), "")
+    ]
+    wrong, notes = (_count(groups, state) for state in ("mend", "note"))
+    verdict = "all is well" if not wrong else f"{counted(wrong, 'fault')} to mend"
+    return "\n".join([*lines, verdict + (f", {counted(notes, 'note')}" if notes else "")])
+
+
+def _lines(finding: Finding, names: int, width: int) -> Iterator[str]:
+    start = f"{INDENT}{_sign(finding.state)} {finding.name:{names}}  "
+    margin = len(INDENT) + 2 + names + 2
+    first, *others = _wrapped(finding.found, width - margin)
+    yield start + first
+    for line in others:
+        yield " " * margin + line
+    if finding.advice:
+        for number, line in enumerate(_wrapped(finding.advice, width - margin - len(ARROW))):
+            yield " " * margin + (INDENT if number else ARROW) + line
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines cut between words only, so that paths and commands can be copied."""
+    return textwrap.wrap(text, max(LEAST // 2, width), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _sign(state: str) -> str:
+    return f"\033[{COLORS[state]}m{SIGNS[state]}\033[0m" if colors_shown() else SIGNS[state]
+
+
+def _count(groups: Mapping[str, Sequence[Finding]], state: str) -> int:
+    return sum(finding.state == state for findings in groups.values() for finding in findings)
 
 
 def doctor(
@@ -26,14 +80,16 @@ def doctor(
     Decodes ten tokens with the embedded model, with and without drafts. Prints what was found, and for what is missing
     or wrong the command that mends it. The exit code is 1 if something does not work.
     """
-    from hdtool.builders.diagnosis.decoding import decoding_findings
-    from hdtool.builders.diagnosis.finding import MEND
-    from hdtool.builders.diagnosis.folders import folder_findings, store_findings
-    from hdtool.builders.diagnosis.machine import machine_findings
-    from hdtool.builders.diagnosis.model import model_findings
-    from hdtool.builders.diagnosis.packages import package_findings
-    from hdtool.cli.output.findings_table import in_words
-    from hdtool.cli.output.show_answers import quiet_libraries
+    from hdtool.builders.diagnosis import (
+        MEND,
+        decoding_findings,
+        folder_findings,
+        machine_findings,
+        model_findings,
+        package_findings,
+        store_findings,
+    )
+    from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries()
     groups = {

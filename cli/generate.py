@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.options import INTERRUPTED
-from hdtool.cli.parameters.settings import without
-from hdtool.cli.parameters.structure import structured
+from hdtool.cli import options
+from hdtool.cli.command import structured
+from hdtool.cli.options import INTERRUPTED, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
-from hdtool.data.predictions import read_prediction
-from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.data.prompts import Prompt, read_prediction, read_prompts
 from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig
 
 
@@ -50,7 +48,7 @@ def generate(
     if system is not None:
         asked = [with_system(one, system) for one in asked]
 
-    from hdtool.cli.output.show_answers import (
+    from hdtool.cli.answer_output import (
         batch_summary,
         colors_shown,
         legend,

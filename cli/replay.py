@@ -9,16 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import INPUT, MEASUREMENT, OUTPUT, option
-from hdtool.cli.parameters.settings import only, without
+from hdtool.cli import options
+from hdtool.cli.command import INPUT, MEASUREMENT, OUTPUT, option
+from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
-from hdtool.data.files.atomic_write import OutputFile
-from hdtool.data.files.ownership import json_lines_with
-from hdtool.data.inputs import find_inputs
-from hdtool.data.progress import bar, over
-from hdtool.data.tally import Tally
-from hdtool.data.traces import Trace, read_traces
+from hdtool.data.input_files import find_inputs
+from hdtool.data.output_files import OutputFile, json_lines_with
+from hdtool.data.progress import Tally, bar, over
+from hdtool.data.records import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
 
 TURN_KEYS = (
@@ -82,19 +80,17 @@ def replay(
     that draft from logits need recordings of collect --rankings; hd-paper is replayed without its lookahead branch. The
     history grows with the recordings, in their order.
     """
-    from hdtool.cli.output.replay_table import in_words, record, turn_record
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.cli.output.store_output import print_left_out
-    from hdtool.cli.output.write_report import write_report
+    from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.builders.evaluation.replay import Contender
+    from hdtool.builders.evaluation.report.ablations import Study
+    from hdtool.builders.evaluation.report.pages import page_of_replay, prepare
+    from hdtool.builders.evaluation.worker_pool import replay as replayed
+    from hdtool.builders.evaluation.worker_pool import turns_in
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
+    from hdtool.cli.store_output import print_left_out
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.evaluation.recorded_turns import TurnReader
-    from hdtool.runtime.evaluation.replay import Contender
-    from hdtool.runtime.evaluation.report.ablations import Study
-    from hdtool.runtime.evaluation.report.pages import page_of_replay
-    from hdtool.runtime.evaluation.report.write import prepare
-    from hdtool.runtime.evaluation.worker_pool import replay as replayed
-    from hdtool.runtime.evaluation.worker_pool import turns_in
-    from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
 
     _refuse_useless(warm, config)
@@ -136,7 +132,11 @@ def replay(
         rows = (turn_record(one, turn) for one in played.values() for turn in one.turns)
         _steps_file(steps).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     files = [str(path) for path in warm or ()]
-    print(json.dumps(record(played, curve, files), ensure_ascii=False) if as_json else in_words(played, curve, files))
+    print(
+        json.dumps(replay_record(played, curve, files), ensure_ascii=False)
+        if as_json
+        else replay_table(played, curve, files)
+    )
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
         page_of = partial(page_of_replay, study, played, curve, files)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import BUILD, INPUT, OUTPUT, option
-from hdtool.cli.parameters.model_argument import require_model
-from hdtool.cli.parameters.settings import without
+from hdtool.cli import options
+from hdtool.cli.command import BUILD, INPUT, OUTPUT, option
+from hdtool.cli.model_argument import require_model
+from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
-from hdtool.data.inputs import find_inputs
-from hdtool.data.tally import counted
+from hdtool.data.input_files import find_inputs
+from hdtool.data.progress import counted
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.setting import option_of
-from hdtool.runtime.config.setup import SetupConfig
+from hdtool.runtime.config.building import SetupConfig
+from hdtool.runtime.config.model import option_of
 
 if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages
@@ -65,8 +65,8 @@ def setup(
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.verdict import Verdict
     from hdtool.builders.setup.work_folder import WorkFolder
-    from hdtool.cli.output.show_answers import quiet_libraries
-    from hdtool.runtime.model.checkpoint.identity import name_in_words
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.runtime.model.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)
     plan = SetupPlan(
@@ -112,7 +112,7 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
 
 def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     """What would be done, without doing it."""
-    from hdtool.builders.setup.held_out import held_out
+    from hdtool.builders.setup.work_folder import held_out
 
     openings = stages.openings()
     chosen = held_out(openings, plan.config.held_out)

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdtool.cli.parameters import options
-from hdtool.cli.parameters.command import INPUT, option
-from hdtool.cli.parameters.settings import only, without
-from hdtool.cli.parameters.structure import structured
+from hdtool.cli import options
+from hdtool.cli.command import INPUT, option, structured
+from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
@@ -19,7 +18,7 @@ from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, Samp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.runtime.evaluation.verify import Check, Explanation, Measure, Oracle, Verifier
+    from hdtool.builders.evaluation.verify import Check, Explanation, Measure, Oracle, Verifier
     from hdtool.runtime.model.load import Loaded
 
 CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "plain decoding identical to generate"}
@@ -54,9 +53,9 @@ def verify(
     differ at near ties only, else 1.
     """
     asked = structured(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
-    from hdtool.cli.output.show_answers import print_sources, quiet_libraries
+    from hdtool.builders.evaluation.verify import Verifier
+    from hdtool.cli.answer_output import print_sources, quiet_libraries
     from hdtool.runtime.drafters.methods import drafter_for, history_for
-    from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
     from hdtool.runtime.stores.store_set import StoreSet

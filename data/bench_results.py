@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import ResultError, worded
-from hdtool.data.files.atomic_write import OutputFile
-from hdtool.data.files.json_lines import append, cut, is_torn, lines_of, may_be_torn_from
-from hdtool.data.files.locking import exclusive
-from hdtool.data.files.ownership import json_with
-from hdtool.data.spec_bench import AnsweredQuestion
+from hdtool.data.kept_records import append, cut, exclusive, is_torn, lines_of, may_be_torn_from
+from hdtool.data.output_files import OutputFile, json_with
 
 FORMAT = 1
 RUN = "run.json"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hdtool.data.conversation import lone_surrogate
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
-from hdtool.data.unicode import lone_surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,13 +1,21 @@
-"""Errors that users can correct.
+"""Errors that users see in one line, and those of missing optional packages.
 
 Each message says what was wrong, what was found, and what to do next, in one line. The command
 line prints it and exits with ``exit_code``; users of the library catch it.
+
+hdtool is on no package index, so pip finds no extra by its name, and ``pip install ".[server]"`` works in a checkout
+alone. The packages themselves can be installed from anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 @contextmanager
@@ -84,3 +92,16 @@ class OptionError(HdtoolError):
     """Options that do not go together."""
 
     exit_code = 2
+
+
+def requirements_of(extra: str) -> list[Requirement]:
+    """What an extra adds to the packages that hdtool always needs."""
+    from packaging.requirements import Requirement
+
+    needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
+    return [each for each in needed if each.marker and each.marker.evaluate({"extra": extra})]
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra, in any folder."""
+    return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in requirements_of(extra))])

@@ -1,4 +1,4 @@
-"""Prompts from an option, a file or a pipe.
+"""Prompts from an option, a file or a pipe, with their tools, predicted outputs and grammars.
 
 A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last
 message that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a
@@ -8,25 +8,187 @@ JSON object is what the answer will probably look like; its ``json_schema``, ``r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hdtool.data.conversations.conversation import QUESTIONS, TEXT, USER, Conversation
-from hdtool.data.conversations.messages import media_part
-from hdtool.data.conversations.reader import ConversationReader, Found
+from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_surrogate, media_part
+from hdtool.data.conversation_files import ConversationReader, Found
 from hdtool.data.errors import PromptError, RecordError
-from hdtool.data.formats.hub import files_of, is_hub_name
-from hdtool.data.formats.row import RowError
-from hdtool.data.grammar import grammar_of
-from hdtool.data.predictions import prediction_of
-from hdtool.data.tally import Tally
-from hdtool.data.tools import tools_of
+from hdtool.data.input_files import faults_named, files_of, is_hub_name, text_in
+from hdtool.data.progress import Tally
+from hdtool.data.row_readers import RowError, decoded
 
-if TYPE_CHECKING:
-    from hdtool.data.grammar import Grammar
+EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+
+
+def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
+    """The tools in a JSON file: a list of them, or an object with a list ``tools``."""
+    with faults_named(path, PromptError):
+        data = path.read_bytes()
+    try:
+        found = json.loads(decoded(data))
+    except (RowError, ValueError, RecursionError) as fault:
+        raise PromptError(f"{path} is not a JSON file ({fault}): give a list of tools as {EXAMPLE}") from None
+    tools = tools_of(found.get("tools") if isinstance(found, dict) else found, str(path))
+    if not tools:
+        raise PromptError(f"{path} holds no tools: give a list of them as {EXAMPLE}")
+    return tools
+
+
+def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """The tools of a JSON value; none for null."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(map(_is_tool, value)):
+        raise PromptError(f"{where}: `tools` must be a list of {EXAMPLE}")
+    return tuple(value)
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+CONTENT, PART = "content", "text"
+"""The types of a prediction and of its parts in OpenAI's API."""
+
+
+def read_prediction(path: Path) -> str:
+    """The text of a file; raises unless it holds some."""
+    text = text_in(path, "a prediction is UTF-8 text")
+    if not text.strip():
+        raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")
+    return text
+
+
+def prediction_of(value: Any, where: str) -> str:
+    """The text of a JSON value: a text, OpenAI's object with a text or a list of text parts, or null."""
+    if value is None:
+        return ""
+    if isinstance(value, dict) and value.get("type") == CONTENT:
+        value = value.get(CONTENT)
+        if isinstance(value, list) and all(_is_part(part) for part in value):
+            value = "".join(part[PART] for part in value)
+    if not isinstance(value, str):
+        raise PromptError(
+            f'{where}: `prediction` must be a text or {{"type": "content", "content": ...}} with a text or text parts'
+        )
+    if not value.strip():
+        raise PromptError(f"{where}: `prediction` is empty: leave it out")
+    if fault := lone_surrogate(value):
+        raise PromptError(f"{where}: `prediction` is not valid Unicode ({fault}): give it as UTF-8 text")
+    return value
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == PART and isinstance(part.get(PART), str)
+
+
+RESPONSE_FORMAT = "response_format"
+LARGEST_GRAMMAR = 1 << 20
+"""Bytes; a larger one takes minutes to compile."""
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written. The value names its option and its key in a prompts file."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+    @property
+    def label(self) -> str:
+        """The kind in messages."""
+        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.value, self.value)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must match as a whole."""
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        name = f"the {self.kind.label}"
+        if not self.text.strip():
+            raise PromptError(f"{name} is empty: leave it out for free text")
+        if len(self.text) > LARGEST_GRAMMAR:
+            raise PromptError(f"{name} has {len(self.text):,} characters: {LARGEST_GRAMMAR:,} are the most")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that is valid by a schema, which is given as an object or as its text."""
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(found, ensure_ascii=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PromptError(f"the JSON schema is not valid JSON ({error}): correct it") from None
+        if not isinstance(found, Mapping | bool):
+            raise PromptError(f"the JSON schema is {type(found).__name__}: a schema is an object, true or false")
+        return cls(GrammarKind.JSON_SCHEMA, text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches from its start to its end."""
+        return cls(GrammarKind.REGEX, pattern)
+
+    @classmethod
+    def of(cls, text: str) -> Grammar:
+        """Text of a context-free grammar in Lark's notation, or in llama.cpp's GBNF."""
+        return cls(GrammarKind.GRAMMAR, text)
+
+
+def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
+    """The grammar in a file."""
+    from hdtool.data.input_files import text_in
+
+    text = text_in(path, "give it as UTF-8 text")
+    try:
+        return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)
+    except PromptError as error:
+        raise PromptError(f"{path}: {error}") from None
+
+
+def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
+    """The grammar of a row of a prompts file, by the key of a kind or by OpenAI's ``response_format``."""
+    given = [kind for kind in GrammarKind if row.get(kind.value) is not None]
+    wanted = _of_response_format(row.get(RESPONSE_FORMAT), where)
+    if len(given) + (wanted is not None) > 1:
+        names = [kind.value for kind in given] + [RESPONSE_FORMAT] * (wanted is not None)
+        raise PromptError(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+    if not given:
+        return wanted
+    (kind,) = given
+    value = row[kind.value]
+    try:
+        if kind is GrammarKind.JSON_SCHEMA:
+            return Grammar.json_schema(value)
+        if not isinstance(value, str):
+            raise PromptError(f"`{kind.value}` must be a text, got {type(value).__name__}")
+        return Grammar(kind, value)
+    except PromptError as error:
+        raise PromptError(f"{where}: {error}") from None
+
+
+def _of_response_format(value: Any, where: str) -> Grammar | None:
+    if value is None or value == {"type": "text"}:
+        return None
+    if value == {"type": "json_object"}:
+        return Grammar.json_schema({"type": "object"})
+    described = value.get("json_schema") if isinstance(value, dict) and value.get("type") == "json_schema" else None
+    if not isinstance(described, dict) or "schema" not in described:
+        raise PromptError(
+            f'{where}: `{RESPONSE_FORMAT}` must be {{"type": "json_object"}} or '
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+        )
+    return Grammar.json_schema(described["schema"])
+
 
 Message = dict[str, str]
 
@@ -146,3 +308,23 @@ def _asked(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, 
     if not turns:
         raise RowError("the conversation holds answers only: a user's message is needed")
     return tuple({"role": turn.role, "content": turn.text} for turn in turns), ()
+
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+"""Categories that Spec-Bench pools as one task."""
+POOLED = "mt_bench"
+
+
+def tasks_of(categories: Sequence[str]) -> list[str]:
+    """The task of each question, by the categories of all of them."""
+    # Other sets of questions may have a category `math` too.
+    pooled = len(set(categories) & set(MT_BENCH)) > 1
+    return [POOLED if pooled and category in MT_BENCH else category for category in categories]
+
+
+def of_each_task(prompts: Sequence[Prompt], each: int) -> list[Prompt]:
+    """The first prompts of every task, alternating between tasks; a pooled task alternates between its categories."""
+    groups: dict[str, list[Prompt]] = {}
+    for task, prompt in zip(tasks_of([prompt.category for prompt in prompts]), prompts, strict=True):
+        groups.setdefault(task, []).append(prompt)
+    return alternating(of_all_categories(group, each) for group in groups.values())

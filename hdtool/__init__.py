@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hdtool.builders.evaluation.verify import Verifier
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
-    from hdtool.data.grammar import Grammar
+    from hdtool.data.prompts import Grammar
+    from hdtool.runtime.answerer import decode, decode_batch
     from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-    from hdtool.runtime.decode import decode, decode_batch
     from hdtool.runtime.drafters.methods import drafter_for
-    from hdtool.runtime.evaluation.verify import Verifier
     from hdtool.runtime.integrations.hf_generate import Generator
     from hdtool.runtime.loop import Request
     from hdtool.runtime.model.load import load
+    from hdtool.runtime.sequence import Stats
     from hdtool.runtime.source_names import Source, register
-    from hdtool.runtime.stats import Stats
-    from hdtool.runtime.stores.open_store import open_store
-    from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.stores.store_set import StoreSet, open_store
 
     __version__: str
 
@@ -54,21 +53,21 @@ __all__ = [
 _PLACES = {
     "DecodeConfig": "hdtool.runtime.config",
     "Generator": "hdtool.runtime.integrations.hf_generate",
-    "Grammar": "hdtool.data.grammar",
+    "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
     "ModelConfig": "hdtool.runtime.config",
     "Request": "hdtool.runtime.loop",
     "SamplingConfig": "hdtool.runtime.config",
     "Source": "hdtool.runtime.source_names",
-    "Stats": "hdtool.runtime.stats",
+    "Stats": "hdtool.runtime.sequence",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config",
-    "Verifier": "hdtool.runtime.evaluation.verify",
-    "decode": "hdtool.runtime.decode",
-    "decode_batch": "hdtool.runtime.decode",
+    "Verifier": "hdtool.builders.evaluation.verify",
+    "decode": "hdtool.runtime.answerer",
+    "decode_batch": "hdtool.runtime.answerer",
     "drafter_for": "hdtool.runtime.drafters.methods",
     "load": "hdtool.runtime.model.load",
-    "open_store": "hdtool.runtime.stores.open_store",
+    "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.source_names",
 }
 """The module of each public name."""

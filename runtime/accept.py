@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from hdtool.runtime.kernels.argmax import bits_of, readable
-from hdtool.runtime.sampling.ranked_draws import walk_ranked
+from hdtool.runtime.engine import Verified, Walk
+from hdtool.runtime.kernels.topk import bits_of, readable
+from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.truncation import NOT_FINITE
-from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax, walk_draws, walk_known
+from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax, walk_draws, walk_known, walk_ranked
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
-from hdtool.runtime.verified import Verified, Walk
 
 
 class Accepted(NamedTuple):

@@ -1,34 +1,300 @@
-"""Answers to prompts: encodes conversations, decodes them with one model and one set of options, yields answers."""
+"""Answers to prompts: one at a time or in batches, each iterated over while it is generated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hdtool.data.chat import encode_answer, encode_conversation
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.prompts import Message, Prompt
-from hdtool.runtime.answer import Answer, CollectedAnswer, Conversation
-from hdtool.runtime.batched_answers import BatchedAnswers, BatchedConversation, BatchKey
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode, decode_batch
-from hdtool.runtime.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
 from hdtool.runtime.drafters.methods import drafters_for
-from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
+from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import masks_of
-from hdtool.runtime.loop import Request
+from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.model.cpu_threads import choose_threads
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.tensor_parallel import check_decoding
-from hdtool.runtime.sequence import room_for
+from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Finish, Stats, Step, room_for
+from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut, text_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
+
+
+class Conversation:
+    """The messages of a prompt, the answers to them and the user turns that follow."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.messages: list[Message] = list(prompt.messages)
+        self.prediction = prompt.prediction
+        """Of the next answer; empty if there is none."""
+        self._later = iter(prompt.later_turns)
+
+    def add_answer(self, text: str) -> bool:
+        """Add an answer and the next user turn to the messages; return False if there is no further turn."""
+        self.prediction = ""
+        turn = next(self._later, None)
+        if turn is None:
+            return False
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
+        return True
+
+
+class Answer:
+    """One answer: iterating over it generates the answer and yields its text."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        drafter: Drafter,
+        conversation: Conversation,
+        prompt_tokens: int,
+        steps: Iterable[Step] = (),
+        stop: Sequence[str] = (),
+    ) -> None:
+        """``stop`` holds the stop strings; the text ends before the first of them."""
+        self.question = conversation.messages[-1]["content"]
+        self.prompt = conversation.prompt
+        self.prompt_tokens = prompt_tokens
+        self.output_ids: list[int] = []
+        self.stats = Stats()
+        self.drafter = drafter
+        self._tokenizer = loaded.tokenizer
+        self._steps = steps
+        self._stop = stop
+
+    def __iter__(self) -> Iterator[str]:
+        if not self._stop:  # as ``before_stop`` would, with fewer frames between a step and its text
+            return (text for text in self._texts() if text)
+        pieces = ((text, SourceName.NONE) for text in self._texts())
+        return (text for text, _ in before_stop(pieces, self._stop))
+
+    def by_source(self) -> Iterator[Piece]:
+        """Generate the answer and yield the text of each token with the source that drafted it."""
+        return before_stop(self._pieces_by_source(), self._stop)
+
+    def _texts(self) -> Iterator[str]:
+        text = TextStream(self._tokenizer)
+        for step in self._counted():
+            yield text.add(step.tokens)
+        yield text.end()
+
+    def _pieces_by_source(self) -> Iterator[Piece]:
+        text = TextStream(self._tokenizer)
+        for step in self._counted():
+            for token, source in zip(step.tokens, step.sources, strict=True):
+                yield text.add([token]), source
+        yield text.end(), SourceName.NONE
+
+    def _counted(self) -> Iterator[Step]:
+        for step in self.stats.counted(self._steps, self.drafter):
+            self.output_ids += step.tokens
+            yield step
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stats.finish is Finish.INTERRUPT
+
+    def interrupt(self) -> None:
+        """End the answer here; the tokens generated so far remain."""
+        self.stats.finish = Finish.INTERRUPT
+
+    @property
+    def text(self) -> str:
+        return cut(text_of(self._tokenizer, self.output_ids), self._stop)
+
+
+class CollectedAnswer(Answer):
+    """An answer generated in a batch: the batch adds its steps, and iterating replays them."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        drafter: Drafter,
+        conversation: Conversation,
+        prompt_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> None:
+        super().__init__(loaded, drafter, conversation, prompt_tokens, stop=stop)
+        self._collected: list[Step] = []
+        self._seconds_before = dict(drafter.seconds)
+
+    def add(self, step: Step) -> None:
+        self._collected.append(step)
+        self.output_ids += step.tokens
+        self.stats.add(step)
+        if step.finish:
+            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
+
+    def _counted(self) -> Iterator[Step]:
+        return iter(self._collected)
+
+
+def decode(
+    engine: Engine,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    stops: Container[int] = (),
+    drafter: Drafter | None = None,
+    prediction: Sequence[int] = (),
+    prefix_caching: bool = True,
+) -> Generator[Step]:
+    """Answer a prompt, one step after another.
+
+    A ``prediction`` is what the answer will probably look like: it is drafted from, and never read by the model. With
+    ``prefix_caching``, the model does not read again what the prompt shares with the start of the last conversation.
+    """
+    prefixes = PrefixCache() if prefix_caching else None
+    loop: Loop[None] = Loop(engine, engine.cache, max_new_tokens=max_new_tokens, stops=stops, prefixes=prefixes)
+    request = Request(None, prompt, sampler, drafter or NoDraft(), prediction=prediction)
+    try:
+        _, step = _checked(loop.add(request))
+        while not step.finish:
+            if engine.captures:  # text of a step is made while the device computes the next one
+                loop.launch()
+                yield step
+                outcomes = loop.finish()
+            else:
+                yield step
+                outcomes = loop.step()
+            _, step = _checked(outcomes[0])
+        yield step
+    finally:
+        loop.end()
+
+
+def decode_batch(
+    engine: Engine,
+    next_request: Callable[[], Request[Key] | None],
+    size: int,
+    *,
+    max_new_tokens: int,
+    stops: Container[int] = (),
+    prefix_caching: bool = False,
+) -> Iterator[tuple[Request[Key], Step]]:
+    """Answer prompts in ``size`` batch slots; finished requests are replaced (continuous batching).
+
+    ``next_request`` is called whenever a slot is free, so a request may depend on earlier answers. If it returns
+    None, it is called again after the next step. With ``prefix_caching``, what prompts share is read once.
+    """
+    prefixes = PrefixCache() if prefix_caching else None
+    loop: Loop[Key] = Loop(engine, engine.allocate(size), max_new_tokens=max_new_tokens, stops=stops, prefixes=prefixes)
+    try:
+        while True:
+            while not loop.is_full and (request := next_request()) is not None:
+                yield _checked(loop.add(request))
+            if not len(loop):
+                return
+            for outcome in loop.step():
+                yield _checked(outcome)
+    finally:
+        loop.end()
+
+
+def _checked(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
+    request, step = outcome
+    if isinstance(step, HdtoolError):
+        raise step
+    return request, step
+
+
+BatchKey = tuple["BatchedConversation", CollectedAnswer]
+Start = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
+"""Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
+
+
+class BatchedConversation(Conversation):
+    """A conversation of a batch, with its answers so far."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.answers: list[CollectedAnswer] = []
+        self.drafter: Drafter | None = None
+        """The one that it holds until its answer ends."""
+        self.is_over = False
+        self.error: PromptError | None = None
+
+    def all_answers(self) -> Iterator[Answer]:
+        yield from self.answers
+        if self.error:
+            raise self.error
+
+
+class BatchedAnswers:
+    """The answers to a list of prompts."""
+
+    def __init__(self, prompts: Sequence[Prompt], start: Start, drafters: Sequence[Drafter]) -> None:
+        """``drafters`` are as many as conversations are answered at once."""
+        self._start = start
+        self._free = list(drafters)
+        self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
+        self._waiting = deque(self._unreported)
+
+    def answers(self, steps: Iterable[tuple[Request[BatchKey], Step]]) -> Iterator[Answer]:
+        """Yield answers prompt by prompt, turn by turn; after an interrupt, also the unfinished ones.
+
+        ``steps`` decodes the requests of ``next_request``.
+        """
+        try:
+            for request, step in steps:
+                self._add(*request.key, step)
+                for answer in self._finished():
+                    yield answer
+                    if answer.interrupted:
+                        raise KeyboardInterrupt
+            yield from self._finished()
+        except KeyboardInterrupt:
+            yield from self._interrupted()
+
+    def next_request(self) -> Request[BatchKey] | None:
+        """A request of the next conversation that can be answered: one with a further turn, else the next prompt."""
+        while self._waiting:
+            conversation = self._waiting.popleft()
+            try:
+                request = self._start(conversation, self._free[-1])
+            except PromptError as error:
+                conversation.error, conversation.is_over = error, True
+                self._waiting.clear()  # no prompt after an error is answered
+                continue
+            conversation.drafter = self._free.pop()
+            conversation.answers.append(request.key[1])
+            return request
+        return None
+
+    def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
+        answer.add(step)
+        if step.finish:
+            assert conversation.drafter is not None
+            self._free.append(conversation.drafter)
+            if conversation.add_answer(answer.text):
+                self._waiting.appendleft(conversation)
+            else:
+                conversation.is_over = True
+
+    def _finished(self) -> Iterator[Answer]:
+        while self._unreported and self._unreported[0].is_over:
+            yield from self._unreported.popleft().all_answers()
+
+    def _interrupted(self) -> Iterator[Answer]:
+        for conversation in self._unreported:
+            for answer in conversation.answers:
+                if not answer.stats.finish:
+                    answer.interrupt()
+                yield answer
 
 
 class Answerer:

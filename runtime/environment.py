@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from hdtool.data.stores.store import MANIFEST, checksum
+from hdtool.data.stores.store import checksum
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.cpu_name import processor_name
+from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.model.quantization import library_of
-from hdtool.runtime.model.quantized_layers import parts_of
+from hdtool.runtime.model.quantization import library_of, parts_of
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ from typing import Generic, TypeVar
 
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.engine import Engine
+from hdtool.runtime.engine import Engine, Verified
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.prompt_reader import PromptReader
+from hdtool.runtime.prompt_reader import PrefixCache, PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_for
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 ROOM = 512
 """Positions that are provided for an answer in a batch; the cache grows if it becomes longer."""

@@ -11,16 +11,15 @@ from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
+from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
-from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
-from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import KINDS
-from hdtool.runtime.kernels.matmul_address import matmul_of
-from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -39,7 +39,8 @@ from transformers.utils import logging
 from hdtool.builders.heads.training import CHECKPOINT
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
-from hdtool.data.stores.store import MANIFEST, damaged, read_manifest
+from hdtool.data.stores.store import damaged, read_manifest
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, WEIGHTS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

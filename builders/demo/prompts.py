@@ -14,8 +14,7 @@ from typing import Any
 
 from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
 from hdtool.data.errors import PromptError
-from hdtool.data.files.atomic_write import OutputFile
-from hdtool.data.files.ownership import json_lines_with
+from hdtool.data.output_files import OutputFile, json_lines_with
 from hdtool.data.prompts import Prompt
 
 KINDS = ("math", "explain", "write", "edit")

@@ -1,18 +1,223 @@
-"""The loss of drafting heads: cross-entropy with the target's probabilities and with the tokens of the text."""
+"""The loss of drafting heads: cross-entropy with the target's probabilities and with the tokens of the text.
+
+EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856) restrict output layers in the same way.
+
+The gradient of the logits is known in closed form, so each chunk computes its logits once, and its gradients at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from hdtool.builders.heads.cross_entropy import cross_entropy
 from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.frozen_target import FrozenTarget, TargetOutput
+from hdtool.data.errors import ModelError
+from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.modules import Heads
+from hdtool.runtime.model.families import hidden_in, module_of_hidden
+from hdtool.runtime.model.target import Target
+
+
+def draft_vocabulary(
+    config: HeadsConfig, examples: Sequence[Example], vocabulary: int
+) -> tuple[HeadsConfig, npt.NDArray[np.int64] | None]:
+    """The token ids of the draft vocabulary; none, and no such setting, if it would hold all tokens."""
+    if config.draft_vocabulary is None or config.draft_vocabulary >= vocabulary:
+        return replace(config, draft_vocabulary=None), None
+    return config, frequent_tokens(examples, config.draft_vocabulary, vocabulary)
+
+
+def frequent_tokens(examples: Sequence[Example], number: int, vocabulary: int) -> npt.NDArray[np.int64]:
+    """The most frequent tokens that the model wrote, in the order of their ids; lower ids first among equals."""
+    counts = np.zeros(vocabulary, np.int64)
+    for example in examples:
+        np.add.at(counts, example.ids[example.drafted], 1)
+    return np.sort(np.argsort(-counts, kind="stable")[:number])
+
+
+CHUNK_BYTES = 32 * 2**20
+"""Size of the float32 logits of a chunk."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        probs: torch.Tensor,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        lm_weight: float,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = torch.is_autocast_enabled(states.device.type)
+        dtype = torch.get_autocast_dtype(states.device.type) if half else weight.dtype
+        inputs, factors = states.to(dtype), weight.to(dtype)
+        state_gradient = torch.zeros_like(inputs)
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), device=states.device)
+        right = torch.zeros((), dtype=torch.int64, device=states.device)
+        size = max(1, CHUNK_BYTES // (4 * len(weight)))
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
+            logits = (inputs[part] @ factors.T).float()
+            if bias is not None:
+                logits += bias
+            truth, label = probs[rows[part]], labels[part, None]
+            right += (logits.argmax(-1, keepdim=True) == label).sum()
+            norm = logits.logsumexp(-1, keepdim=True)
+            total += (norm - (truth * logits).sum(-1, keepdim=True)).sum()
+            total += lm_weight * (norm - logits.gather(-1, label)).sum()
+            gradient = logits.sub_(norm).exp_().mul_(1 + lm_weight).sub_(truth)
+            gradient.scatter_add_(-1, label, torch.full_like(norm, -lm_weight))
+            narrow = gradient.to(dtype)
+            state_gradient[part] = narrow @ factors
+            if weight_gradient is not None:
+                weight_gradient += narrow.T @ inputs[part]
+        ctx.save_for_backward(state_gradient.to(states.dtype), weight_gradient)
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        states, weight = ctx.saved_tensors
+        return states * gradients[0], None if weight is None else weight * gradients[0], *[None] * 5
+
+
+cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _CrossEntropy.apply
+"""The summed loss of ``states @ weight.T``, and how many labels are the arg-max; arguments as in ``forward``.
+
+The loss of a state is the cross-entropy to its row of ``probs``, plus ``lm_weight`` times that to its label. ``bias``
+is added to the logits and has no gradient.
+"""
+
+
+def takes_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 natively."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(device.type == "cpu" and supported and supported())
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=takes_bfloat16(device))
+
+
+PROBE_TOKENS = 4
+
+
+class TargetOutput(NamedTuple):
+    """Outputs of the target at every token of a batch."""
+
+    hidden: torch.Tensor
+    embedded: torch.Tensor
+    """The embedding of the next token; arbitrary in the last column."""
+    logits: torch.Tensor | None = None
+    """The logits, where the output layer alone does not give them."""
+
+
+class FrozenTarget:
+    """A target without gradients that returns its hidden states, and its logits where they are asked for.
+
+    Most models compute logits by their output layer alone. It then runs only for the positions and the tokens that
+    the loss reads. Models that scale or cap logits afterwards compute all of them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.model: PreTrainedModel = target.model
+        self.device = target.device
+        self.model.requires_grad_(False)
+        ids = torch.arange(PROBE_TOKENS, dtype=torch.int64, device=self.device)[None]
+        kind = self.model.config.model_type
+        self._decoder = module_of_hidden(self.model, kind, lambda: self._all_logits(ids))
+        self._output: Any = self.model.get_output_embeddings()
+        logits, hidden = self._both(ids)
+        self.hidden_width = int(hidden.shape[-1])
+        self.vocabulary = int(logits.shape[-1])
+        self.has_plain_output = self._gives(ids, hidden, logits)
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor) -> TargetOutput:
+        embedded = self.embed_next(ids)
+        if self.has_plain_output:
+            hidden = hidden_in(self._decoder(input_ids=ids, use_cache=False))
+            assert hidden is not None
+            return TargetOutput(hidden, embedded)
+        logits, hidden = self._both(ids)
+        return TargetOutput(hidden, embedded, logits)
+
+    @torch.no_grad()
+    def embed_next(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.get_input_embeddings()(ids.roll(-1, dims=1))
+        return embedded
+
+    @torch.no_grad()
+    def logits_at(
+        self, output: TargetOutput, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits ``[positions, tokens]`` at some positions, of all tokens or of a draft vocabulary."""
+        if output.logits is not None:
+            logits = output.logits[rows, columns]
+            logits = logits if token_ids is None else logits[:, token_ids]
+        else:
+            logits = self._product(output.hidden[rows, columns], token_ids)
+        if not logits.isfinite().all():
+            raise ModelError("the model's logits are not finite: heads cannot be trained on it; try --dtype float32")
+        return logits
+
+    def _product(self, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        hidden = hidden.to(self._output.weight.dtype)
+        if token_ids is None:
+            logits: torch.Tensor = self._output(hidden)
+            return logits
+        bias = getattr(self._output, "bias", None)
+        weight = self._output.weight[token_ids]
+        return torch.nn.functional.linear(hidden, weight, None if bias is None else bias[token_ids])
+
+    def _all_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    def _both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden states of one pass."""
+        found: list[torch.Tensor] = []
+
+        def record(_: torch.nn.Module, __: object, returned: object) -> None:
+            if (hidden := hidden_in(returned)) is not None:
+                found.append(hidden)
+
+        handle = self._decoder.register_forward_hook(record)
+        try:
+            with torch.no_grad():
+                return self._all_logits(ids), found[-1]
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def _gives(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether the decoder alone returns these hidden states, and the output layer alone these logits."""
+        weight = getattr(self._output, "weight", None)
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            return False
+        if weight.shape != (logits.shape[-1], hidden.shape[-1]):
+            return False
+        try:
+            again = hidden_in(self._decoder(input_ids=ids, use_cache=False))
+        except (TypeError, ValueError):  # a decoder that takes other arguments
+            return False
+        if again is None or not torch.equal(again, hidden):
+            return False
+        return torch.equal(self._product(hidden, None).float(), logits.float())
 
 
 class Batch(NamedTuple):

@@ -1,28 +1,186 @@
-"""The training loop of drafting heads on a frozen target; a killed training resumes at its last checkpoint."""
+"""The training loop of drafting heads on a frozen target; a killed training resumes at its last checkpoint.
+
+The file has the format of safetensors. It is written text after text, in the order of their lengths, so that no more
+than one batch is in memory.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.distributed import Processes
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.hidden_states import HiddenStates
-from hdtool.builders.heads.loss import Batch, HeadsLoss, TargetProbs, places_of
-from hdtool.builders.heads.precision import autocast
+from hdtool.builders.heads.examples import BatchSampler, Example
+from hdtool.builders.heads.loss import (
+    Batch,
+    FrozenTarget,
+    HeadsLoss,
+    TargetOutput,
+    TargetProbs,
+    autocast,
+    places_of,
+    takes_bfloat16,
+)
 from hdtool.data.errors import HeadsError, OptionError, reason_of
-from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png, safetensors_metadata
 from hdtool.runtime.config import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
+
+
+class Processes:
+    """This process alone, or those that ``accelerate launch`` started."""
+
+    def __init__(self, accelerator: Any = None) -> None:
+        self._accelerator = accelerator
+        self.rank: int = accelerator.process_index if accelerator else 0
+        self.size: int = accelerator.num_processes if accelerator else 1
+
+    def shared(self, module: torch.nn.Module) -> Any:
+        """The module wrapped for all processes; gradients are the mean over them."""
+        return self._accelerator.prepare_model(module) if self._accelerator else module
+
+    def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Accumulate gradients in this block without exchanging them."""
+        return self._accelerator.no_sync(module) if self._accelerator else nullcontext()
+
+    def total(self, numbers: torch.Tensor) -> Any:
+        return self._accelerator.reduce(numbers, reduction="sum") if self._accelerator else numbers
+
+    def wait(self) -> None:
+        if self._accelerator:
+            self._accelerator.wait_for_everyone()
+
+
+def world_size() -> int:
+    """The number of processes that a launcher started, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def process_group(*, on_cpu: bool) -> Processes:
+    """The processes that a launcher started, or this one alone."""
+    if world_size() == 1:
+        return Processes()
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise HeadsError(
+            "several processes were started, which needs accelerate: pip install accelerate, or start one process"
+        ) from None
+    return Processes(Accelerator(cpu=on_cpu))
+
+
+TENSOR = "hidden"
+BATCH_TOKENS = 2048
+"""Tokens of a pass, padding included."""
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+
+
+class HiddenStates:
+    """The hidden states of a target for some texts, in a file."""
+
+    def __init__(self, path: Path, target: FrozenTarget, examples: Sequence[Example], key: str) -> None:
+        """``key`` is a digest of the model and of the texts."""
+        if not target.has_plain_output:
+            raise HeadsError(
+                "--hidden-states does not work with this model: it changes its logits after the output layer; leave "
+                "the option out"
+            )
+        self._target, self._file = target, hidden_states_file(path)
+        self._examples = sorted(examples, key=lambda example: len(example.ids))
+        self._dtype = torch.bfloat16 if takes_bfloat16(target.device) else target.model.dtype
+        self.tokens = sum(len(example.ids) for example in examples)
+        self.bytes = self.tokens * target.hidden_width * self._dtype.itemsize
+        self._metadata = {"writer": "hdtool", "content": "hidden states", "key": key, "dtype": NAMES[self._dtype]}
+        self._starts: dict[bytes, int] = {}
+        start = 0
+        for example in self._examples:
+            self._starts.setdefault(example.ids.tobytes(), start)
+            start += len(example.ids)
+
+    def is_written(self) -> bool:
+        """Whether the file holds the hidden states; raises if it is of other texts or of another model."""
+        if not self._file.exists():
+            return False
+        if safetensors_metadata(self._file.path) != self._metadata:
+            raise HeadsError(
+                f"{self._file.path} holds hidden states of other texts or of another model: name another file"
+            )
+        return True
+
+    def write(self) -> Iterator[int]:
+        """Compute all hidden states; yields the number of tokens done."""
+        free = shutil.disk_usage(_existing(self._file.path.absolute())).free
+        if free < self.bytes:
+            raise HeadsError(
+                f"{self._file.path} needs {self.bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: name a file on "
+                "another disk, or leave --hidden-states out"
+            )
+        done = 0
+        with self._file.replaced() as stream:
+            stream.write(self._header())
+            for batch in self._batches():
+                with autocast(self._target.device):
+                    hidden = self._target.read(Batch.of(batch, self._target.device).ids).hidden
+                kept = hidden.to("cpu", self._dtype)
+                for row, example in enumerate(batch):
+                    part = kept[row, : len(example.ids)].contiguous()
+                    stream.write(part.view(torch.uint8).numpy().tobytes())
+                    done += len(example.ids)
+                yield done
+
+    def read(self, examples: Sequence[Example], batch: Batch) -> TargetOutput:
+        """The same as ``FrozenTarget.read`` for a batch of examples; padding is 0."""
+        from safetensors import safe_open
+
+        shape = (*batch.ids.shape, self._target.hidden_width)
+        hidden = torch.zeros(shape, dtype=self._dtype)
+        with safe_open(self._file.path, framework="pt") as opened:
+            stored: Any = opened.get_slice(TENSOR)
+            for row, example in enumerate(examples):
+                start = self._starts[example.ids.tobytes()]
+                hidden[row, : len(example.ids)] = stored[start : start + len(example.ids)]
+        return TargetOutput(hidden.to(self._target.device), self._target.embed_next(batch.ids))
+
+    def _batches(self) -> Iterator[list[Example]]:
+        batch: list[Example] = []
+        for example in self._examples:
+            if batch and (len(batch) + 1) * len(example.ids) > BATCH_TOKENS:
+                yield batch
+                batch = []
+            batch.append(example)
+        yield batch
+
+    def _header(self) -> bytes:
+        shape = [self.tokens, self._target.hidden_width]
+        entry = {"dtype": NAMES[self._dtype], "shape": shape, "data_offsets": [0, self.bytes]}
+        text = json.dumps({"__metadata__": self._metadata, TENSOR: entry}).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def hidden_states_file(path: Path) -> OutputFile:
+    def is_ours(path: Path) -> bool:
+        found = safetensors_metadata(path)
+        return found.get("writer") == "hdtool" and found.get("content") == "hidden states"
+
+    return OutputFile(path, "a file of hidden states of hdtool train-heads", is_ours, HeadsError, "name another file")
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in path.parents if place.is_dir())
+
 
 CHECKPOINT = "checkpoint.pt"
 MAX_GRADIENT_NORM = 1.0
@@ -191,3 +349,43 @@ def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+CURVE = "training.png"
+INCHES, DOTS = (8.0, 4.0), 130
+SMOOTHED = 50
+"""Points of a curve at least; each is the mean over some steps."""
+
+
+def draw_training(history: History, folder: Path) -> None:
+    """Two curves over the steps, as a PNG."""
+    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
+
+    figure: Any = Figure(figsize=INCHES, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps, losses = _smooth(np.array(history.losses))
+    left.plot(steps, losses)
+    left.set_ylabel("loss a token, nats")
+    _, hits = _smooth(np.array(history.hits))
+    for head, shares in enumerate(hits.T, start=1):
+        right.plot(steps, 100 * shares, label=f"head {head}")
+    right.set_ylabel("tokens that a head had first, %")
+    right.set_ylim(bottom=0)
+    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.set_xlabel("steps")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    with curve_file(folder).replaced() as stream:
+        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+
+
+def curve_file(folder: Path) -> OutputFile:
+    return OutputFile(folder / CURVE, "a picture of hdtool train-heads", is_own_png, HeadsError)
+
+
+def _smooth(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    size = max(1, len(values) // SMOOTHED)
+    starts = np.arange(0, len(values), size)
+    means = np.stack([values[start : start + size].mean(axis=0) for start in starts])
+    return starts + size / 2, means

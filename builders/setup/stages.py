@@ -15,45 +15,43 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.setup.advice import LEAST_ANSWERS
-from hdtool.builders.setup.answers import answer, number_of_prompts
-from hdtool.builders.setup.held_out import held_out, opening_of
-from hdtool.builders.setup.overhead import Overhead
-from hdtool.builders.setup.own_stores import OwnStores
-from hdtool.builders.setup.replayed import replayed, replayed_with_model_store
-from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.builders.stores.edit_store import add
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+from hdtool.builders.setup.candidates import Overhead, OwnStores, replayed, replayed_with_model_store
+from hdtool.builders.setup.verdict import LEAST_ANSWERS
+from hdtool.builders.setup.work_folder import (
+    LearnedPart,
+    WorkFolder,
+    answer,
+    held_out,
+    learned_name,
+    number_of_prompts,
+    opening_of,
+)
+from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
+from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.named_models import note_on_models
-from hdtool.builders.stores.tokenize import tokenized
-from hdtool.builders.stores.vocabulary_rankings import vocabulary_rankings
-from hdtool.data.conversations.canonical import canonical_file, canonical_line
-from hdtool.data.conversations.reader import ConversationReader, Found
+from hdtool.builders.stores.sequences import tokenized
+from hdtool.data.conversation_files import ConversationReader, Found, canonical_file, canonical_line
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import Reading, Record
-from hdtool.data.stores.documents import Source
+from hdtool.data.records import Reading, Record, read_traces
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, read_manifest
-from hdtool.data.stores.store_files import holds_manifest
-from hdtool.data.stores.store_replacement import recorded_name
-from hdtool.data.traces import read_traces
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest, recorded_name
+from hdtool.data.stores.store_files import MANIFEST, Source, holds_manifest
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
-from hdtool.runtime.config.setup import SetupConfig
+from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.environment import device_name, dtype_name, machine
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
-from hdtool.runtime.stores.model_store import Ints, rankings_in
+from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 Result = dict[str, Any]

@@ -2,30 +2,111 @@
 
 Stores keep their documents as tokens, so they are rebuilt without the texts that the documents came from. The result
 is the store that a build from all remaining texts would have given.
+
+The conversations of a history store and the documents of a model store are tokens already: a build takes them next to
+the texts of other inputs. Each name under which answers were kept is a source of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
-from hdtool.data.stores.store import InputShare, Manifest, TokenizerFingerprint, check_destination, read_store, require
-from hdtool.data.stores.store_files import printable
-from hdtool.data.stores.store_replacement import FolderCheck, recorded_name, unchanged
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.data import demo
+from hdtool.data.errors import ModelError, StoreError
+from hdtool.data.progress import counted
+from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
+from hdtool.data.stores.store import FolderCheck, read_store, recorded_name, require, unchanged
+from hdtool.data.stores.store_files import (
+    MODEL,
+    Document,
+    Source,
+    Tokens,
+    check_destination,
+    holds_history,
+    holds_manifest,
+    printable,
+    stored_documents,
+    with_sources,
+)
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
-from hdtool.runtime.stores.mapped_file import documents_of
-from hdtool.runtime.stores.model_record import ModelRecord
-from hdtool.runtime.stores.model_store import KIND as MODEL
-from hdtool.runtime.stores.model_store import Ints, rankings_in
+from hdtool.runtime.stores.history_records import Conversation
+from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
+from hdtool.runtime.stores.store_files import documents_of
+
+SHOWN = 3
+
+
+def note_on_models(
+    models: Mapping[str, int], config: ModelConfig, checkpoint: Checkpoint | None, command: str = ""
+) -> str | None:
+    """One line if records name other models than the store's.
+
+    ``command`` builds the store for another model, whose name replaces ``MODEL`` in it; it is given where the user has
+    named none.
+    """
+    others = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
+    if not others:
+        return None
+    every = "all " if len(others) == len(models) else ""
+    shown = ", ".join(printable(name) for name in list(others)[:SHOWN])
+    more = f" and {counted(len(others) - SHOWN, 'other model')}" if len(others) > SHOWN else ""
+    records = counted(sum(others.values()), "record")
+    verb = "names" if sum(others.values()) == 1 else "name"
+    own = checkpoint.name if checkpoint else config.name
+    note = (
+        f"note: {every}{records} {verb} {shown}{more} as the model that answered, and the store is for {printable(own)}"
+    )
+    if not command:
+        return f"{note}: a model's own answers make the best drafts"
+    (first, *rest) = others
+    if rest or not _can_be_given(first):
+        return f"{note}, because no --model is given: {command}, where MODEL is its folder or hub name, rebuilds it"
+    named = command.replace("MODEL", shlex.quote(printable(first)), 1)
+    return f"{note}, because no --model is given: {named} builds one for that model"
+
+
+def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether a name in a record may stand for the model of a configuration."""
+    try:
+        place, own = demo.located(name), config.place
+    except ModelError:  # the package of the demo's model is not installed
+        return name == config.name
+    own_names = {config.name, own or demo.NAME, *([checkpoint.name] if checkpoint else [])}
+    if place is None:
+        return own is None or Path(own).expanduser() == demo.MODEL
+    if _last_part(place) in map(_last_part, own_names):
+        return True
+    try:
+        one, other = Path(place).expanduser(), demo.MODEL if own is None else Path(own).expanduser()
+        return one.exists() and other.exists() and one.samefile(other)
+    except (OSError, RuntimeError, ValueError):  # a name that is no path
+        return False
+
+
+def _last_part(name: str) -> str:
+    """A model's name without its owner or folder."""
+    return name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
+
+
+def _can_be_given(name: str) -> bool:
+    try:
+        return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
+    except (OSError, ValueError):  # a name that is no path
+        return False
+
 
 CORPUS_OPTIONS = ("shard_bytes",)
 MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
@@ -181,3 +262,100 @@ def _build(
     if rankings is not None:
         options["rankings"] = rankings
     return build(folder, documents, like.tokenizer, sources, check=check, **options)
+
+
+class DroppedConversations(NamedTuple):
+    """The result of ``drop_conversations``."""
+
+    conversations: int
+    tokens: int
+    sources: tuple[str, ...]
+
+
+def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
+    """The history stores and model stores among inputs, and the inputs that are none."""
+    folders, others = [], []
+    for name in inputs:
+        place = Path(name).expanduser()
+        if place.is_dir() and (holds_history(place) or holds_manifest(place)):
+            folders.append(place)
+        else:
+            others.append(str(name))
+    return folders, others
+
+
+class HistoryDocuments:
+    """The conversations of history stores, and the documents of model stores, as documents."""
+
+    def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
+        """A store of another tokenizer is a ``StoreError``; what is appended from now on is left out."""
+        self.sources: list[Source] = []
+        self._parts: list[Callable[[], Iterator[Document]]] = []
+        for folder in folders:
+            if holds_history(folder):
+                self._add_history(folder, tokenizer)
+            else:
+                self._add_model_store(folder, tokenizer)
+
+    def _add_history(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
+        store = HistoryStore(folder, read_only=True)
+        require_history(store.manifest, folder, tokenizer)
+        held = store.conversations()
+        if not held:
+            raise StoreError(f"{folder} holds no conversations: leave it out")
+        for name in sorted({each.source for each in held}):
+            own = [each for each in held if each.source == name]
+            digest = hashlib.sha256(b"".join(each.hash for each in own)).hexdigest()
+            self._parts.append(partial(_answers, store, own, len(self.sources)))
+            self.sources.append(Source(f"{folder / name}", digest))
+
+    def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
+        contents = Contents.of(folder)
+        require(contents.manifest, folder, MODEL, tokenizer)
+        self._parts.append(partial(_stored, contents, len(self.sources)))
+        self.sources += contents.sources
+
+    def __iter__(self) -> Iterator[Document]:
+        for part in self._parts:
+            yield from part()
+
+    def with_others(self, documents: Iterator[Document]) -> Iterator[Document]:
+        """The documents of other inputs after those of the stores; their sources come after ``sources``."""
+        yield from self
+        for document in documents:
+            yield Document(document.ids, document.source + len(self.sources))
+
+
+def _answers(store: HistoryStore, conversations: list[Conversation], source: int) -> Iterator[Document]:
+    for _, tokens in store.answers(conversations):
+        yield Document(tokens, source)
+
+
+def _stored(contents: Contents, before: int) -> Iterator[Document]:
+    for document in contents.documents():
+        yield Document(document.ids, before + document.source)
+
+
+def drop_conversations(
+    folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
+) -> DroppedConversations:
+    """Remove the conversations of a source, or those before a time or older than an age; with both, those of both.
+
+    The store is made anew without them: no file holds a token of theirs. Processes that have it open notice that when
+    they next begin an answer.
+    """
+    if source is None and before is None:
+        raise StoreError(f"nothing to drop from {folder}: name a source, or a time before which conversations go")
+    until = datetime.now(UTC) - before if isinstance(before, timedelta) else before
+    store = HistoryStore(folder)
+    names = sorted({each.source for each in store.conversations()})
+    if source is not None and source not in names:
+        held = ", ".join(printable(name) for name in names) or "no conversations"
+        raise StoreError(f"{folder} has no source {printable(source)}: it holds {held}")
+
+    def stays(each: Conversation) -> bool:
+        return (source is not None and each.source != source) or (until is not None and each.time >= until.timestamp())
+
+    removed = store.keep(stays)
+    sources = tuple(sorted({each.source for each in removed}))
+    return DroppedConversations(len(removed), sum(each.tokens for each in removed), sources)

@@ -6,21 +6,147 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from hdtool.builders.stores.mining import LENGTHS, mined
-from hdtool.builders.stores.sequences import Answers
-from hdtool.builders.stores.shards import ShardFiles
-from hdtool.builders.stores.tokenize import tokenized
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.builders.stores.sequences import Answers, Frequent, most_frequent, tokenized
 from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Reading
-from hdtool.data.stores.documents import Document
-from hdtool.runtime.stores.model_record import Group
-from hdtool.runtime.stores.suffix_search import ShardPlace
+from hdtool.data.stores.store_files import Document
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.stores.model_store import PHRASE, Group
+from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LENGTHS = range(2, PHRASE + 2)
+LARGEST_COUNT = 2**31 - 1
+
+
+def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group]:
+    """The groups of the most frequent sequences of a length."""
+    return groups_of(answers, length, most_frequent(answers, length, top_k), per_key)
+
+
+def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[Group]:
+    """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
+    places, *_ = frequent
+    tokens = answers.tokens[places[:, None] + np.arange(length)]
+    groups = [_group(tokens, frequent, length - 1, per_key)]
+    if length == PHRASE + 1:
+        groups.append(_group(tokens, frequent, 1, per_key))
+    return groups
+
+
+def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
+    """Sequences by their prefixes, the most frequent first."""
+    _, counts, totals, distinct = frequent
+    counts = np.minimum(counts, LARGEST_COUNT)
+    order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
+    tokens, counts = tokens[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1))[: len(tokens)])
+    sizes = np.diff(np.append(firsts, len(tokens)))
+    chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
+    totals, distinct = totals[order[firsts]], distinct[order[firsts]]
+    if prefix + 1 < tokens.shape[1]:
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
+    return Group(
+        heads=tokens[firsts, :prefix],
+        totals=np.minimum(totals, LARGEST_COUNT),
+        distinct=np.minimum(distinct, LARGEST_COUNT),
+        stops=np.cumsum(np.minimum(sizes, per_key)),
+        tokens=tokens[chosen, prefix:],
+        counts=counts[chosen],
+    )
+
+
+Tokens = npt.NDArray[Any]
+
+MEMORY_A_BYTE = 8
+"""Bytes that sorting takes at most for each byte of tokens, the output included."""
+
+
+class SortedShard(NamedTuple):
+    """The arrays that a shard's lookups need beside its tokens."""
+
+    suffixes: Tokens
+    heads: Tokens
+    sampled_prefixes: Tokens
+
+
+def sorted_shard(tokens: Tokens, end: int) -> SortedShard:
+    """The sorted shard of documents of token ids, each with ``end`` after it."""
+    # No lookup starts with an end token, and those suffixes sort last.
+    suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
+    heads = np.zeros(end + 1, np.uint32)
+    np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
+    # The last token is an end, and no search reads further.
+    places = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
+    return SortedShard(suffixes, heads, tokens[np.minimum(places, len(tokens) - 1)])
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The files of tokens and of sorted shards; each shard has its own part of every file."""
+
+    documents: Path
+    suffixes: Path
+    heads: Path
+    sampled_prefixes: Path
+    width: np.dtype[Any]
+    end: int
+
+    def create(self) -> None:
+        """Create the files; each shard extends them as far as its parts go."""
+        for path in (self.suffixes, self.heads, self.sampled_prefixes):
+            path.touch()
+
+    def tokens(self, shard: ShardPlace) -> Tokens:
+        return np.fromfile(self.documents, self.width, shard.tokens, offset=shard.token * self.width.itemsize)
+
+    def write(self, number: int, shard: ShardPlace, done: SortedShard) -> None:
+        for path, array, place in (
+            (self.suffixes, done.suffixes, shard.suffix * 4),
+            (self.heads, done.heads, number * (self.end + 1) * 4),
+            (self.sampled_prefixes, done.sampled_prefixes, shard.prefix * PREFIX_TOKENS * self.width.itemsize),
+        ):
+            with open(path, "r+b") as stream:
+                stream.seek(place)
+                stream.write(np.ascontiguousarray(array).data)
+
+    def sort(self, number: int, shard: ShardPlace) -> None:
+        """Sort one shard from file to file."""
+        self.write(number, shard, sorted_shard(self.tokens(shard), self.end))
+
+
+def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """Positions in the order of the text from there on.
+
+    libdivsufsort sorts bytes: big-endian tokens sort as their bytes do, and the result is the byte
+    positions at which tokens start.
+    """
+    from pydivsufsort import divsufsort
+
+    places = divsufsort(tokens.astype(tokens.dtype.newbyteorder(">")).view(np.uint8))
+    out = np.empty(len(tokens), np.uint32)
+    _token_starts(places, tokens.dtype.itemsize, out)
+    return out
+
+
+@compiled
+def _token_starts(places: Tokens, size: int, out: Tokens) -> None:
+    kept = 0
+    for place in places:
+        if place % size == 0:
+            out[kept] = place // size
+            kept += 1
+
 
 LENGTHS_AT_ONCE = 2
 """Sequence lengths that are counted in parallel: compiled code releases the GIL for the writing."""

@@ -7,37 +7,152 @@ process alone writes the store. So a worker that dies leaves nothing on disk, an
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.mining import LENGTHS, groups_of
-from hdtool.builders.stores.ray_cluster import faults_reported, joined, largest_memory, on_each_node
-from hdtool.builders.stores.sequences import Answers, Frequent, frequent_of_part, parts_of, united
-from hdtool.builders.stores.shards import MEMORY_A_BYTE, ShardFiles, SortedShard, sorted_shard
-from hdtool.builders.stores.tokenize import BATCH, ids_of
-from hdtool.data.errors import ClusterError
+from hdtool.builders.stores.engine import LENGTHS, MEMORY_A_BYTE, ShardFiles, SortedShard, groups_of, sorted_shard
+from hdtool.builders.stores.sequences import BATCH, Answers, Frequent, frequent_of_part, ids_of, parts_of, united
+from hdtool.data.errors import ClusterError, HdtoolError, install_command, reason_of
 from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Portion, Reading
-from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import checksum
-from hdtool.runtime.stores.model_record import Group
+from hdtool.data.stores.store_files import Document, Tokens, token_type
+from hdtool.runtime.stores.model_store import Group
 from hdtool.runtime.stores.suffix_search import ShardPlace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CONNECT_SECONDS = 5.0
+"""Ray itself tries for minutes."""
+STDERR = 2
+NO_TOKEN = b"InvalidAuthToken"
+"""Part of Ray's message about a token that is missing or wrong."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
+    """Ray, connected to the cluster at ``address`` or to one of this machine alone, until the end."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ClusterError(f"engine ray needs Ray, which is not installed: {install_command('ray')}") from None
+    if address:
+        _reach(address)
+    options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
+    with TemporaryFile() as output:
+        try:
+            with _stderr_to(output):
+                ray.init(**options, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
+            raise _refusal(address, error, output) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """Redirect standard error, to which Ray's compiled part writes once a second, to a file."""
+    own = os.dup(STDERR)
+    os.dup2(file.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(own, STDERR)
+        os.close(own)
+
+
+def _refusal(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
+    """The error for a Ray that could not be used, from its own messages."""
+    place = f"the Ray cluster at {address}" if address else "Ray on this machine"
+    output.seek(0)
+    if NO_TOKEN in output.read() + str(error).encode():
+        return ClusterError(
+            f"{place} requires a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
+            "cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        )
+    return ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status")
+
+
+def _reach(address: str) -> None:
+    """Raise at once if no process listens at the address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(
+            f"address is {address!r}: give HOST:PORT of the cluster's head, as ray start printed it, and run this on a "
+            "machine of the cluster"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address} ({reason}): start one with ray start --head, or leave "
+            "--address out to build on this machine"
+        ) from None
+
+
+@contextmanager
+def faults_reported(ray: Any) -> Iterator[None]:
+    """Raise the error of a task as the task raised it, and faults of Ray as a ``ClusterError``."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, HdtoolError):
+            raise cause from None
+        if isinstance(cause, ImportError):
+            raise ClusterError(
+                f"the workers of the Ray cluster lack {cause.name or 'a library'}: install the same hdtool on all nodes"
+            ) from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"the Ray cluster could not finish the build ({type(error).__name__}: {reason_of(error)}): the store "
+            "there, if any, is unchanged; see ray status, and choose smaller --shard-bytes if memory ran out"
+        ) from None
+
+
+def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
+    """The result of a function on every node, with the node's address."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with faults_reported(ray):
+        tasks = [
+            ray.remote(function).options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(*arguments)
+            for node in nodes
+        ]  # fmt: skip
+        for node, task in zip(nodes, tasks, strict=True):
+            yield node["NodeManagerAddress"], ray.get(task)
+
+
+def largest_memory(ray: Any) -> float:
+    """Bytes that the largest node offers to tasks."""
+    return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])
+
 
 READ_AHEAD = 8
 """Portions of an input that its reader keeps ready."""
 LIGHT: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Options of readers: they mostly wait, and must not take a core from the tasks that use their output."""
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -148,9 +263,9 @@ def _absolute(reading: Reading) -> list[str]:
     return [os.path.abspath(path) for path in reading.inputs]
 
 
-def _ahead(items: Iterable[T], count: int) -> Iterator[T]:
+def _ahead(items: Iterable[Item], count: int) -> Iterator[Item]:
     """The items, of which ``count`` are started before they are needed."""
-    started: deque[T] = deque()
+    started: deque[Item] = deque()
     for item in items:
         started.append(item)
         if len(started) > count:

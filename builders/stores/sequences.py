@@ -7,15 +7,82 @@ table and not on the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.stores.model_store import Ints, mixed, sequence_hash, slot_of
+from hdtool.data.progress import Bar
+from hdtool.data.records import Reading
+from hdtool.data.stores.manifest import InputShare, shares_of
+from hdtool.data.stores.store_files import Document, Source, Tokens, token_type
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.stores.model_store import mixed, sequence_hash, slot_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class DocumentFile:
+    """A file of documents, each with an end token after it; empty ones are left out."""
+
+    def __init__(self, path: Path, end: int, sources: Sequence[Source]) -> None:
+        self.width = token_type(end)
+        self.size = 0
+        """Tokens and ends so far."""
+        self.documents = 0
+        self.longest = 0
+        self._end = self.width.type(end)
+        self._sources = sources
+        self._counted = np.zeros((len(sources), 2), np.int64)
+        self._stream = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> DocumentFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+    def add(self, ids: Sequence[int] | Tokens, source: int) -> None:
+        length = len(ids)
+        if not length:
+            return
+        closed = np.empty(length + 1, self.width)
+        closed[:length], closed[length] = ids, self._end
+        self._stream.write(closed.data)
+        self.size += length + 1
+        self.documents += 1
+        self.longest = max(self.longest, length)
+        self._counted[source] += (1, length)
+
+    def shares(self) -> tuple[InputShare, ...]:
+        return shares_of(self._sources, self._counted)
+
+
+BATCH = 1024
+
+
+def tokenized(reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+    """Every text as a document."""
+    texts = ((text, record.source) for record in reading for text in record.texts)
+    while batch := list(islice(texts, BATCH)):
+        encoded = ids_of([text for text, _ in batch], tokenizer)
+        for ids, (_, source) in zip(encoded, batch, strict=True):
+            yield Document(ids, source)
+        shown.to(reading.bytes_read)
+
+
+def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of each text, without special tokens: drafts follow text, not markup."""
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return encoded
+
 
 TABLE_SLOTS = 1 << 21
 """Largest size of the counting table, a power of two. Counting takes about 40 bytes of memory a slot."""

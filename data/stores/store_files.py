@@ -1,5 +1,9 @@
 """The files of a store: their names, the manifest, which of them hdtool may delete, and where a build may go.
 
+The id of the end token is the size of the vocabulary, so no draft crosses from one document into the next. The
+documents of an input are contiguous and in the order of the manifest, so their counts locate each input, for
+dropping it or for building the store again without the texts.
+
 A folder may hold other people's files beside a store. Only regular files whose names have the form that
 a build gives are ever deleted, and a folder that holds other files and no store is no place for a build.
 """
@@ -10,14 +14,73 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hdtool.data.errors import StoreError, worded
-from hdtool.data.files.atomic_write import to_disk
-from hdtool.data.files.locking import foreign_lock
+from hdtool.data.kept_records import foreign_lock
+from hdtool.data.output_files import to_disk
+
+CHUNK = 1 << 22
+"""Tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input that documents come from."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tokenized text and the input that it came from, by its place in the list of sources."""
+
+    ids: Sequence[int] | Tokens
+    source: int = 0
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """16-bit tokens if the vocabulary and the end token fit, else 32-bit."""
+    return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
+
+
+def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
+    """The documents of a token array.
+
+    The file may be damaged: a token above the end token, or a last document without one, is a ``StoreError``.
+    """
+    start = 0
+    for at in range(0, len(tokens), CHUNK):
+        chunk = tokens[at : at + CHUNK]
+        if chunk.max() > end:
+            raise StoreError(f"the documents of the store are damaged (token {chunk.max():,}): build it again")
+        for stop in np.flatnonzero(chunk == end) + at:
+            yield tokens[start:stop]
+            start = int(stop) + 1
+    if start != len(tokens):
+        raise StoreError("the documents of the store are damaged (the last one has no end): build it again")
+
+
+def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
+    """Stored documents with the index of their input, by the counts of the manifest."""
+    owners = (source for source, count in enumerate(counts) for _ in range(count))
+    for ids in documents:
+        if (source := next(owners, None)) is None:
+            raise StoreError(f"the store holds more documents than the {sum(counts):,} of its manifest: build it again")
+        yield Document(ids, source)
+    if next(owners, None) is not None:
+        raise StoreError(f"the store holds fewer documents than the {sum(counts):,} of its manifest: build it again")
+
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.files.kept_record import KEPT_SECONDS, KeptRecord
+from hdtool.data.kept_records import KEPT_SECONDS, KeptRecord
 from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
-from hdtool.runtime.budget.cost_curve import CostCurve, Floats, cost_file
-from hdtool.runtime.budget.pass_costs import PASS_SIZES
+from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target

@@ -3,19 +3,28 @@
 Imports `data` and nothing heavy.
 """
 
-from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.building import MOST_HEADS, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.decoding import (
+    FIXED_BUDGET,
     HOME,
+    LARGEST_BUDGET,
     MEMORY,
+    METHODS,
+    NEED_LOGITS,
+    NEED_MODEL,
+    OPTION_METHODS,
+    SOURCE_LETTERS,
+    SOURCE_NAMES,
+    TAKE_HEADS,
+    TRAINED,
     DecodeConfig,
+    GrammarConfig,
     PaperConfig,
     RecordingConfig,
     ReplayConfig,
     StoresConfig,
     VerifyConfig,
 )
-from hdtool.runtime.config.grammar import GrammarConfig
-from hdtool.runtime.config.heads import MOST_HEADS, HeadsConfig, TrainConfig
 from hdtool.runtime.config.measuring import (
     COLD,
     LLAMA_CPP,
@@ -27,19 +36,8 @@ from hdtool.runtime.config.measuring import (
     WITHOUT_GRAMMARS,
     BenchConfig,
     CostConfig,
+    ServerConfig,
     ShapeConfig,
-)
-from hdtool.runtime.config.methods import (
-    FIXED_BUDGET,
-    LARGEST_BUDGET,
-    METHODS,
-    NEED_LOGITS,
-    NEED_MODEL,
-    OPTION_METHODS,
-    SOURCE_LETTERS,
-    SOURCE_NAMES,
-    TAKE_HEADS,
-    TRAINED,
+    VllmConfig,
 )
 from hdtool.runtime.config.model import LOWEST_TEMPERATURE, ModelConfig, SamplingConfig
-from hdtool.runtime.config.serving import ServerConfig, VllmConfig

@@ -1,11 +1,13 @@
-"""How stores are built."""
+"""Settings of builds: stores, set-ups from logs, and drafting heads with their training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hdtool.data.tally import TOLERANCE
-from hdtool.runtime.config.setting import Settings, require, setting
+from hdtool.data.progress import TOLERANCE
+from hdtool.runtime.config.model import Settings, require, setting
 
 ENGINES = ("local", "ray")
 """Backends that run the tasks of a build."""
@@ -30,3 +32,131 @@ class BuildConfig(Settings):
         super().__post_init__()
         require(self.address is None or self.engine == "ray", "address", self.address, "left out without --engine ray")
         require(16 <= self.shard_bytes <= 1 << 30, "shard-bytes", self.shard_bytes, "between 16 and 2**30")
+
+
+MOST_HELD_OUT = 200
+"""Conversations: more would take longer to replay without changing the figures."""
+
+
+@dataclass(frozen=True)
+class SetupConfig(Settings):
+    """What setup holds out of the stores, and what it measures with it."""
+
+    held_out: float = setting(
+        0.1,
+        f"Share of the conversations held out of the stores, {MOST_HELD_OUT} at most; they are what is measured.",
+        option="held_out_fraction",
+    )
+    limit: int | None = setting(
+        None,
+        "Held-out prompts that the model answers. Default: as many as take about 40 seconds without drafts, 3 to 24.",
+        option="num_prompts",
+        least=1,
+    )
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each of these answers.", least=1)
+    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION, least=0, most=1)
+    rankings: bool = setting(
+        False,
+        "Add to the model store what the model ranks highest after each token of its vocabulary: a pass for each 256 "
+        "tokens.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.held_out < 1, "held-out-fraction", self.held_out, "above 0 and below 1")
+
+
+MOST_HEADS = 8
+"""Most drafting heads, each of which predicts one token further ahead."""
+
+
+AMPHISTA, MEDUSA, HYDRA, HYDRA_PLUS, MTP_LAYER = KINDS = "amphista", "medusa", "hydra", "hydra++", "mtp"
+"""Kinds of heads. The first two draft in parallel, the others token by token."""
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    MEDUSA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False},
+    HYDRA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False, "head_layers": 1},
+    HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
+    MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
+}
+"""The parts that distinguish a kind; options may choose the layers of a Hydra head, and all parts of Amphista."""
+
+
+@dataclass(frozen=True)
+class HeadsConfig(Settings):
+    """Architecture of drafting heads: Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra
+    and Hydra++ (arXiv:2402.05109), or a multi-token-prediction layer (arXiv:2412.19437)."""
+
+    kind: str = setting(
+        AMPHISTA,
+        "Heads that draft in parallel (amphista, medusa), after drafted tokens (hydra, hydra++), or a "
+        "multi-token-prediction layer (mtp).",
+        choices=KINDS,
+    )
+    heads: int = setting(
+        4,
+        "Number of heads; each predicts one token further ahead. For mtp: steps that training runs the layer ahead.",
+        option="num_heads",
+        least=1,
+        most=MOST_HEADS,
+    )
+    rank: int = setting(64, "Rank of each head's output layer; 0: full.", option="lm_head_rank")
+    auto_embedding: int = setting(
+        1, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.", least=0, most=2
+    )
+    positions: bool = setting(True, "Learn a position for each head.")
+    adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.", least=0, most=2)
+    sampled_token: bool = setting(True, "Feed the sampled token to these layers.")
+    mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", least=1)
+    head_layers: int | None = setting(None, "Layers of each head of hydra (default: 1) and hydra++ (4).", least=1)
+    draft_vocabulary: int | None = setting(
+        None, "Number of tokens that heads can draft: the most frequent ones of the texts. Default: all.", least=16
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.rank >= 0, "lm-head-rank", self.rank, "1 or more, or 0 for full output layers")
+
+    @property
+    def resolved(self) -> HeadsConfig:
+        """With the parts of its kind."""
+        parts = PARTS.get(self.kind, {})
+        return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
+
+    @property
+    def plain(self) -> HeadsConfig:
+        """Medusa: each head on its own, on the target's hidden state alone."""
+        return replace(self, kind=MEDUSA).resolved
+
+    @classmethod
+    def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
+        """The settings of a checkpoint; earlier versions name no kind."""
+        found = cls(**settings)
+        is_medusa = "kind" not in settings and not found.adaptation and not found.auto_embedding
+        return found.plain if is_medusa else found
+
+
+@dataclass(frozen=True)
+class TrainConfig(Settings):
+    """How drafting heads are trained: linear rise of the learning rate, then cosine decay to 0."""
+
+    epochs: float = setting(4.0, "Passes over the texts.")
+    batch: int = setting(32, "Texts per optimizer step.", option="batch_size", least=1)
+    micro_batch_size: int | None = setting(
+        None, "Texts per forward pass; gradients accumulate. Default: the batch size.", least=1
+    )
+    window: int = setting(2048, "Maximum number of tokens in a text; longer texts are split.", least=8)
+    learning_rate: float = setting(1e-3, "Peak learning rate.")
+    warm_up: float = setting(0.05, "Share of the steps in which the learning rate rises.")
+    lm_weight: float = setting(0.1, "Weight of the text's tokens in the loss; distillation has weight 1.")
+    val_fraction: float = setting(0.05, "Share of the texts held out for evaluation and for the choice of the tree.")
+    save_every: int = setting(50, "Steps between checkpoints.", least=1)
+    seed: int = setting(0, "Seed of initial weights and of the order of texts.", least=0)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.epochs > 0, "epochs", self.epochs, "above 0")
+        require(0 < self.learning_rate < float("inf"), "learning-rate", self.learning_rate, "above 0")
+        require(0 <= self.warm_up < 1, "warm-up", self.warm_up, "at least 0 and below 1")
+        require(0 <= self.lm_weight < float("inf"), "lm-weight", self.lm_weight, "0 or more")
+        require(0 < self.val_fraction < 1, "val-fraction", self.val_fraction, "above 0 and below 1")

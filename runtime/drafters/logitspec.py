@@ -16,13 +16,12 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafters.growing_context import GrowingContext
-from hdtool.runtime.drafters.node_calibration import NodeCalibration
-from hdtool.runtime.drafters.trie import NO_TOKEN, Trie
+from hdtool.runtime.drafter import NodeCalibration
+from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 
 UNRANKED = -1
 LONGEST = 3

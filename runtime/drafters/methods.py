@@ -9,28 +9,26 @@ from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.runtime.budget.batch_budget import SharedBudget, Together
 from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
-from hdtool.runtime.config.methods import HIERARCHIES, HISTORY_LETTER
+from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
-from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.published.lookup_methods import CorpusDrafter, PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
-from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
+from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
-from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.model.cache.position_moves import compile_moves
+from hdtool.runtime.model.cache.kv_cache import compile_moves
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.walks import compile_walks
 from hdtool.runtime.source_names import plugins
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import compile_trees
 
@@ -88,7 +86,7 @@ def history_for(
     store = None
     if config.keeps_history:
         # Loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.stores.history.open_history import open_history
+        from hdtool.runtime.stores.history_store import open_history
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")

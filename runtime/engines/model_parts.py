@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch.nn import Dropout, Embedding, Module, ModuleList
 
-from hdtool.runtime.engines.input_parts import (
+from hdtool.runtime.engines.around_layers import (
     OF_DECODER,
     OF_LAYER,
     PROJECTION,
@@ -20,8 +20,8 @@ from hdtool.runtime.engines.input_parts import (
     input_parts,
     layer_inputs,
 )
+from hdtool.runtime.engines.hybrid_families import OF_MIXTURE, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts
-from hdtool.runtime.engines.mixture_parts import OF_MIXTURE, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -15,21 +16,17 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
-from hdtool.data.grammar import Grammar
+from hdtool.data.prompts import Grammar
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.methods import HIERARCHIES
-from hdtool.runtime.decode import decode, decode_batch
+from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
-from hdtool.runtime.grammar.compiler import GrammarCompiler
-from hdtool.runtime.grammar.guide import Guide
-from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import GrammarProcessor
-from hdtool.runtime.integrations.call_lock import CallLock
+from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided
 from hdtool.runtime.integrations.generate_request import GenerateRequest, UnsupportedCallError, predictions_of
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
+from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.library import (
     argument_of_generate,
@@ -41,19 +38,40 @@ from hdtool.runtime.model.library import (
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.target import Target, embedded_tokens
+from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.truncation import NOT_FINITE
-from hdtool.runtime.sequence import Finish, Step
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import Finish, Stats, Step
 from hdtool.runtime.stores.store_set import NONE, StoreSet
 
 if TYPE_CHECKING:
-    from transformers import (
-        GenerationConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-    )
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
+
+
+class CallLock:
+    """Serializes calls of several threads; raises on a nested call, which would deadlock."""
+
+    def __init__(self, nested: str) -> None:
+        """``nested`` is the message of that error."""
+        self._nested = nested
+        self._lock = Lock()
+        self._thread: int | None = None
+
+    def __reduce__(self) -> tuple[type[CallLock], tuple[str]]:
+        """A copy is unlocked."""
+        return CallLock, (self._nested,)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        if self._thread == get_ident():
+            raise OptionError(self._nested)
+        with self._lock:
+            self._thread = get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
+
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
 Maker = Callable[[Target], Drafter]

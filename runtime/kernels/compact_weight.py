@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch.nn import Embedding
 
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 
 FORMATS = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten

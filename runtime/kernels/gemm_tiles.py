@@ -14,12 +14,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import generated
-from hdtool.runtime.kernels.matrix_kind import MatrixKind, type_of
-from hdtool.runtime.kernels.memory.raw_memory import BYTES
-from hdtool.runtime.kernels.packed.formats import OF_TYPE
-from hdtool.runtime.kernels.packed.registers import Blocks, Expand
-from hdtool.runtime.kernels.tile_choice import Tile, cases
+from hdtool.runtime.kernels.compiled import BYTES, generated
+from hdtool.runtime.kernels.matrix_kind import MatrixKind, Tile, cases, type_of
+from hdtool.runtime.kernels.packed_formats import OF_TYPE, Blocks, Expand
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")

@@ -10,11 +10,10 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from hdtool.runtime.kernels.compact_weight import Stored, is_compact, stored_of
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
-from hdtool.runtime.kernels.matmul_address import matmul_of
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.team import multiply_together, team_of
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.thread_pool import multiply_together, team_of
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 PLAIN = (torch.Tensor, Parameter)

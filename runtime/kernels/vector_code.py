@@ -1,15 +1,22 @@
-"""What generated vector code needs: the registers of this processor, and a builder of LLVM instructions for them."""
+"""What generated vector code needs: the registers of this processor, and a builder of LLVM instructions for them.
+
+The order of all operations is written here and not left to a compiler that vectorizes loops, so a number has the same
+bits wherever it stands.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from platform import machine
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.memory.raw_memory import BYTES, WORD
+from hdtool.runtime.kernels.compiled import BYTES, WORD, array_at, compiled, generated
 
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
@@ -197,3 +204,261 @@ class VectorCode:
             phi.add_incoming(first, before)
             phi.add_incoming(value, last)
         return ends
+
+
+VECTOR = ir.VectorType(FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
+LOG2_E = 1.44269504088896341
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+"""Their sum is the logarithm of 2; a product of the first with a small integer is exact."""
+POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Of the Cephes library: exp(r) is 1 + r + r**2 times this polynomial, for r up to half the logarithm of 2."""
+ROUNDING = 12582912.0
+"""1.5 * 2**23: a small number added to it is rounded to an integer, which is in the lowest bits of the sum."""
+SMALLEST, LARGEST = -87.0, 88.0
+"""The exponential is 0 below the first, and that of the second above it."""
+ONE_BITS = 127 << 23
+"""The bits of 1.0 in float32."""
+
+
+class FloatCode(VectorCode):
+    """Adds instructions on float32 numbers, given by integer addresses, to a function that is being generated."""
+
+    def number(self, value: float) -> Any:
+        """A constant in all lanes."""
+        return ir.Constant(VECTOR, [value] * LANES)
+
+    def at(self, address: Any, index: Any) -> Any:
+        """The address of a float32 by its index."""
+        return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
+
+    def read(self, address: Any, kind: Any = VECTOR) -> Any:
+        found = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        found.align = ITEM_SIZE
+        return found
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
+
+    def exp(self, x: Any) -> Any:
+        """The exponential; that of NaN is NaN."""
+        builder = self.builder
+        vanishes = builder.fcmp_ordered("<", x, self.number(SMALLEST))
+        x = builder.select(builder.fcmp_ordered(">", x, self.number(LARGEST)), self.number(LARGEST), x)
+        rounded = self.multiply_add(x, self.number(LOG2_E), self.number(ROUNDING))
+        power = builder.fsub(rounded, self.number(ROUNDING))
+        rest = self.multiply_add(power, self.number(-LN2_HIGH), x)
+        rest = self.multiply_add(power, self.number(-LN2_LOW), rest)
+        found = self.number(POLYNOMIAL[0])
+        for coefficient in POLYNOMIAL[1:]:
+            found = self.multiply_add(found, rest, self.number(coefficient))
+        found = self.multiply_add(found, builder.fmul(rest, rest), rest)
+        found = builder.fadd(found, self.number(1.0))
+        shifted = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
+        scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))
+        found = builder.fmul(found, builder.bitcast(scale, VECTOR))
+        return builder.select(vanishes, self.number(0.0), found)
+
+    def tanh(self, x: Any) -> Any:
+        """The hyperbolic tangent, with the absolute error of the exponential."""
+        doubled = self.exp(self.builder.fmul(x, self.number(2.0)))
+        part = self.builder.fdiv(self.number(2.0), self.builder.fadd(doubled, self.number(1.0)))
+        return self.builder.fsub(self.number(1.0), part)
+
+
+@generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
+def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
+    """RMSNorm of one row, times ``weight + offset``."""
+    code = FloatCode(builder)
+
+    def square(index: Any, sums: list[Any]) -> list[Any]:
+        numbers = code.read(code.at(read, index))
+        return [code.multiply_add(numbers, numbers, sums[0])]
+
+    (squares,) = code.loop(width, [code.number(0.0)], square)
+    mean = builder.fdiv(code.total(squares), builder.sitofp(width, FLOAT))
+    root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
+    scale, added = code.splat(builder.fdiv(FLOAT(1.0), root)), code.splat(offset)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        numbers = builder.fmul(code.read(code.at(read, index)), scale)
+        factor = builder.fadd(code.read(code.at(weight, index)), added)
+        code.store(builder.fmul(numbers, factor), code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
+@generated(types.int64, types.int64, types.float32)
+def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
+    """``scores = exp(scores - largest)``; the count is a multiple of the lanes of a vector."""
+    code = FloatCode(builder)
+    top = code.splat(largest)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(scores, index)
+        code.store(code.exp(builder.fsub(code.read(place), top)), place)
+        return []
+
+    code.loop(count, [], apply)
+
+
+def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
+    """An intrinsic for a unit whose activation is its input times the sigmoid of a function of it."""
+
+    @generated(*[types.int64] * 3)
+    def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
+        code = FloatCode(builder)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = code.read(code.at(gate, index))
+            divisor = builder.fadd(code.exp(builder.fneg(sigmoid_of(code, numbers))), code.number(1.0))
+            found = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
+            code.store(found, code.at(gate, index))
+            return []
+
+        code.loop(size, [], apply)
+
+    return gate_in_place
+
+
+def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
+    """``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``: half of one more than a tanh is the sigmoid of twice its input."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
+    inside = code.multiply_add(cubed, code.number(0.044715), numbers)
+    return code.builder.fmul(inside, code.number(factor))
+
+
+silu_in_place = _gated(lambda code, numbers: numbers)
+"""``gate = silu(gate) * up``"""
+gelu_in_place = _gated(_twice_inside_tanh)
+"""``gate = gelu(gate) * up``, the GELU by tanh."""
+
+
+@generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
+def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
+    """``written = (up + 1) * gate * sigmoid(alpha * gate)`` of bounded pairs ``[gate, up]``; in place, or elsewhere."""
+    code = FloatCode(builder)
+    factor, most = code.splat(alpha), code.splat(limit)
+    least, one = builder.fneg(most), code.number(1.0)
+    halves = [code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2)]
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        first = builder.mul(index, INDEX(2))
+        both = [code.read(code.at(pairs, builder.add(first, INDEX(half * LANES)))) for half in range(2)]
+        gate, up = (builder.shuffle_vector(*both, half) for half in halves)
+        gate = builder.select(builder.fcmp_ordered(">", gate, most), most, gate)
+        up = builder.select(builder.fcmp_ordered(">", up, most), most, up)
+        up = builder.select(builder.fcmp_ordered("<", up, least), least, up)
+        divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, factor))), one)
+        found = builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
+        code.store(found, code.at(written, index))
+        return []
+
+    code.loop(size, [], apply)
+
+
+@generated(*[types.int64] * 3, types.float32)
+def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
+    """``sums += numbers * factor``"""
+    code = FloatCode(builder)
+    by = code.splat(factor)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(sums, index)
+        added = builder.fmul(code.read(code.at(numbers, index)), by)
+        code.store(builder.fadd(code.read(place), added), place)
+        return []
+
+    code.loop(size, [], apply)
+
+
+def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
+    """An intrinsic that changes numbers in place, each by itself and a factor that all have in common."""
+
+    @generated(*[types.int64] * 2, types.float32)
+    def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
+        code = FloatCode(builder)
+        by = code.splat(factor)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            place = code.at(numbers, index)
+            code.store(change(code, code.read(place), by), place)
+            return []
+
+        code.loop(size, [], apply)
+
+    return change_in_place
+
+
+def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
+    return code.builder.fmul(code.tanh(code.builder.fdiv(number, cap)), cap)
+
+
+scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
+"""``numbers *= factor``"""
+_divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
+_bound = _changed(_bounded)
+
+
+@compiled
+def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
+    """``numbers /= divisor``, and where there is a ``cap``, ``numbers = tanh(numbers / cap) * cap``."""
+    whole = size // LANES * LANES
+    _divide(numbers, whole, divisor)
+    if cap:
+        _bound(numbers, whole, cap)
+    rest = array_at(numbers + whole * ITEM_SIZE, (size - whole,), types.float32)
+    for index in range(len(rest)):
+        rest[index] /= divisor
+        if cap:
+            rest[index] = np.tanh(rest[index] / cap) * cap
+
+
+@generated(*[types.int64] * 5)
+def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
+    """The rotary position of one head: ``read * cos + (second half, first half) * sin``"""
+    code = FloatCode(builder)
+    half = builder.lshr(width, ir.Constant(width.type, 1))
+    pair = ir.VectorType(FLOAT, ROTATED)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        other = builder.add(index, half)
+        first, second = (code.read(code.at(read, place), pair) for place in (index, other))
+        for place, own, turned in ((index, first, second), (other, second, first)):
+            product = builder.fmul(own, code.read(code.at(cos, place), pair))
+            sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, place), pair)))
+            code.store(sum_, code.at(written, place))
+        return []
+
+    code.loop(half, [], apply, ROTATED)
+
+
+@generated(*[types.int64] * 5)
+def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
+    """That of a head whose pairs are numbers side by side."""
+    code = FloatCode(builder)
+    swapped = code.integers([lane ^ 1 for lane in range(LANES)])
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        own = code.read(code.at(read, index))
+        turned = builder.shuffle_vector(own, ir.Constant(own.type, ir.Undefined), swapped)
+        product = builder.fmul(own, code.read(code.at(cos, index)))
+        sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, index))))
+        code.store(sum_, code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
+ROTATED = LANES // 2
+"""Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
+
+
+@compiled
+def norm_rows(read: int, rows: int, width: int, weight: int, offset: Any, epsilon: Any, written: int) -> None:
+    """RMSNorm of each row of ``width`` numbers; addresses of float32, rows one after another."""
+    for row in range(rows):
+        at = row * width * ITEM_SIZE
+        norm_row(read + at, weight, offset, width, epsilon, written + at)

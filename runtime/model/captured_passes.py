@@ -3,26 +3,81 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdtool.data.errors import reason_of
-from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse
+from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
+from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
+from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
-from hdtool.runtime.model.library_pass import library_passes
+from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import scattered
-from hdtool.runtime.model.static_steps import StaticSteps, StepPass
+from hdtool.runtime.model.static_steps import StaticSteps, StepOutput, StepPass
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.cuda_graphs import Capture
+    from hdtool.runtime.model.pass_inputs import StepTensors
+    from hdtool.runtime.model.recurrent.closed_forms import StackedStates
+    from hdtool.runtime.model.static_steps import Capture
+    from hdtool.runtime.model.stock_passes import StockPasses
     from hdtool.runtime.model.target import Target
+
+
+class LibraryPass:
+    """Each layer by the library; attention by it, too, or by ``attention``, which reads no more than the contexts.
+
+    The library's attention reads a fixed extent of the cache, and the mask hides what lies behind the contexts.
+    """
+
+    def __init__(self, stock: StockPasses, attention: TreeAttention | None = None) -> None:
+        self._stock, self._attention = stock, attention
+        self.reads_extent = attention is None
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        move_positions(storage.tensors, step)
+        if self._attention is None:
+            masks = self._stock.masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
+            return self._pass(step, storage, masks, extent)
+        with self._attention.replacing(self._stock.model, step) as masks:
+            found = self._pass(step, storage, masks, storage.capacity)
+        if not self._attention.calls:
+            raise NotImplementedError("layers that do not look their attention up")
+        return found
+
+    def _pass(self, step: StepTensors, storage: KVTensors, masks: Mask, extent: int) -> StepOutput:
+        stock = self._stock
+        indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
+        cache = IndexedKVCache(storage, indices, extent)
+        given: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
+        if stock.takes_positions:
+            given["position_ids"] = step.positions
+        with self._over(step, storage, cache) as states:
+            logits: torch.Tensor = stock.model(input_ids=step.tokens, **given, **{stock.cache_name: cache}).logits
+        hidden = stock.hidden.of_pass if stock.hidden.is_watched else None
+        return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
+
+    def _over(
+        self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
+    ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
+        """Compute recurrent layers over the trees of the step."""
+        recurrent = self._stock.recurrent
+        return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
+
+
+def library_passes(target: Target) -> Iterator[LibraryPass]:
+    """The passes by the library's code that may be captured, the faster one first."""
+    operations, windows = triton_operations(target.device), target.stock.windows
+    selects = any(shape.indexer for shape in target.shapes)  # by the mask, which attention of our own does not read
+    if operations and not selects and not any(window.chunk for window in windows):
+        yield LibraryPass(target.stock, TreeAttention(operations, windows))
+    yield LibraryPass(target.stock)
 
 
 RESERVED_SHARE = 1 / 8

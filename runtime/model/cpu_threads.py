@@ -13,8 +13,8 @@ from statistics import fmean
 
 import torch
 
-from hdtool.data.files.kept_record import KEPT_SECONDS, KeptRecord
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.data.kept_records import KEPT_SECONDS, KeptRecord
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 

@@ -22,40 +22,49 @@ from hdtool.runtime.config.model import BLOCKS, INT8
 from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
-from hdtool.runtime.grammar.compiler import GrammarCompiler
+from hdtool.runtime.grammar import GrammarCompiler
 from hdtool.runtime.kernels.compact_weight import in_float32
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.checkpoint.place import packed_place, place_of
-from hdtool.runtime.model.checkpoint.weight_files import weight_files
-from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, loading_as_stored, pack_weights
-from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of, packed_place, place_of
+from hdtool.runtime.model.compact_layers import (
+    MXFP4,
+    compact_weights,
+    expand_weights_read,
+    keeping_mxfp4,
+    loading_as_stored,
+    pack_weights,
+)
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.gguf.manifest import MANIFEST as CONVERSION
-from hdtool.runtime.model.gguf.manifest import Manifest
-from hdtool.runtime.model.gguf.packed_model import assembled_model, packed_model
-from hdtool.runtime.model.gguf.packing import read_weights
-from hdtool.runtime.model.gguf.which_file import gguf_file
-from hdtool.runtime.model.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
+from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION
+from hdtool.runtime.model.gguf.converted_folder import Manifest, gguf_file
+from hdtool.runtime.model.gguf.packing import assembled_model, packed_model, read_weights
+from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.library import is_known_type, text_class
-from hdtool.runtime.model.mxfp4 import MXFP4, keeping_mxfp4
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
-from hdtool.runtime.model.quantization import library_of, quantization, require_libraries
+from hdtool.runtime.model.quantization import (
+    NO_INT8,
+    library_of,
+    quantization,
+    refuse_by_file,
+    refuse_by_settings,
+    require_libraries,
+)
+from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED
 from hdtool.runtime.model.quantized_folder import quantized_folder, read_quantized
-from hdtool.runtime.model.quantized_manifest import MANIFEST as QUANTIZED
+from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
-from hdtool.runtime.stop_text import StopTexts
+from hdtool.runtime.text_stream import StopTexts
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-    from hdtool.data.grammar import Grammar
-    from hdtool.runtime.grammar.guide import Guide
+    from hdtool.data.prompts import Grammar
+    from hdtool.runtime.grammar import Guide
 
 T = TypeVar("T")
 

@@ -1,15 +1,19 @@
-"""Placement of a model's weights: one device, several devices, or offloaded."""
+"""Where and how precisely a model computes: its devices and its dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from hdtool.data.errors import ModelError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import ModelError, install_command
+from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
+from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
+from hdtool.runtime.model.library import last_logits_only, passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,3 +50,48 @@ def require_accelerate(feature: str) -> None:
     """Raise if accelerate, which transformers needs to place weights, is not installed."""
     if not find_spec("accelerate"):
         raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")
+
+
+HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+"""The next dtype of much higher precision; there is none above float64."""
+
+
+@contextmanager
+def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Convert all weights to the next higher precision on ``device``; restore the same tensors at the end."""
+    if model.dtype not in HIGHER:
+        raise ModelError(f"there is no higher precision than {model.dtype}")
+    higher = HIGHER[model.dtype]
+    compact = compact_places(model)
+    parameters = (tensor for tensor in model.parameters() if not is_compact(tensor))
+    tensors = [tensor for tensor in chain(parameters, model.buffers()) if tensor.is_floating_point()]
+    kept = [tensor.data for tensor in tensors]
+    try:
+        for weight, places in compact:
+            replace_parameter(places, in_float32(weight).to(device, higher))
+        for tensor in tensors:
+            wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
+            tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
+        yield
+    finally:
+        for tensor, data in zip(tensors, kept, strict=True):
+            tensor.data = data
+        for weight, places in compact:
+            replace_parameter(places, weight)
+
+
+@torch.inference_mode()
+def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """The logits after ``ids``, from one plain pass."""
+    ids_of_pass = torch.tensor([ids], device=model.device)
+    logits: torch.Tensor = model(ids_of_pass, use_cache=False, **last_logits_only(model)).logits[0, -1]
+    return logits
+
+
+@torch.inference_mode()
+def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """The same with one pass for each token of the answer; it differs from a single pass by rounding only."""
+    parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
+    *_, last = passes(model, parts)
+    logits: torch.Tensor = last.logits[0, -1]
+    return logits

@@ -1,16 +1,34 @@
-"""Quantization of weights: the scheme of a checkpoint or of loading, and the libraries it needs."""
+"""Quantization: schemes, the libraries they need, their layers, and what rules out int8 activations.
+
+So it is refused before weights are read. The proof of compiled code comes after that, and can rule it out as well.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Module
 
-from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
+from hdtool.data.gguf_header import GGUFHeader
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import BLOCKS
+from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
+from hdtool.runtime.kernels.linear import has_plain_weight
+from hdtool.runtime.model.compact_layers import MXFP4
+from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
+from hdtool.runtime.model.gguf.converted import slow_weights, stays_packed
+from hdtool.runtime.model.gguf.converted_folder import gguf_file
+from hdtool.runtime.model.library import passes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
@@ -51,3 +69,169 @@ def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
     from torchao.quantization import Int8WeightOnlyConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+NEIGHBOR_SCALE = 100.0
+"""Perturbation scale of the row-independence test."""
+DEPENDENCE_TOLERANCE = 1e-2
+"""Relative change of a row that another row may cause: several times the rounding of bfloat16, less than the 1.2 to
+1.9 % that shared outliers cause in LLM.int8(), and far less than a shared scale causes."""
+
+
+def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a weight: itself, or those inside a library's tensor subclass."""
+    if type(weight).__module__.startswith("torch.") or not hasattr(weight, "__tensor_flatten__"):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [getattr(weight, name) for name in names]
+
+
+def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
+    """The layers with quantized weights, by name."""
+    # Some libraries store their weights under other names.
+    named = "weight" if getattr(model.config, "quantization_config", None) is None else "in_features"
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "in_features") and hasattr(layer, named) and not has_plain_weight(layer)
+    }
+
+
+@torch.inference_mode()
+def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise if the output of a row depends on other rows of the pass, as with one activation scale per tensor.
+
+    The logits of a token would then depend on the drafts in the tree.
+    """
+    for name, layer in quantized_layers(model).items():
+        if (dependence := _dependence(layer, model.dtype, device)) > DEPENDENCE_TOLERANCE:
+            raise FamilyError(
+                f"models of type {model.config.model_type!r} cannot be used as this one is quantized: {name} scales "
+                f"its input over all tokens of a pass, so drafts would change the answer (by {dependence:.0%} here): "
+                "quantize activations row by row (torchao: granularity=PerRow()), or the weights alone"
+            )
+
+
+def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
+    """The relative change of a row's output if another row is added to the pass."""
+    places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
+    place = places[0] if places and places[0].type != "meta" else device
+    row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
+    row[0] = 5.0  # coarsens the quantization of the others without being an outlier
+    rows = torch.stack([row, NEIGHBOR_SCALE * row.flip(0)]).to(dtype)
+    alone, with_neighbor = layer(rows[None, :1])[0, 0].double(), layer(rows[None])[0, 0].double()
+    return float((with_neighbor - alone).norm() / alone.norm().clamp_min(1e-12))
+
+
+@torch.inference_mode()
+def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
+    """Measure the rounding of a model's logits, in standard deviations; print a note if it is large.
+
+    ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
+    which is larger than the dtype suggests if layers quantize their input.
+    """
+    found = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
+    rounding = distances(torch.stack(found, dim=1), at_once).max().item()
+    if rounding > HIGH_PRECISION_TOLERANCE:
+        print(
+            f"note: this model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
+            "the choice between two tokens as close as that; hdtool verify counts such near ties",
+            file=sys.stderr,
+        )
+    return rounding
+
+
+class RowByRow:
+    """Makes the 8-bit layers of bitsandbytes compute each row of a pass as if it were alone.
+
+    LLM.int8() multiplies an input column in higher precision if any row of the pass has an outlier there, so drafts
+    would affect the rounding of other rows. A row alone has only its own outliers in higher precision. So outliers
+    are removed before the layer, and their contribution is added to its output.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.layers = [layer for layer in model.modules() if _looks_for_outliers(layer)]
+        self._on = False
+        self._taken_out: torch.Tensor | None = None
+        self._hooks = [layer.register_forward_pre_hook(self._take_out) for layer in self.layers]
+        self._hooks += [layer.register_forward_hook(self._put_back) for layer in self.layers]
+
+    @property
+    def reason(self) -> str:
+        """Why steps cannot be captured, if the model has such layers."""
+        return "its 8-bit layers look for outliers in each pass" if self.layers else ""
+
+    def release(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Enable it within the context; outside, as for prompts, layers compute as in ``generate``."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def _take_out(self, layer: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        self._taken_out = None
+        rows = given[0]
+        if not self._on or rows.numel() == rows.shape[-1]:
+            return None
+        outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the criterion of the layer itself
+        if not outliers.any():
+            return None
+        self._taken_out = rows.masked_fill(~outliers, 0)
+        return (rows.masked_fill(outliers, 0),)
+
+    def _put_back(self, layer: Any, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor | None:
+        if self._taken_out is None:
+            return None
+        outliers, self._taken_out = self._taken_out.flatten(0, -2), None
+        columns = outliers.any(dim=0).nonzero()[:, 0]
+        weights = (layer.state.CB[:, columns].float() * layer.state.SCB[:, None] * (1 / 127)).to(result.dtype)
+        return torch.addmm(result.flatten(0, -2), outliers[:, columns], weights.t()).view_as(result)
+
+
+def _looks_for_outliers(layer: Any) -> bool:
+    library = sys.modules.get("bitsandbytes")  # loaded if the model has such layers
+    return library is not None and isinstance(layer, library.nn.Linear8bitLt) and layer.state.threshold > 0
+
+
+NO_INT8 = (
+    "--activations int8 needs a GGUF file with packed weights, --quantization q8_0 or q4_0, or weights of torchao, on "
+    "a CPU, with layers that hdtool computes in compiled code (of a known family, without --no-fused-layers, "
+    "--attn-implementation or another --dtype): leave it out"
+)
+TORCHAO = "torchao"
+
+
+def refuse_by_file(config: ModelConfig) -> None:
+    """Raise for options, and for a GGUF file by its header."""
+    if not config.fused_layers or config.attn_implementation or config.dtype != "auto":
+        raise OptionError(NO_INT8)
+    if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:
+        raise OptionError(NO_INT8)
+    if config.quantization is None and (file := gguf_file(config)) and not stays_packed(file):
+        why = slow_weights(GGUFHeader.read(file)) or "they are not quantized"
+        raise OptionError(
+            f"--activations int8 multiplies by weights in blocks, and {config.name} has none that it takes: {why}; "
+            "leave it out, or take --quantization q8_0"
+        )
+
+
+def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
+    """Raise for a model by its configuration."""
+    packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)
+    if not packed:
+        raise OptionError(
+            f"--activations int8 multiplies by quantized weights, and {config.name} has none: take "
+            f"--quantization {BLOCKS[0]}, or leave it out"
+        )
+    if not may_be_compiled(settings):
+        raise OptionError(
+            f"--activations int8 needs layers that hdtool computes in compiled code, and {config.name}, of type "
+            f"{settings.model_type}, has others: leave it out"
+        )

@@ -1,32 +1,76 @@
-"""Passes of a model of transformers over prompts and draft trees, by its own code."""
+"""Passes by the library's own code: over prompts and draft trees, and over chains with a cache of any kind."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.model.attention_masks import AttentionMasks, Mask, windows_of
+from hdtool.runtime.engine import PassLog, Verified, Want
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
+from hdtool.runtime.model.cache.replay_slots import Place, ReplayCache, ReplaySlot
 from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import States
-from hdtool.runtime.model.families import rotary_switch
-from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.library import cache_name, last_logits_of_all_rows, last_logits_only, takes
-from hdtool.runtime.model.llm_int8 import RowByRow
-from hdtool.runtime.model.pass_log import PassLog
+from hdtool.runtime.model.families import HiddenStates, rotary_switch
+from hdtool.runtime.model.library import cache_in, cache_name, last_logits_of_all_rows, last_logits_only, takes
+from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, TreeInput, windows_of
 from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.model.recurrent.passes import RecurrentLayers
-from hdtool.runtime.model.step_input import TreeInput
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class CompiledPasses(Protocol):
+    """Passes of one model; each method returns None for a pass that the model's own code computes."""
+
+    is_current: bool
+    """Whether the model was the compiled one when the last prompt was read."""
+
+    def check(self, *, again: bool = True) -> None:
+        """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
+        ...
+
+    def watch_hidden(self, layers: tuple[int, ...]) -> None:
+        """Give hidden states in each pass from now on, and behind them the outputs of these layers.
+
+        The hooks that watch the model by now belong to it.
+        """
+        ...
+
+    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
+        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
+
+        If this returns None, the slot may have some of the tokens.
+        """
+        ...
+
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
+        """Verify a tree in each of the first slots."""
+        ...
+
+    def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
+        """Verify a tree in one slot of several."""
+        ...
+
+    def use_int8_activations(self) -> bool:
+        """Multiply packed weights by activations in 8 bits from now on; whether the model has any."""
+        ...
+
+    @property
+    def pads(self) -> bool:
+        """Whether trees that are verified in one pass are padded to the largest."""
+        ...
+
+    @property
+    def activations_are_int8(self) -> bool: ...
+
 
 NOTHING = nullcontext()
 
@@ -158,3 +202,68 @@ class StockPasses:
                 torch.cuda.synchronize(self.device)
             self.log.add(time.perf_counter() - started)
         return output
+
+
+MOST_WAITING = 12
+"""A pass that reads more accepted tokens again verifies no drafts: what it leaves is kept for certain."""
+
+
+class ReplayPasses:
+    """The passes of one model."""
+
+    def __init__(self, stock: StockPasses, shared: frozenset[Place]) -> None:
+        self._stock, self._shared = stock, shared
+
+    def allocate(self, slots: int) -> ReplayCache:
+        return ReplayCache(self._shared, slots)
+
+    @torch.inference_mode()
+    def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int) -> Verified:
+        """Read tokens after the first ``start`` ones of a slot."""
+        held = _slot(cache, slot)
+        held.cut(start)
+        logits, after, hidden = self._pass(held, tokens, 1)
+        held.read(tokens, after, None if hidden is None else hidden[-len(tokens) :])
+        return Verified(logits, held.all_hidden())
+
+    @staticmethod
+    def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        """The part of a tree that the next pass of a slot verifies: its first chain, or none if many tokens wait."""
+        if len(_slot(cache, slot).waiting) > MOST_WAITING:
+            return DraftTree.bare(tree.root)
+        return tree.first_chain()
+
+    @torch.inference_mode()
+    def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        """Verify a chain in each of the first slots, one after another; it counts as one pass."""
+        log = self._stock.log
+        passes, seconds = log.passes, log.seconds
+        found = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]
+        log.passes, log.last_seconds = passes + 1, log.seconds - seconds
+        log.nodes, log.slots = max(map(len, trees)), len(trees)
+        return found
+
+    @torch.inference_mode()
+    def verify_alone(self, cache: Cache, slot: int, tree: DraftTree) -> Verified:
+        assert tree.is_chain, "this model verifies chains"
+        held, rows = _slot(cache, slot), len(tree) + 1
+        logits, after, hidden = self._pass(held, tree.all_tokens, rows)
+        held.verified(len(tree), after)
+        held.tree, held.hidden_of_tree = tree, None if hidden is None else hidden[-rows:]
+        return Verified(logits, held.hidden_of_tree)
+
+    def _pass(self, held: ReplaySlot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        """Read the tokens that wait, and new ones: the last logits, the cache after them, and hidden states."""
+        stock, tokens = self._stock, [*held.waiting, *new]
+        first = held.filled.length
+        ids = torch.tensor([tokens], device=stock.device)
+        positions = torch.arange(first, first + len(tokens), device=stock.device)[None]
+        options = dict.fromkeys(stock.last_only, keep)
+        output = stock.call(ids, positions, None, held.copy_of_filled(), **options)
+        return output.logits[0, -keep:], cache_in(output), stock.hidden.of_slot(0, len(tokens))
+
+
+def _slot(cache: Cache, slot: int) -> ReplaySlot:
+    held = cache.slots[slot]
+    assert isinstance(held, ReplaySlot)
+    return held

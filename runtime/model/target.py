@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.engine import Verified, Want
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
 from hdtool.runtime.model.captured_passes import CapturedPasses
-from hdtool.runtime.model.checks.chains import prove_chains
 from hdtool.runtime.model.checks.changes import ModelChanges
-from hdtool.runtime.model.checks.small_tree import some_context
-from hdtool.runtime.model.checks.trees import prove_trees
-from hdtool.runtime.model.compiled_passes import CompiledPasses
-from hdtool.runtime.model.cuda_graphs import Capture, CaptureMaker, by_device
+from hdtool.runtime.model.checks.trees import prove_chains, prove_trees, some_context
 from hdtool.runtime.model.families import (
     context_limit,
     distances,
@@ -32,11 +29,10 @@ from hdtool.runtime.model.families import (
     tolerance_of,
 )
 from hdtool.runtime.model.library import use_masked_attention, windows_only_the_cache
-from hdtool.runtime.model.recurrent.other_forwards import lock_of
-from hdtool.runtime.model.replay_passes import ReplayPasses
-from hdtool.runtime.model.stock_passes import StockPasses
+from hdtool.runtime.model.recurrent.mixers import lock_of
+from hdtool.runtime.model.static_steps import Capture, CaptureMaker, by_device
+from hdtool.runtime.model.stock_passes import CompiledPasses, ReplayPasses, StockPasses
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import TRAINED
+from hdtool.runtime.engine import Verified, Want
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified, Want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

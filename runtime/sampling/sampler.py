@@ -24,10 +24,17 @@ from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.ranked_draws import ranked_for
-from hdtool.runtime.sampling.truncation import NAMES, NOT_FINITE, UNKNOWN, Draws, Truncation, allowed_scores, keeps_one
-from hdtool.runtime.sampling.walks import compile_drawn_walks
+from hdtool.runtime.sampling.draws import (
+    NAMES,
+    NOT_FINITE,
+    UNKNOWN,
+    Draws,
+    ExponentialRace,
+    Truncation,
+    allowed_scores,
+    keeps_one,
+)
+from hdtool.runtime.sampling.walks import compile_drawn_walks, ranked_for
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"

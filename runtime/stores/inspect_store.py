@@ -1,4 +1,4 @@
-"""What the hierarchy drafts from a store after a context, and how long its look-ups take.
+"""What a store or a history holds, what it drafts after a context, and how long its look-ups take.
 
 All of it calls the compiled functions that the drafter calls.
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
+from hdtool.data.stores.manifest import FORMAT
+from hdtool.data.stores.store_files import HISTORY
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.corpus_ranges import LONGEST_RANGE, CorpusSearch
-from hdtool.runtime.stores.model_record import ModelRecord
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelStore, look_up
+from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, CorpusIndex, CorpusSearch
+from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelRecord, ModelStore, look_up
+from hdtool.runtime.stores.token_log import LONGEST_MATCH, matches
 
 SHOWN = 20
 PATH = 8
@@ -104,3 +108,64 @@ def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict
         taken.append((time.perf_counter() - started) * 1e6)
     median, high = np.percentile(taken[WARM_UP:], (50, 99))
     return {"lookup_us_p50": round(float(median), 2), "lookup_us_p99": round(float(high), 2)}
+
+
+def description(store: HistoryStore) -> dict[str, Any]:
+    """A history store as ``inspect --json`` prints it."""
+    manifest, held = store.manifest, store.conversations()
+    names = sorted({each.source for each in held})
+    tokens = sum(each.tokens for each in held)
+    sources = []
+    for name in names:
+        own = [each for each in held if each.source == name]
+        count = sum(each.tokens for each in own)
+        times = [each.time for each in own]
+        share = round(count / tokens, 4) if tokens else 0.0
+        oldest, newest = _date(min(times)), _date(max(times))
+        sources.append(
+            {"name": name, "records": len(own), "tokens": count, "share": share, "oldest": oldest, "newest": newest}
+        )
+    return {
+        "store": str(store.folder),
+        "kind": HISTORY,
+        "format": FORMAT,
+        "tokenizer": manifest.tokenizer.fingerprint,
+        "model": manifest.model,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "tokens": tokens,
+        "entries": len(held),
+        "bytes": store.nbytes,
+        "options": {"most_bytes": manifest.most_bytes, "size": manifest.size},
+        "sources": sources,
+        "oldest": _date(min(each.time for each in held)) if held else None,
+        "newest": _date(max(each.time for each in held)) if held else None,
+    }
+
+
+def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[Found]:
+    """What followed the longest matches of a context, most frequent first."""
+    places, lengths = matches(store.log, np.array(context, np.int64))
+    found: dict[tuple[int, ...], int] = {}
+    for place in places[lengths == lengths.max(initial=0)].tolist():
+        path = store.tokens(place, PATH)
+        path = path[: int(np.argmax(path < 0))] if (path < 0).any() else path
+        if len(path):
+            found[tuple(path.tolist())] = found.get(tuple(path.tolist()), 0) + 1
+    for each, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:SHOWN]:
+        yield int(lengths.max()), list(each), count
+
+
+def history_latency(store: HistoryStore) -> dict[str, float]:
+    """Microseconds of a look-up at the root of a draft tree, after parts of the store's own conversations."""
+    return latency(partial(matches, store.log), _parts(store))
+
+
+def _parts(store: HistoryStore) -> Iterator[Ints]:
+    rng = np.random.default_rng(0)
+    while True:
+        start = int(rng.integers(0, max(1, store.places - LONGEST_MATCH)))
+        yield store.tokens(start, LONGEST_MATCH).astype(np.int64)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

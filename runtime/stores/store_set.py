@@ -9,16 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hdtool.data import demo
-from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home
-from hdtool.data.stores.inventory import store_folder
-from hdtool.data.stores.store import MANIFEST, Checkpoint, Manifest, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home, store_folder
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest, read_store
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
-from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
+    """The corpus index or model store in a folder; anything else there raises a ``StoreError``."""
+    place = Path(folder).expanduser()
+    return read_store(place, lambda manifest: store_of(place, manifest))
+
+
+def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
+    """The store with this manifest, which was read already."""
+    return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
+
 
 NONE = "none"
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at, prefetch
+from hdtool.runtime.kernels.compiled import Ints, array_at, compiled, prefetch
 
 PREFIX_EVERY = 256
 PREFIX_TOKENS = 4

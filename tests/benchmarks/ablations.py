@@ -25,20 +25,20 @@ from typing import Any
 import numba
 import torch
 
+from hdtool.builders.evaluation.recording import TurnReader
+from hdtool.builders.evaluation.replay import Contender
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.data.traces import read_traces
+from hdtool.data.records import read_traces
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.recorded_turns import TurnReader
-from hdtool.runtime.evaluation.replay import Contender
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet

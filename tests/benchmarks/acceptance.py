@@ -15,11 +15,11 @@ import torch
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.step_input import StepInput
+from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 PATH = [0, 2, 6]
 TIMES = 3000

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hdtool.data.traces import read_traces
+from hdtool.data.records import read_traces
 from hdtool.runtime.environment import machine
 from tests.support.server import RunningServer
 

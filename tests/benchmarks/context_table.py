@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
+from hdtool.runtime.drafters.hd_paper import LENGTH, SequenceTable
 from hdtool.runtime.environment import machine
-from hdtool.runtime.stores.context_table import ContextTable
+from hdtool.runtime.stores.live_tables import ContextTable
 
 TOKENS, VOCABULARY, PIECE = 32_000, 32_000, 8
 COMMON = 4_000

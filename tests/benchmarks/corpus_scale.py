@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.tokenize import tokenized
+from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
-from hdtool.data.stores.documents import Document, Source, stored_documents
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source, stored_documents
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer

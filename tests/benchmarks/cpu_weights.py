@@ -29,15 +29,14 @@ from transformers.utils import logging
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import MeasuredBudget
-from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_places
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.sampling.sampler import Sampler

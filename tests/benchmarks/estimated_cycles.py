@@ -100,10 +100,10 @@ class Case(NamedTuple):
 
 
 def _cases(dot: str) -> Iterator[Case]:
-    from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART
-    from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
+    from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART
+    from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, panel_tile
     from hdtool.runtime.kernels.gemm_tiles import outs_beside, tile
-    from hdtool.runtime.kernels.packed.formats import OF_TYPE
+    from hdtool.runtime.kernels.packed_formats import OF_TYPE
 
     for kind, form in OF_TYPE.items():
         if form.name not in FORMATS:
@@ -117,13 +117,13 @@ def _cases(dot: str) -> Iterator[Case]:
 
 
 def _best_dot(processor: Processor) -> str:
-    from hdtool.runtime.engines.cpu.int8 import integer_code
-    from hdtool.runtime.engines.cpu.int8.arm_dot import has_dot_of_octets
+    from hdtool.runtime.engines.cpu import int8_code
+    from hdtool.runtime.engines.cpu.int8_code import has_dot_of_octets
 
     if processor.triple == X86:
-        return integer_code.best_dot()
+        return int8_code.best_dot()
     has = has_dot_of_octets(processor.triple, processor.name, processor.features)
-    return integer_code.DOT_OF_SIGNED if has else integer_code.ANY_PROCESSOR
+    return int8_code.DOT_OF_SIGNED if has else int8_code.ANY_PROCESSOR
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

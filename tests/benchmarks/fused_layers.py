@@ -26,10 +26,10 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu import weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.compiled import array_at
+from hdtool.runtime.kernels.gemm import ARGUMENTS
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

@@ -32,7 +32,7 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.environment import compute_with, machine
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE

@@ -24,10 +24,9 @@ from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass
 from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
 from hdtool.runtime.engines.model_parts import Kind, model_parts
-from hdtool.runtime.model.attention_masks import FULL, AttentionWindow
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
-from hdtool.runtime.model.hidden_states import HiddenStates
-from hdtool.runtime.model.step_input import StepInput, StepTensors
+from hdtool.runtime.model.families import HiddenStates
+from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
 
 META = torch.device("meta")
 PROCESSORS_FILLED = 16

@@ -15,9 +15,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.runtime.model.cuda_graphs import by_device
 from hdtool.runtime.model.families import distances
 from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.static_steps import by_device
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.benchmarks.gpu_step import name_of

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from hdtool.builders.evaluation.bench import bandwidth
+from hdtool.builders.evaluation.contenders import load_shape, weights_read
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import bandwidth
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.static_steps import StaticSteps, StepPass
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree

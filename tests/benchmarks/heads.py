@@ -27,19 +27,18 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.heads.evaluate import evaluate
+from hdtool.builders.evaluation.bench import in_turn
 from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.frozen_target import FrozenTarget
+from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.train import evaluate
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS, OPTION_METHODS, SamplingConfig
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.heads.checkpoint import load_heads
-from hdtool.runtime.drafters.heads.select_heads import kind_of, method_of
+from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import drafter_of
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.bench import in_turn
 from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
 from tests.support.heads import random_for

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.drafters.hierarchy.candidates import prob_class
+from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
 from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings

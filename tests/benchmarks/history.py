@@ -20,15 +20,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
-from hdtool.runtime.stores.history.history import History
-from hdtool.runtime.stores.history.history_store import HistoryStore
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, matches
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.stores.history_store import History, HistoryStore
+from hdtool.runtime.stores.token_log import LONGEST_MATCH, matches
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]

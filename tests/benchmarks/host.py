@@ -29,13 +29,12 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.demo.real_model import stores_of_real_model
+from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime import answerer, loop, sequence
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.budget.batch_budget import Together
-from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, Together
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import NoDraft
@@ -46,8 +45,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sequence import SequenceState, Step
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import SequenceState, Stats, Step
 from hdtool.runtime.text_stream import TextStream
 
 METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}

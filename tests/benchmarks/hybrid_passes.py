@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
 from tests.benchmarks.mixers import tree_of

@@ -23,27 +23,25 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.heads.evaluate import evaluate
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
 from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.data.traces import read_traces
+from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.train import evaluate
+from hdtool.data.records import read_traces
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS as KNOWN
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.heads.checkpoint import load_heads
-from hdtool.runtime.drafters.heads.select_heads import kind_of, method_of
+from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.recording import follow
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

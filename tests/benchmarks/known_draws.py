@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from hdtool.builders.demo.real_model import stores_of_real_model
+from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine

@@ -25,6 +25,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import (
     LARGEST_BUDGET,
     SOURCE_LETTERS,
@@ -33,17 +34,16 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
 NEVER = 10**9

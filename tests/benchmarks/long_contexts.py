@@ -19,16 +19,16 @@ from statistics import median
 import torch
 from transformers.utils import logging
 
+from hdtool.builders.evaluation.contenders import load_shape
 from hdtool.data.chat import encode_conversation, encode_text
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.budget.cost_curve import MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_here
 from hdtool.runtime.budget.node_budget import MeasuredBudget
-from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.environment import compute_with, machine
-from hdtool.runtime.evaluation.model_shapes import load_shape
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -17,10 +17,10 @@ from torch.nn.functional import linear
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import Stored
+from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import form_of
-from hdtool.runtime.kernels.matmul_address import matmul_of
-from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.team import multiply_together, team_of
+from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.thread_pool import multiply_together, team_of
 from tests.support.packed_blocks import NAMES, some_matrix
 
 Shape = tuple[int, int]

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import torch
 
-from hdtool.data.traces import read_traces
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.data.records import read_traces
 from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
 from hdtool.runtime.drafters.methods import MAKERS
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import Contender, play
-from hdtool.runtime.evaluation.replay_results import ReplayResult
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.known_answers import MT_BENCH, task_of
 

@@ -23,10 +23,10 @@ from transformers.modeling_layers import MtpModel
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.library_mtp import WithMtpLayers, patterns_of
+from hdtool.runtime.drafters.trained.mtp import WithMtpLayers, patterns_of
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hdtool.builders.evaluation.contenders import Passes, timed
+from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, reason_of
-from hdtool.data.spec_bench import AnsweredTurn
-from hdtool.runtime.evaluation.contenders import Passes, timed
-from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.grammar import Guide
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
 

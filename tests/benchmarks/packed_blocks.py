@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.gemm import multiply, unpack
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
-from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.small_batch_gemm import multiply, unpack
+from hdtool.runtime.kernels.packed_formats import FORMATS, BlockFormat
 from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)

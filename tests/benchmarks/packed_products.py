@@ -28,11 +28,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch.nn.functional import linear
 
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.packed.torchao_weights import packed_int4, packed_int8
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix, packed_int4, packed_int8
 from tests.support.packed_blocks import NAMES, int8_linear
 
 SHAPES = ((1536, 576), (8192, 2048))

@@ -33,6 +33,7 @@ from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
+from hdtool.builders.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
@@ -42,11 +43,10 @@ from hdtool.runtime.config.model import ACTIVATIONS, INT8
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
-from hdtool.runtime.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
 from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.tree import DraftTree
 

@@ -19,12 +19,12 @@ from transformers.utils import logging
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import Stats
 from tests.support.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hdtool.data.traces import read_traces
+from hdtool.builders.evaluation.recording import TurnReader
+from hdtool.data.records import read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 
 LONGEST = 3

@@ -1,4 +1,4 @@
-"""Fits the gains of recency that `runtime/drafters/hierarchy/weights.py` begins with.
+"""Fits the gains of recency that `runtime/drafters/hierarchy/candidates.py` begins with.
 
     python -m tests.benchmarks.recency traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
 
@@ -15,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import prob_class
+from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, RECENCY, prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.memory import DRAFTING
 from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
-from hdtool.runtime.drafters.hierarchy.weights import RECENCY
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
 

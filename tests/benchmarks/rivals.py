@@ -26,20 +26,10 @@ from statistics import fmean, median
 
 from transformers.utils import logging
 
-from hdtool.data import demo
-from hdtool.data.errors import HdtoolError
-from hdtool.data.gguf_header import GGUFHeader
-from hdtool.data.progress import bar
-from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.spec_bench import AnsweredQuestion, AnsweredTurn
-from hdtool.data.tasks import of_each_task, tasks_of
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.environment import compute_with, machine
-from hdtool.runtime.evaluation.bench import Bench
-from hdtool.runtime.evaluation.contenders import Contender
-from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_peer import (
+from hdtool.builders.evaluation.bench import Bench
+from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.contenders import Contender
+from hdtool.builders.evaluation.llama_cpp_peer import (
     KEY,
     LlamaCppContender,
     check_file,
@@ -49,8 +39,17 @@ from hdtool.runtime.evaluation.llama_cpp_peer import (
     quantization_of,
     why_not,
 )
-from hdtool.runtime.grammar.guide import Guide
-from hdtool.runtime.model.gguf.which_file import gguf_file
+from hdtool.data import demo
+from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
+from hdtool.data.errors import HdtoolError
+from hdtool.data.gguf_header import GGUFHeader
+from hdtool.data.progress import bar
+from hdtool.data.prompts import Prompt, of_each_task, read_prompts, tasks_of
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.grammar import Guide
+from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks import openvino_peer

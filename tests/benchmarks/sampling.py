@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from hdtool.data.chat import encode_conversation
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import decode
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler

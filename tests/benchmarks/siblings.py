@@ -10,13 +10,13 @@ import argparse
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import of_all_categories, read_prompts
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 MOST, NODES = 128, 16

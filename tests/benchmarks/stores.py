@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.builders.stores.tokenize import tokenized
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import bar
 from hdtool.data.records import Reading
-from hdtool.data.stores.documents import Document
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer

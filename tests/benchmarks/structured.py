@@ -22,18 +22,16 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.demo.real_model import stores_of_real_model
+from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data.chat import encode_conversation
-from hdtool.data.grammar import Grammar
+from hdtool.data.prompts import Grammar
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.grammar.compiler import GrammarCompiler
-from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import GrammarProcessor
+from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stores.store_set import StoreSet

@@ -23,18 +23,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hdtool.data.traces import read_traces
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
+from hdtool.data.records import read_traces
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.recording import follow
-from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.load import load_stops, load_tokenizer
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 SETTINGS: dict[str, dict[str, float]] = {
     "default": {"max_spec_factor": 1.0, "min_token_prob": 0.1},

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hdtool.data.traces import read_traces
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+from hdtool.data.records import read_traces
 from hdtool.runtime.config import MEMORY, ModelConfig, VllmConfig
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.store_set import StoreSet
 

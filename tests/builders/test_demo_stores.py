@@ -16,7 +16,8 @@ from hdtool.builders.stores.edit_store import Contents
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
-from hdtool.data.stores.store import TokenizerFingerprint, damaged, read_manifest
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store import damaged, read_manifest
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex

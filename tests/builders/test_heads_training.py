@@ -15,18 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hdtool.builders.heads import distributed as processes
+from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.heads import training
-from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.cross_entropy import cross_entropy
-from hdtool.builders.heads.distributed import Processes
-from hdtool.builders.heads.draft_vocabulary import draft_vocabulary
-from hdtool.builders.heads.evaluate import evaluate
-from hdtool.builders.heads.examples import Example, read_examples
-from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.loss import Batch, HeadsLoss, TargetProbs, places_of
-from hdtool.builders.heads.training import Training, learning_rate_factor
-from hdtool.builders.heads.training_curve import draw_training
+from hdtool.builders.heads import training as processes
+from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
+from hdtool.builders.heads.loss import (
+    Batch,
+    FrozenTarget,
+    HeadsLoss,
+    TargetProbs,
+    cross_entropy,
+    draft_vocabulary,
+    places_of,
+)
+from hdtool.builders.heads.train import evaluate
+from hdtool.builders.heads.training import Processes, Training, draw_training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
@@ -35,8 +38,7 @@ from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
-from hdtool.runtime.drafters.trained.calibration import BUCKETS
-from hdtool.runtime.evaluation.recorded_turns import TurnReader
+from hdtool.runtime.drafters.trained.proposal import BUCKETS
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from tests.support.families import VOCABULARY, model_of
@@ -123,7 +125,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
 
     With a draft vocabulary, both are of its tokens only, and other labels have none.
     """
-    monkeypatch.setattr("hdtool.builders.heads.cross_entropy.CHUNK_BYTES", 4 * 97 * 5)
+    monkeypatch.setattr("hdtool.builders.heads.loss.CHUNK_BYTES", 4 * 97 * 5)
     target = FrozenTarget(Target(model_of(family)))
     learned = texts(3)
     config, token_ids = draft_vocabulary(replace(SMALL, draft_vocabulary=size), learned, VOCABULARY)
@@ -229,7 +231,7 @@ def test_a_frozen_output_layer_with_a_bias_gets_no_gradient(frozen: bool) -> Non
 def test_gradients_of_the_cross_entropy_are_those_of_autograd(
     lm_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.builders.heads.cross_entropy.CHUNK_BYTES", 4 * 30 * 3)
+    monkeypatch.setattr("hdtool.builders.heads.loss.CHUNK_BYTES", 4 * 30 * 3)
     torch.manual_seed(1)
     rows, labels = torch.randint(5, (10,)), torch.randint(30, (10,))
     probs = torch.randn(5, 30).softmax(-1)

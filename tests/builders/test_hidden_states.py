@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.builders.heads import hidden_states, precision
-from hdtool.builders.heads.batch_sampler import BatchSampler
-from hdtool.builders.heads.distributed import Processes
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.frozen_target import FrozenTarget
-from hdtool.builders.heads.hidden_states import HiddenStates
-from hdtool.builders.heads.training import Training
+from hdtool.builders.heads import loss, training
+from hdtool.builders.heads.examples import BatchSampler, Example
+from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.training import HiddenStates, Processes, Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
@@ -50,9 +47,9 @@ def trained(folder: Path, learned: list[Example], stored: HiddenStates | None) -
 def test_a_training_from_stored_states_equals_one_from_the_target(
     tmp_path: Path, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "takes_bfloat16", lambda device: half)
-    monkeypatch.setattr(precision, "takes_bfloat16", lambda device: half)
-    monkeypatch.setattr(hidden_states, "BATCH_TOKENS", 50)
+    monkeypatch.setattr(training, "takes_bfloat16", lambda device: half)
+    monkeypatch.setattr(loss, "takes_bfloat16", lambda device: half)
+    monkeypatch.setattr(training, "BATCH_TOKENS", 50)
     learned = texts()
     stored = stored_in(tmp_path / "states", learned)
     assert not stored.is_written()

@@ -28,15 +28,16 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
-from hdtool.builders.stores.build_corpus_index import build_corpus_index  # noqa: E402
-from hdtool.builders.stores.build_model_store import build_model_store  # noqa: E402
+from hdtool.builders.stores.build import build_corpus_index, build_model_store  # noqa: E402
 from hdtool.builders.stores.engine import Engine, LocalEngine  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
 from hdtool.data.progress import bar  # noqa: E402
 from hdtool.data.records import Reading  # noqa: E402
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, read_manifest  # noqa: E402
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: E402
+from hdtool.data.stores.store import read_manifest  # noqa: E402
+from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
 from hdtool.runtime.config import ModelConfig  # noqa: E402
 from hdtool.runtime.model.load import load_tokenizer  # noqa: E402
 

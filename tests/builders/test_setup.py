@@ -19,23 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.setup import stages
-from hdtool.builders.setup.held_out import held_out, opening_of
-from hdtool.builders.setup.offered import offered_methods, options_for, with_offered
-from hdtool.builders.setup.overhead import Overhead
+from hdtool.builders.setup.candidates import Overhead, offered_methods, options_for, with_offered
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.verdict import Verdict
-from hdtool.builders.setup.work_folder import RESULTS, WorkFolder
+from hdtool.builders.setup.work_folder import RESULTS, WorkFolder, held_out, opening_of
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.conversations.conversation import Conversation, Turn
+from hdtool.data.conversation import Conversation, Turn
 from hdtool.data.errors import RecordError, ResultError
-from hdtool.data.stores.store import MANIFEST, read_manifest
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig, HeadsConfig
-from hdtool.runtime.config.setup import MOST_HELD_OUT
-from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
+from hdtool.runtime.config.building import MOST_HELD_OUT
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of

@@ -14,12 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from hdtool.builders.demo import model as demo_model
-from hdtool.builders.demo.batches import encode, shares
 from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
-from hdtool.builders.demo.hybrid import agreements
-from hdtool.builders.demo.model import build, learning_rate_factor
+from hdtool.builders.demo.model import agreements, build, encode, learning_rate_factor, shares
 from hdtool.builders.demo.prompts import prompts
-from hdtool.builders.demo.recipe import Recipe
+from hdtool.builders.demo.stores import Recipe
 from hdtool.data.demo import MODEL
 from hdtool.data.errors import ModelError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.cli.chat.session import Session
+from hdtool.cli.chat_session import Session
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_a_script_as_a_whole(monkeypatch: pytest.MonkeyPatch, typed:
     def interrupted(answer: Any, **_: Any) -> None:
         answer.interrupt()
 
-    monkeypatch.setattr("hdtool.cli.chat.session.stream", interrupted)
+    monkeypatch.setattr("hdtool.cli.chat_session.stream", interrupted)
     code, out, err = typed("What is a list?", "/help")
     assert (code, out) == (130, "")
     assert err == ["note: interrupted: the message is not part of the conversation", "error: interrupted"]

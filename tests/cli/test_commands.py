@@ -20,7 +20,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
-from hdtool.runtime.config.methods import DRAFTER, MTP
+from hdtool.runtime.config.decoding import DRAFTER, MTP
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

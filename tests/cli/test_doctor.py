@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hdtool.builders.diagnosis import decoding
+from hdtool.builders import diagnosis
 from hdtool.cli.app import run
 from hdtool.data import demo
 
@@ -52,7 +52,7 @@ def test_a_library_that_no_model_works_with_is_noticed(
 def test_another_answer_with_drafts_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "decoded", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
+    monkeypatch.setattr(diagnosis, "decoded", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
     assert "another answer" in checked(capfd, code=1)["decoding"]["found"]
 
 
@@ -92,7 +92,7 @@ def test_a_package_that_cannot_be_imported(capfd: pytest.CaptureFixture[str], mo
     def fail(name: str) -> None:
         raise ImportError(f"Numba needs NumPy 2.3 or less, for {name}\nmore lines")
 
-    monkeypatch.setattr("hdtool.builders.diagnosis.packages.import_module", fail)
+    monkeypatch.setattr("hdtool.builders.diagnosis.import_module", fail)
     found = checked(capfd, code=1)["numba"]
     assert found["state"] == "mend" and "Numba needs NumPy 2.3 or less" in found["found"]
     assert "more lines" not in found["found"]

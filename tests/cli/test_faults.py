@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged, read_manifest
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import damaged, read_manifest
+from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.cli.output.line_breaks import COLOR, _Messages, broken
+from hdtool.cli.command import COLOR, _Messages, broken
 from tests.support.terminal import Terminal
 
 

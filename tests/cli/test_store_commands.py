@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.model import load
 
 SHARE_GPT = [

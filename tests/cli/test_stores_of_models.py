@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from hdtool.cli import store_output
 from hdtool.cli.app import run
-from hdtool.cli.output import store_output
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.files.locking import exclusive
-from hdtool.data.stores.home import home, model_store_at_home, store_at_home
-from hdtool.data.stores.inventory import stored_items
-from hdtool.data.stores.store import MANIFEST, Manifest, read_manifest
+from hdtool.data.kept_records import exclusive
+from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
+from hdtool.data.stores.manifest import Manifest
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.gguf.manifest import Manifest as Converted
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of
+from hdtool.runtime.model.gguf.converted_folder import Manifest as Converted
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
 

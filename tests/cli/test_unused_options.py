@@ -14,11 +14,11 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import GROUPS, VLLM_COMMAND, app, run
-from hdtool.cli.parameters.command import LONG_LIST, PANELS
-from hdtool.cli.parameters.unused_options import refuse_unused
+from hdtool.cli.command import LONG_LIST, PANELS
+from hdtool.cli.model_argument import refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.methods import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafters import methods as drafters
 
 VALUES = {

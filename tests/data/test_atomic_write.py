@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from hdtool.data import output_files
 from hdtool.data.errors import ResultError
-from hdtool.data.files import ownership
-from hdtool.data.files.atomic_write import OutputFile
+from hdtool.data.output_files import OutputFile
 
 MARK = "<!-- hdtool report -->\n"
 STALE = "0123456789abcdef"
 
 
 def output(path: Path) -> OutputFile:
-    return OutputFile(path, "a report", ownership.is_own_markdown, ResultError)
+    return OutputFile(path, "a report", output_files.is_own_markdown, ResultError)
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -193,18 +193,22 @@ def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     ("is_ours", "ours", "others"),
     [
         (
-            ownership.json_with(["a"], 1),
+            output_files.json_with(["a"], 1),
             b'{"format": 1, "a": 0, "b": 0}',
             [b'{"format": 2, "a": 0}', b'{"format": 1}', b"[]", b"{", b"\xff\0", b"[" * 100_000],
         ),
         (
-            ownership.json_lines_with(["a"]),
+            output_files.json_lines_with(["a"]),
             b'{"a": 1}\n{"b"',
             [b'{"a": 1}', b'{"a": 1, "b": 1}\n', b"a poem\n", b"\n", b"\xff\n"],
         ),
-        (ownership.is_own_html, b'<head><meta name="generator" content="hdtool 1">', [b"<head>hdtool"]),
-        (ownership.is_own_markdown, MARK.encode(), [b"# hdtool", b" " + MARK.encode()]),
-        (ownership.is_own_png, ownership.PNG + b"...." + ownership.PNG_ENTRY, [ownership.PNG, ownership.PNG_ENTRY]),
+        (output_files.is_own_html, b'<head><meta name="generator" content="hdtool 1">', [b"<head>hdtool"]),
+        (output_files.is_own_markdown, MARK.encode(), [b"# hdtool", b" " + MARK.encode()]),
+        (
+            output_files.is_own_png,
+            output_files.PNG + b"...." + output_files.PNG_ENTRY,
+            [output_files.PNG, output_files.PNG_ENTRY],
+        ),
     ],
 )
 def test_files_are_recognised_by_what_they_hold(

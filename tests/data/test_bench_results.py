@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hdtool.data.bench_results import ResultFolder, Run, locked, read_results
+from hdtool.data.conversation_shapes import AnsweredQuestion, question_id
 from hdtool.data.errors import ResultError
-from hdtool.data.spec_bench import AnsweredQuestion, question_id
 from tests.support.spec_bench_answers import answered, turn_of
 
 METHODS = ("generate", "ar", "hd")

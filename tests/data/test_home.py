@@ -17,7 +17,7 @@ from hdtool.data.stores.home import (
     namespace_among,
     store_at_home,
 )
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
 
 MARK = TokenizerFingerprint("fingerprint", 100)
 NAMES = st.text(st.characters(), min_size=1, max_size=12) | st.text("aAbB.%/ cConN1", min_size=1, max_size=6)

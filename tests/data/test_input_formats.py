@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.conversations.messages import NAMES
+from hdtool.data.conversation import NAMES
 from hdtool.data.prompts import read_prompts
-from hdtool.data.traces import read_traces
+from hdtool.data.records import read_traces
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "input-formats.md").read_text(encoding="utf-8")

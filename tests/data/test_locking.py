@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.data.errors import ResultError, StoreError
-from hdtool.data.files.locking import exclusive
+from hdtool.data.kept_records import exclusive
 
 BUSY = StoreError("the lock is held: wait for it")
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.data.conversations.conversation import Conversation
-from hdtool.data.conversations.interpret import conversation_of
+from hdtool.data.conversation import Conversation
+from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
-from hdtool.data.formats.row import RowError
 from hdtool.data.records import Reading
+from hdtool.data.row_readers import RowError
 from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, SECRET, converted, database, said
 
 RESULT = {"role": "tool", "content": "4"}

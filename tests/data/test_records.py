@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.data.errors import RecordError
-from hdtool.data.inputs import find_inputs
+from hdtool.data.input_files import find_inputs
 from hdtool.data.records import Part, Reading, Record
-from hdtool.data.stores.documents import Source
+from hdtool.data.stores.store_files import Source
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 TURNS = ["user", "assistant", "tool", "model"]

@@ -15,17 +15,9 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.store import (
-    MANIFEST,
-    InputShare,
-    Manifest,
-    TokenizerFingerprint,
-    damaged,
-    read_manifest,
-    require,
-)
-from hdtool.data.stores.store_files import PARTS
-from hdtool.data.stores.store_replacement import building
+from hdtool.data.stores.manifest import InputShare, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import building, damaged, read_manifest, require
+from hdtool.data.stores.store_files import MANIFEST, PARTS
 
 MARK = TokenizerFingerprint("0123", 100)
 

@@ -10,8 +10,7 @@ import pytest
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
-from hdtool.data.prompts import read_prompts
-from hdtool.data.tools import read_tools, tools_of
+from hdtool.data.prompts import read_prompts, read_tools, tools_of
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 

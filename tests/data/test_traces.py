@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
-from hdtool.data.traces import Recorded, Trace, read_traces
+from hdtool.data.records import Recorded, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.loop import ROOM, Loop, Request

@@ -16,8 +16,7 @@ import pytest
 
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answer import Answer
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answerer import Answer, Answerer
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

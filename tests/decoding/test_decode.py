@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.data.errors import OptionError, PromptError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import Finish, Stats
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

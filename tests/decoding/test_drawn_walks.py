@@ -15,10 +15,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hdtool.data.errors import ModelError
 from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.sampling.sampler import Sampler, processors_of
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.trees import trees
 
 VOCABULARY = 40

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.draws import ExponentialRace
 
 
 def test_draws_are_keyed_by_seed_position_and_token() -> None:

@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings
 from hdtool.runtime.loop import Request

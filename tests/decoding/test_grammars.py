@@ -29,21 +29,16 @@ from transformers import (
 
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
-from hdtool.data.grammar import Grammar, grammar_of
-from hdtool.data.prompts import Prompt
+from hdtool.data.prompts import Grammar, Prompt, grammar_of
 from hdtool.runtime.accept import accept
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answerer import Answerer, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
-from hdtool.runtime.drafter import Drafter, NoDraft, reads_logits
+from hdtool.runtime.drafter import Drafter, NoDraft, RankingRecorder, reads_logits
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.ranking_recorder import RankingRecorder
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.engines.cpu import tree_pass
-from hdtool.runtime.engines.cpu.tree_kernel import compute_tree
-from hdtool.runtime.grammar.compiler import GrammarCompiler
-from hdtool.runtime.grammar.guide import Guide
-from hdtool.runtime.grammar.guided_drafter import GuidedDrafter, guided
-from hdtool.runtime.grammar.processor import masks_of
+from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
+from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
@@ -52,7 +47,6 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.json_schemas import JSON_SCHEMAS
 
 MOST = 120
@@ -395,7 +389,7 @@ class TestTrees:
 
 
 def oracle_forced(compiler: GrammarCompiler, matcher: LLMatcher) -> list[int]:
-    from hdtool.runtime.grammar.guide import Guide
+    from hdtool.runtime.grammar import Guide
 
     return Guide(matcher.deep_copy(), compiler._tokenizer).forced()
 

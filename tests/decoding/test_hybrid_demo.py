@@ -16,15 +16,13 @@ from transformers.cache_utils import DynamicCache
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.answerer import Answerer, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.prompt_reader import LONG, TAIL, PromptReader
+from hdtool.runtime.prompt_reader import LONG, TAIL, PrefixCache, PromptReader
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet

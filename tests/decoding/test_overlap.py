@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from hdtool.data.errors import ModelError
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import seconds_of_trees
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.engine import Verified, Want
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified, Want
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct

@@ -13,26 +13,24 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.cli.app import run as hdtool
 from hdtool.data import demo
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.traces import Recorded, Trace
-from hdtool.runtime.answerer import Answerer
+from hdtool.data.records import Recorded, Trace
+from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.evaluation.recorded_turns import TurnReader
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
+from hdtool.runtime.sequence import Stats, Step
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stats import Stats
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime import prompt_reader
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Loop, Outcome, Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
+from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import LEAST, PrefixCache, common
-from hdtool.runtime.prompt_reader import PromptReader
+from hdtool.runtime.prompt_reader import LEAST, PrefixCache, PromptReader, common
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.decoding import answered, run, said
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

@@ -13,12 +13,12 @@ from transformers import LogitsProcessorList
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import MOST_RANKED
-from hdtool.runtime.sampling.ranked_draws import draw_ranked, ranked_for
+from hdtool.runtime.sampling.draws import ALL_TOKENS, NAMES, NOT_FINITE, UNKNOWN, Draws, draw_row
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.truncation import ALL_TOKENS, NAMES, NOT_FINITE, UNKNOWN, Draws, draw_row
+from hdtool.runtime.sampling.walks import draw_ranked, ranked_for
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 
 VOCABULARY = 3000
 TRUNCATIONS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stop_text import before_stop, cut
+from hdtool.runtime.text_stream import before_stop, cut
 
 TEXTS = st.text("ab\n", max_size=12)
 QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")

@@ -19,9 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hdtool.runtime.sampling import truncation
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
-from hdtool.runtime.sampling.truncation import MOST_BY_MAXIMA, UNKNOWN, Truncation, allowed_scores
+from hdtool.runtime.sampling import draws
+from hdtool.runtime.sampling.draws import MOST_BY_MAXIMA, UNKNOWN, ExponentialRace, Truncation, allowed_scores
 
 POSITION = 3
 
@@ -68,11 +67,11 @@ def test_the_draw_is_that_of_the_processors(
     min_p: float | None,
 ) -> None:
     made = processors(temperature, top_k, top_p, min_p)
-    before, truncation = Truncation.at_end_of(made)
+    before, draws = Truncation.at_end_of(made)
     assert not before
     scores = torch.from_numpy(np.random.default_rng(seed).normal(size=vocabulary).astype(np.float32) * spread)
     race = ExponentialRace(seed)
-    assert truncation.draw(race, POSITION, scores.numpy()) == drawn_after(made, race, scores)
+    assert draws.draw(race, POSITION, scores.numpy()) == drawn_after(made, race, scores)
 
 
 @settings(max_examples=200)
@@ -107,11 +106,11 @@ def test_a_draw_among_allowed_tokens_is_that_under_the_mask(
     count = allowed_scores(scores.ctypes.data, vocabulary, bits, tokens, found)
     assert tokens[:count].tolist() == np.flatnonzero(allowed).tolist()
     made, race = processors(temperature, top_k, top_p, min_p), ExponentialRace(seed)
-    truncation = Truncation.at_end_of(made)[1]
-    drawn = truncation.draw(race, POSITION, found[:count], tokens[:count])
+    draws = Truncation.at_end_of(made)[1]
+    drawn = draws.draw(race, POSITION, found[:count], tokens[:count])
     masked = torch.from_numpy(np.where(allowed, scores, np.float32(-np.inf)))
     assert drawn == drawn_after(made, race, masked)
-    winner = truncation.winner(race, POSITION, scores)
+    winner = draws.winner(race, POSITION, scores)
     assert winner in (UNKNOWN, drawn) or not allowed[winner], "no mask changes it"
 
 
@@ -138,10 +137,10 @@ def test_scores_that_equal_the_lowest_of_the_top_are_kept(seed: int, scores: lis
 @pytest.mark.parametrize("top_k", [0, 60])
 def test_a_nucleus_of_equal_tokens_holds_no_more_than_it_needs(top_k: int) -> None:
     """Of equal tokens the last ones are kept, as after a stable sort; a nucleus is full once it reaches top-p."""
-    truncation = Truncation(top_k=top_k, top_p=0.25)
+    draws = Truncation(top_k=top_k, top_p=0.25)
     scores = np.full(80, -9.0, np.float32)
     scores[10:50] = 1.0
-    drawn = {truncation.draw(ExponentialRace(seed), POSITION, scores) for seed in range(600)}
+    drawn = {draws.draw(ExponentialRace(seed), POSITION, scores) for seed in range(600)}
     assert drawn == set(range(39, 50)), "ten weigh a little less than a quarter of all"
 
 
@@ -188,7 +187,7 @@ def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.Mon
         compiled.append(draws.top_k)
         return 0
 
-    monkeypatch.setattr(truncation, "draw_row", noted)
+    monkeypatch.setattr(draws, "draw_row", noted)
     Truncation(top_k=top_k).compile(ExponentialRace(0))
     assert compiled == [top_k if top_k <= MOST_BY_MAXIMA else 0]
 

@@ -8,12 +8,11 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import contribute
+from hdtool.runtime.drafters.hierarchy.candidates import RESTART, Prior, Source, contribute, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.memory import RESTART, Prior, Source, record_at, work_at
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.stores.token_log import LONGEST_MATCH
 
 NUMBER = SourceName.LOOKAHEAD.value
 COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.int64, 1), ("count", np.int64, 1)])

@@ -16,9 +16,9 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     find_matches,
     level_of,
 )
-from hdtool.runtime.stores.context_table import CHAINS, LONG, WINDOW, ContextTable, latest_place
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
+from hdtool.runtime.stores.live_tables import CHAINS, LONG, WINDOW, ContextTable, latest_place
 from hdtool.runtime.stores.model_store import sequence_hash
+from hdtool.runtime.stores.token_log import LONGEST_MATCH
 
 Places = list[tuple[int, int]]
 

@@ -14,15 +14,15 @@ from hdtool.cli.app import run as hdtool
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.draft_model import DraftModel, draft_model_drafter
-from hdtool.runtime.drafters.trained.loaded_once import LOADED
+from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.proposal import LOADED
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target

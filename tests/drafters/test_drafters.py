@@ -16,12 +16,11 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
-from hdtool.runtime.drafters.prompt_lookup import PromptLookup
+from hdtool.runtime.drafters.published.lookup_methods import CorpusDrafter, PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
-from hdtool.runtime.drafters.published.sam_decoding import SamDecoding
+from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
-from hdtool.runtime.drafters.rest import CorpusDrafter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName

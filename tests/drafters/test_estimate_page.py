@@ -7,10 +7,10 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.drafters.hierarchy.candidates import MANY, bucket_of
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.weights import MANY, bucket_of
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.verified import Verified
 from tests.support.project import ROOT
 
 CONVERSATION = [1, 2, 3, 1, 2, 4, 1, 2]

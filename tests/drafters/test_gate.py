@@ -13,16 +13,13 @@ from transformers import PreTrainedModel
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.trained import accepted_tokens
-from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens, Unread
-from hdtool.runtime.drafters.trained.draft_model import DraftModel
-from hdtool.runtime.drafters.trained.gate import LOSS, TRIAL_STEPS, TrainedGate
+from hdtool.runtime.drafters.trained import sequential
+from hdtool.runtime.drafters.trained.assistant import DraftModel
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.pace import LOSS, TRIAL_STEPS, FixedPace, TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.drafters.trained.select_drafter import published_drafter
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter, Unread
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from tests.support.decoding import run, said
@@ -133,8 +130,8 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepted_tokens, "LONG_PAUSE", 4)
-    monkeypatch.setattr(accepted_tokens, "READ_AFTER_PAUSE", 3)
+    monkeypatch.setattr(sequential, "LONG_PAUSE", 4)
+    monkeypatch.setattr(sequential, "READ_AFTER_PAUSE", 3)
     read = list[Unread]()
     take = AcceptedTokens.take
 

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
-from hdtool.runtime.drafters.sequence_table import LENGTH, SequenceTable
-from hdtool.runtime.drafters.trie import NO_TOKEN, Trie, sequences_of
+from hdtool.runtime.drafters.hd_paper import LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 Sequences = list[list[int]]

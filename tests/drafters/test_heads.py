@@ -13,19 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.heads.draft_vocabulary import draft_vocabulary, frequent_tokens
-from hdtool.builders.heads.evaluate import best_tree
 from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import Places, draft_labels, head_logits
+from hdtool.builders.heads.loss import Places, draft_labels, draft_vocabulary, frequent_tokens, head_logits
+from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
-from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsShape, ParallelHeads, best_of
-from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.trained.calibration import BUCKETS, Calibration, bucket_of, centre_of
-from hdtool.runtime.drafters.trained.proposal import Proposal, best_paths
-from hdtool.runtime.model import hidden_states as hidden
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads, best_of
+from hdtool.runtime.drafters.heads.state import FixedPass
+from hdtool.runtime.drafters.trained.proposal import BUCKETS, Calibration, Proposal, best_paths, bucket_of, centre_of
+from hdtool.runtime.model import families as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, slowly

@@ -12,20 +12,19 @@ import torch
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.answerer import decode, decode_batch
+from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
-from hdtool.runtime.budget.pass_costs import MeasuredCosts
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter, StaticTree
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, StaticTree
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName

@@ -14,25 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.evaluation.recording import follow
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
-from hdtool.runtime.evaluation.recording import follow
-from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of

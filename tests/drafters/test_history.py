@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.builders.evaluation.recording import follow
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
-from hdtool.runtime.evaluation.recording import follow
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.verified import Verified
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import prompt_of

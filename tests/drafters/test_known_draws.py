@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import WrappedDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.draws import ExponentialRace
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import model_of
 

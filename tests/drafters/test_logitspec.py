@@ -15,13 +15,12 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
+from hdtool.runtime.drafter import PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
-from hdtool.runtime.drafters.node_calibration import PRIOR_WEIGHT, NodeCalibration
-from hdtool.runtime.drafters.trie import NO_TOKEN
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.tree import NO_TOKEN, ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, trees
 
 NO_LOGITS = Verified(torch.empty(0))

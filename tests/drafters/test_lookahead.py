@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafters.lookahead import Lookahead
+from hdtool.runtime.drafters.published.lookup_methods import Lookahead
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import plain_logits, prompt_of

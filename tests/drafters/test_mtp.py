@@ -17,22 +17,21 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.library_mtp import load_mtp, mtp_layers_of, patterns_of
-from hdtool.runtime.drafters.trained.loaded_once import LOADED
-from hdtool.runtime.drafters.trained.mtp import NAME, IteratedMtp, mtp_drafter
+from hdtool.runtime.drafters.trained.mtp import NAME, IteratedMtp, load_mtp, mtp_drafter, mtp_layers_of, patterns_of
+from hdtool.runtime.drafters.trained.proposal import LOADED
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
 from hdtool.runtime.model.load import load
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.verified import Verified
 from tests.support.decoding import run, said
 from tests.support.families import model_of
 from tests.support.library_drafts import best_chains, drafts_of_library

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hdtool.runtime.drafters.trained.pace import FixedPace, LinearCost, MeasuredPace, pace_for
-from hdtool.runtime.model.pass_log import PassLog
+from hdtool.runtime.engine import PassLog
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 

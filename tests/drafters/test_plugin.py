@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from hdtool.builders.evaluation.report.plots import THEMES
+from hdtool.cli.answer_output import legend, painted, summary
 from hdtool.cli.app import run as main
-from hdtool.cli.output.show_answers import legend, painted, summary
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -19,15 +20,14 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, Sampl
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.evidence import LONGEST_CHAIN
 from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.evaluation.report.theme import THEMES
-from hdtool.runtime.kernels.clock import HAS_CLOCK
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import Stats
 from hdtool.runtime.source_names import PLUGINS, Source, SourceName, register, registered, source_named, unregister
-from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
-from hdtool.runtime.verified import Verified
 from tests.support.decoding import run, said
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

@@ -11,15 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.replay import Contender, play
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig
-from hdtool.runtime.drafters.prompt_lookup import PromptLookup
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.replay import Contender, play
+from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.verified import Verified
 from tests.benchmarks.prompt_lookup import accept_lengths
 from tests.support.trees import check_integrity
 

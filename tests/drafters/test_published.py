@@ -17,16 +17,14 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.published import ngram_trie
-from hdtool.runtime.drafters.published.ngram_trie import LENGTH, NODES, NgramTrie
-from hdtool.runtime.drafters.published.racer import Racer
-from hdtool.runtime.drafters.published.sam_decoding import TOKENS_AHEAD, SamDecoding
+from hdtool.runtime.drafters.published import racer
+from hdtool.runtime.drafters.published.racer import LENGTH, NODES, NgramTrie, Racer
+from hdtool.runtime.drafters.published.suffix_automaton import TOKENS_AHEAD, SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
-from hdtool.runtime.drafters.published.token_recycling import CHILDREN, TokenRecycling
-from hdtool.runtime.drafters.published.top_tokens import BEST
+from hdtool.runtime.drafters.published.token_recycling import BEST, CHILDREN, TokenRecycling
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.trees import check_integrity
 
 VOCABULARY = 12
@@ -197,7 +195,7 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: i
     grams = [text[start : start + LENGTH] for start in range(len(text) - LENGTH + 1)]
     counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, LENGTH + 1))
     expected: list[int] = []
-    for length in range(min(len(text), LENGTH - 1), ngram_trie.SHORTEST_MATCH - 1, -1):
+    for length in range(min(len(text), LENGTH - 1), racer.SHORTEST_MATCH - 1, -1):
         match = tuple(text[-length:])
         expected += [count for gram, count in counts.items() if len(gram) > length and gram[:length] == match]
     found = []

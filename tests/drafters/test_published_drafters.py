@@ -17,13 +17,13 @@ from transformers.generation.candidate_generator import (
 )
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
-from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
+from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName

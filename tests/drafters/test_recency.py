@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.builders.stores.build import build_model_store
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DISTANCES, distance_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy

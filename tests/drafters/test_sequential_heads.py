@@ -13,23 +13,20 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
-from hdtool.runtime.drafters.heads.checkpoint import EvalResult, load_heads
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads, load_heads
 from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.drafters.heads.sequential_modules import HydraHeads, MtpHeads
-from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.heads.token_by_token import HydraModule, TrainedMtp, sequential_drafter
+from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.calibration import BUCKETS
 from hdtool.runtime.drafters.trained.pace import FixedPace
-from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained.proposal import BUCKETS
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, methods_with_drafters, trained_drafter
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName

@@ -12,26 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
+from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
+from hdtool.builders.evaluation.report import ablations as sizes_of_corpora
+from hdtool.builders.evaluation.report.ablations import (
+    Study,
+    case_of,
+    coverage_of,
+    orders_of,
+    pieces,
+    shares_of,
+    sizes,
+    subsets_of,
+    traces_of,
+)
+from hdtool.builders.evaluation.report.measurements import Measured, distances, hashes_of, in_context, repeats
+from hdtool.builders.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, findings, wins_of
+from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.engine import LocalEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import Results, Run
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.replay_results import ReplayedTurn, ReplayResult
-from hdtool.runtime.evaluation.report import corpus_sizes as sizes_of_corpora
-from hdtool.runtime.evaluation.report.ablations import Study, coverage_of, orders_of, shares_of, subsets_of
-from hdtool.runtime.evaluation.report.cases import case_of, pieces
-from hdtool.runtime.evaluation.report.corpus_sizes import sizes
-from hdtool.runtime.evaluation.report.findings import findings
-from hdtool.runtime.evaluation.report.measured import Measured
-from hdtool.runtime.evaluation.report.recordings import traces_of
-from hdtool.runtime.evaluation.report.repeats import distances, hashes_of, in_context, repeats
-from hdtool.runtime.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, wins_of
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -17,21 +17,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
+from hdtool.builders.evaluation.bench import Bench, hash_of, in_turn
+from hdtool.builders.evaluation.bench_plan import OWN, Lineup, Plan, questions_to_warm_up
+from hdtool.builders.evaluation.contenders import GenerateContender
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
+from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.data.spec_bench import AnsweredTurn
-from hdtool.data.tasks import of_each_task, tasks_of
+from hdtool.data.prompts import Prompt, of_all_categories, of_each_task, read_prompts, tasks_of
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.evaluation.bench import Bench, hash_of, in_turn
-from hdtool.runtime.evaluation.bench_plan import Plan
-from hdtool.runtime.evaluation.contenders import GenerateContender
-from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.warm_up import OWN, questions_to_warm_up
-from hdtool.runtime.grammar.guide import Guide
+from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -467,7 +464,7 @@ def test_what_is_complete_is_told_at_once(
     assert run(arguments) == 0
     first = capsys.readouterr().out
     monkeypatch.setattr(
-        "hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded again")
+        "hdtool.builders.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded again")
     )
     assert run(arguments) == 0
     assert capsys.readouterr().out == first
@@ -529,7 +526,7 @@ def test_files_of_another_origin_are_refused_before_the_model_is_loaded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / name).write_text("one line of a novel")
-    monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("hdtool.builders.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
     assert f"error: {tmp_path / name} " in complaint(capfd, "--methods", "ar", "--out", str(tmp_path), *QUICK)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "one line of a novel"

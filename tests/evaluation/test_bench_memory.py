@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from hdtool.builders.evaluation.bench import Bench
+from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.contenders import Contender, GenerateContender
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
+from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
-from hdtool.data.spec_bench import AnsweredQuestion
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.evaluation.bench import Bench
-from hdtool.runtime.evaluation.contenders import Contender, GenerateContender
-from hdtool.runtime.evaluation.lineup import Lineup
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.methods import OF_DEMO

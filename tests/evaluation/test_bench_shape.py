@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from hdtool.builders.evaluation.bench import ReplayRunner, Timing, drafting_runner, fitting, paired_benchmark
+from hdtool.builders.evaluation.contenders import load_shape, weights_read
+from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.replay import Contender, play
 from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.evaluation.model_shapes import load_shape, weights_read
-from hdtool.runtime.evaluation.recorded_model import ReplayRunner, Timing, drafting_runner, fitting, paired_benchmark
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet

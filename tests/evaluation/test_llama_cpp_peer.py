@@ -10,19 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hdtool.cli.app import run
-from hdtool.cli.output.tables import WIDTH
-from hdtool.data import demo
-from hdtool.data.bench_results import read_results
-from hdtool.data.chat import encode_conversation
-from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
-from hdtool.data.prompts import of_all_categories, read_prompts
-from hdtool.data.spec_bench import AnsweredTurn
-from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.evaluation.bench_plan import Plan
-from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.llama_cpp_peer import (
+from hdtool.builders.evaluation.bench_plan import Lineup, Plan
+from hdtool.builders.evaluation.llama_cpp_peer import (
     KEY,
     LlamaCppContender,
     check_same_model,
@@ -32,6 +21,16 @@ from hdtool.runtime.evaluation.llama_cpp_peer import (
     quantization_of,
     why_not,
 )
+from hdtool.cli.app import run
+from hdtool.cli.result_tables import WIDTH
+from hdtool.data import demo
+from hdtool.data.bench_results import read_results
+from hdtool.data.chat import encode_conversation
+from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
+from hdtool.data.prompts import of_all_categories, read_prompts
+from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support import fake_llama_cpp
@@ -39,7 +38,7 @@ from tests.support.gguf_files import tiny_llama, write_gguf
 
 FILE = Path("model.gguf")
 TOKENS = 24
-PEER = "hdtool.runtime.evaluation.llama_cpp_peer"
+PEER = "hdtool.builders.evaluation.llama_cpp_peer"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def test_no_answer_is_given_from_the_kv_cache_of_another(
 
 
 def test_a_longer_question_gets_a_longer_kv_cache(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdtool.runtime.evaluation.llama_cpp_peer.LEAST_CONTEXT", 64)
+    monkeypatch.setattr("hdtool.builders.evaluation.llama_cpp_peer.LEAST_CONTEXT", 64)
     short, long = (5,) * 40, (5,) * 41
     made = fake_llama_cpp.install(monkeypatch, {short: [6] * 99, long: [6] * 99})
     contender = LlamaCppContender(embedded, FILE, TOKENS, lookup=False)
@@ -274,11 +273,11 @@ def test_what_it_needs_is_told_if_it_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     FILE.write_bytes(b"GGUF")
-    monkeypatch.setattr("hdtool.runtime.evaluation.llama_cpp_peer.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("hdtool.builders.evaluation.llama_cpp_peer.find_spec", lambda name: installed or None)
     config = ModelConfig(model)
     assert why_not("llama.cpp-pld", files_of(config), config, sampling).startswith(said)
     plan = Plan([], BenchConfig(("ar", "llama.cpp-pld"), out="out"), ModelConfig(model), sampling=sampling)
-    monkeypatch.setattr("hdtool.runtime.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("hdtool.builders.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
     if said:
         with pytest.raises(ModelError, match=f"^llama.cpp-pld {said}"):
             plan.results()

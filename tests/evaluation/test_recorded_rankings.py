@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, TurnReader
+from hdtool.builders.evaluation.replay import Contender, play
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.conversations.rankings import Rankings
-from hdtool.data.formats.row import RowError
-from hdtool.data.traces import read_traces
+from hdtool.data.conversation import Rankings
+from hdtool.data.records import read_traces
+from hdtool.data.row_readers import RowError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.evaluation.recorded_logits import RecordedLogits
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.replay import Contender, play
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet

@@ -18,13 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hdtool.builders.evaluation import worker_pool
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
+from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.cli.app import run
 from hdtool.cli.replay import TURN_KEYS
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
-from hdtool.data.traces import read_traces
+from hdtool.data.records import read_traces
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import (
     METHODS,
@@ -35,19 +40,12 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.evaluation import worker_pool
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn, TurnReader
-from hdtool.runtime.evaluation.recording import follow
-from hdtool.runtime.evaluation.replay import Contender, play
-from hdtool.runtime.evaluation.replay_results import ReplayResult
-from hdtool.runtime.evaluation.worker_pool import replay
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Step
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.processes import HDTOOL, read_until, start, wait_until

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data.errors import ResultError
-from hdtool.runtime.config import METHODS, PEERS
-from hdtool.runtime.evaluation.report.figures import ReportData, figures_of, missing
-from hdtool.runtime.evaluation.report.page import Page
-from hdtool.runtime.evaluation.report.tables import (
+from hdtool.builders.evaluation.report.figures import ReportData, figures_of, missing
+from hdtool.builders.evaluation.report.pages import PICTURE, Page, prepare, write
+from hdtool.builders.evaluation.report.plots import DOTS, THEMES, WIDTH, Theme
+from hdtool.builders.evaluation.report.tables import (
     Case,
     Coverage,
     Covered,
@@ -30,8 +29,8 @@ from hdtool.runtime.evaluation.report.tables import (
     Trial,
     Trials,
 )
-from hdtool.runtime.evaluation.report.theme import DOTS, THEMES, WIDTH, Theme
-from hdtool.runtime.evaluation.report.write import PICTURE, prepare, write
+from hdtool.data.errors import ResultError
+from hdtool.runtime.config import METHODS, PEERS
 from hdtool.runtime.source_names import registered
 
 EVIL = "<script>alert('&')</script>"

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hdtool.builders.evaluation.contenders import generate_ids
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
-from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.tasks import of_each_task
+from hdtool.data.prompts import Prompt, of_each_task, read_prompts
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.evaluation.contenders import generate_ids
 from hdtool.runtime.model.load import Loaded, load
 from tests.benchmarks import rivals
 from tests.benchmarks.llama_bench import LlamaBench
@@ -26,7 +25,7 @@ from tests.support.gguf_files import tiny_llama, write_gguf
 
 TOKENS = 6
 SHORT = ["--max-new-tokens", str(TOKENS), "--rounds", "1", "--no-generate"]
-ABSENT = {"llama_cpp_peer": "hdtool.runtime.evaluation.llama_cpp_peer", "openvino": "tests.benchmarks.openvino_peer"}
+ABSENT = {"llama_cpp_peer": "hdtool.builders.evaluation.llama_cpp_peer", "openvino": "tests.benchmarks.openvino_peer"}
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hdtool.cli.output.bench_table import table
+from hdtool.builders.evaluation.scores import OVERALL, scores_of
+from hdtool.cli.result_tables import bench_table
 from hdtool.data.bench_results import Results, Run
+from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import OptionError
-from hdtool.data.spec_bench import AnsweredQuestion
-from hdtool.runtime.evaluation.scores import OVERALL, scores_of
 from tests.support.spec_bench_answers import answered, turn_of
 
 ABOUT = {"model": "toy", "device": "cpu", "dtype": "float32", "threads": 2, "machine": "a fast one, " * 20}
@@ -63,7 +63,7 @@ def test_without_a_plain_method_nothing_is_called_identical() -> None:
     scores = scores_of(results_of({"pld": FAST, "hd": FAST}))
     assert scores.reference is None
     assert scores.tasks[OVERALL]["hd"].identical is None
-    assert "identical: " not in table(results_of({"pld": FAST, "hd": FAST}), scores)
+    assert "identical: " not in bench_table(results_of({"pld": FAST, "hd": FAST}), scores)
 
 
 def test_sampled_answers_of_the_library_are_not_compared() -> None:
@@ -85,8 +85,8 @@ def test_the_headline_is_the_default_method_against_plain_decoding_first() -> No
     whole = scores_of(results_of({"generate": generate, "ar": plain, "pld": plain, "hd": fast}))
     both = f"{gain} Against generate it is 6.00 times as fast; plain decoding alone 5.00."
     assert whole.headline() == both
-    assert table(results_of({"ar": plain, "hd": fast}), whole).startswith(gain)
-    head, setting = table(results_of({"generate": generate, "ar": plain, "hd": fast}), whole).split("\n\n")[:2]
+    assert bench_table(results_of({"ar": plain, "hd": fast}), whole).startswith(gain)
+    head, setting = bench_table(results_of({"generate": generate, "ar": plain, "hd": fast}), whole).split("\n\n")[:2]
     assert " ".join(head.split("\n")) == both and setting.startswith("toy on cpu")
 
     loses = scores_of(results_of({"generate": generate, "ar": plain, "rest": fast, "hd": slower})).headline()
@@ -122,7 +122,7 @@ def test_times_of_drafting_are_told_where_they_are_known() -> None:
 def test_the_table_fits_a_terminal() -> None:
     fast = [answered(number, "qa", turn_of([9] * 1000, 0.001)) for number in range(480)]
     results = results_of({"generate-assisted": fast, "hd": fast})
-    shown = table(results, scores_of(results))
+    shown = bench_table(results, scores_of(results))
     assert max(map(len, shown.splitlines())) <= 80
     assert "generate-assisted  9000000.0         1.00" in shown
 
@@ -132,7 +132,7 @@ def test_tables_by_task_fit_a_terminal_as_well() -> None:
     rows = [answered(number, task, turn_of([1] * 100, 0.1)) for number, task in enumerate(tasks)]
     fast = [answered(number, task, turn_of([9 + number] * 100, 0.1)) for number, task in enumerate(tasks)]
     results = results_of({"generate-assisted": rows, "ar": rows, "hd": fast})
-    lines = table(results, scores_of(results)).splitlines()
+    lines = bench_table(results, scores_of(results)).splitlines()
     assert max(map(len, lines)) <= 80
     (per_step,) = (place for place, line in enumerate(lines) if line.startswith("per step "))
     assert lines[per_step].split()[2:] == ["mt_bench", "translat…", "summariz…", "qa", "math_rea…", "rag", "overall"]
@@ -142,7 +142,7 @@ def test_tables_by_task_fit_a_terminal_as_well() -> None:
 def test_many_categories_continue_below() -> None:
     rows = [answered(number, f"category {number:02}", turn_of([2], 1.0)) for number in range(9)]
     results = results_of({"ar": rows})
-    lines = table(results, scores_of(results)).splitlines()
+    lines = bench_table(results, scores_of(results)).splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line for line in lines if line.startswith("vs plain ")]
     assert len(shown) == 2 and shown[1].endswith("overall")

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from hdtool.builders.evaluation.bench import hash_of
+from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli.app import run
 from hdtool.data.chat import encode_conversation
-from hdtool.data.grammar import Grammar
-from hdtool.data.prompts import Prompt
+from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.evaluation.bench import hash_of
-from hdtool.runtime.evaluation.lineup import Lineup
-from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 

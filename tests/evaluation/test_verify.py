@@ -9,27 +9,27 @@ from typing import Any
 import pytest
 import torch
 
+from hdtool.builders.evaluation import verify
+from hdtool.builders.evaluation.contenders import generate_ids, steps_of
+from hdtool.builders.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.evaluation import verify
-from hdtool.runtime.evaluation.contenders import generate_ids, steps_of
-from hdtool.runtime.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
 from tests.support.trees import LyingDrafter
@@ -225,7 +225,7 @@ def test_a_device_without_room_leaves_it_to_the_cpu(small: Loaded, monkeypatch: 
             raise torch.OutOfMemoryError("no room")
         return more_precise(model, device)
 
-    monkeypatch.setattr("hdtool.runtime.evaluation.verify.more_precise", cramped)
+    monkeypatch.setattr("hdtool.builders.evaluation.verify.more_precise", cramped)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
     (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
     assert (explanation.reason, len(tried), tried[-1].type) == ("", 2, "cpu")

@@ -32,15 +32,15 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.truncation import NOT_FINITE
 from hdtool.runtime.sequence import Finish
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -17,15 +17,14 @@ import torch
 
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError, install_command
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
-from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
-from hdtool.runtime.integrations.vllm import cpu_fixes as repair
-from hdtool.runtime.integrations.vllm.launch import HOOK, Launch, require_hook
-from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations.vllm import speculator as repair
+from hdtool.runtime.integrations.vllm.launch import HOOK, Launch, Settings, require_hook
 from hdtool.runtime.integrations.vllm_plugin import PROPOSER
 from hdtool.runtime.model.load import load_tokenizer
 from tests.support.vllm_batch import worker
@@ -205,8 +204,8 @@ def test_a_tenants_stores_are_built_where_the_server_finds_them(
     def build(folder: Path, *arguments: object, **options: object) -> None:
         raise StoreError(f"would be built at {folder}")
 
-    monkeypatch.setattr("hdtool.builders.stores.build_model_store.build_model_store", build)
-    monkeypatch.setattr("hdtool.builders.stores.build_corpus_index.build_corpus_index", build)
+    monkeypatch.setattr("hdtool.builders.stores.build.build_model_store", build)
+    monkeypatch.setattr("hdtool.builders.stores.build.build_corpus_index", build)
     run([*command.split(), str(demo.PROMPTS), "--namespace", "acme", "--quiet"])
     place = model_store_at_home(DEMO, mark, "acme") if kind == "model" else corpus_index_at_home(mark, "acme")
     assert capsys.readouterr().err == f"error: would be built at {place}\n"
@@ -247,7 +246,7 @@ def test_secrets_are_never_printed(
     options: list[str], dry_run: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr("hdtool.cli.serving.vllm.find_spec", lambda name: name)
+    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: name)
     monkeypatch.setattr("os.execv", lambda program, command: started.append(command))
     arguments = ["serve", "--engine", "vllm", MODEL, "--max-num-seqs", "2", *options, "--ssl-keyfile", "key.pem"]
     assert run([*arguments, *["--dry-run"] * dry_run]) == 0
@@ -318,7 +317,7 @@ def test_the_address_is_named_and_an_open_server_is_warned_of(
 def test_what_goes_wrong_is_one_line(
     arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.cli.serving.vllm.find_spec", lambda name: None)
+    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: None)
     assert run(["serve", "--engine", "vllm", *arguments]) == code
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 1 and said in shown[0]

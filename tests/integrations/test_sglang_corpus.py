@@ -8,9 +8,8 @@ import pytest
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.integrations.sglang.corpus import PADDING, HierarchyCorpus
-from hdtool.runtime.integrations.sglang.settings import VARIABLE, Settings
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.integrations.sglang import PADDING, VARIABLE, HierarchyCorpus, Settings
+from hdtool.runtime.stores.history_store import History
 
 NODES, VOCABULARY = 6, 100
 SAID = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]

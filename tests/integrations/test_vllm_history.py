@@ -17,17 +17,16 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, OptionError, StoreError
 from hdtool.data.stores.home import model_store_at_home
-from hdtool.data.stores.store import TokenizerFingerprint, read_manifest
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm import finished_answers
-from hdtool.runtime.integrations.vllm.lasting_history import appends
-from hdtool.runtime.integrations.vllm.launch import Launch
-from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
-from hdtool.runtime.integrations.vllm.settings import Settings
+from hdtool.runtime.integrations import finished_answers
+from hdtool.runtime.integrations.finished_answers import appends
+from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE
+from hdtool.runtime.integrations.vllm.launch import Launch, Settings
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.history.history import History
-from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.vllm_batch import MODEL, Engine, engine, worker
@@ -328,7 +327,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
 
 def test_one_line_and_no_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr("hdtool.cli.serving.vllm.find_spec", lambda name: name)
+    monkeypatch.setattr("hdtool.cli.serve.find_spec", lambda name: name)
     monkeypatch.setattr("os.execv", lambda *command: started.append(command))
     HistoryStore.open(Path("past"), MARK, NAME)
     command = ["serve", "--engine", "vllm", MODEL, "--history", "past"]

@@ -16,8 +16,7 @@ import torch
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import VllmConfig
 from hdtool.runtime.integrations import vllm_plugin
-from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, send_all
-from hdtool.runtime.integrations.vllm.worker import open_drafter
+from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, send_all
 from tests.support.vllm_batch import worker_config
 
 SLOTS, LONGEST, MOST = 4, 256, 4

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.runtime.kernels.argmax import BLOCK, INFINITY, argmax_of_row, bits_of, readable
+from hdtool.runtime.kernels.topk import ARGMAX_BLOCK, INFINITY, argmax_of_row, bits_of, readable
 
 HIGHEST, NAN = float("inf"), float("nan")
-LENGTHS = (1, 5, 64, BLOCK, BLOCK + 1, 3 * BLOCK + 77)
+LENGTHS = (1, 5, 64, ARGMAX_BLOCK, ARGMAX_BLOCK + 1, 3 * ARGMAX_BLOCK + 77)
 VALUES = {
     "any": (),
     "equal ones": (9.0, 9.0, 9.0),
@@ -30,7 +30,7 @@ def test_it_is_the_first_of_the_highest_numbers(values: tuple[float, ...], dtype
         for value, place in zip(values, torch.randint(length, (len(values),), generator=chance), strict=True):
             row[place] = value
         check(row)
-    check(torch.full((BLOCK,), -HIGHEST, dtype=dtype))
+    check(torch.full((ARGMAX_BLOCK,), -HIGHEST, dtype=dtype))
 
 
 def check(row: torch.Tensor) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from llvmlite import binding  # type: ignore[import-untyped]
 
-from hdtool.runtime.engines.cpu.int8.arm_dot import has_dot_of_octets
-from hdtool.runtime.engines.cpu.int8.integer_code import DOT_OF_SIGNED
-from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
-from hdtool.runtime.kernels.packed.formats import OF_TYPE
+from hdtool.runtime.engines.cpu.int8_code import DOT_OF_SIGNED, has_dot_of_octets
+from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, panel_tile
+from hdtool.runtime.kernels.packed_formats import OF_TYPE
 from tests.benchmarks.estimated_cycles import ARM, Processor, assembly_of
 
 MAC = "arm64-apple-darwin"

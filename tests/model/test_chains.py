@@ -14,11 +14,10 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.loop import Loop, Request
-from hdtool.runtime.model import replay_passes
-from hdtool.runtime.model.cache.library_copies import bytes_of, tensors_of
-from hdtool.runtime.model.cache.replay_slots import ReplaySlot
+from hdtool.runtime.model import stock_passes
+from hdtool.runtime.model.cache.replay_slots import ReplaySlot, bytes_of, tensors_of
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prompt_reader import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -291,7 +290,7 @@ def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
 
 
 def test_many_waiting_tokens_are_read_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_passes, "MOST_WAITING", 2)
+    monkeypatch.setattr(stock_passes, "MOST_WAITING", 2)
     model, target, prompt = model_of("zaya"), target_of("zaya"), prompt_of(33)
     expected = generated(model, prompt, 30)
     steps = run(target, prompt, SamplingConfig(), 30, drafter=LyingDrafter(33, expected, VOCABULARY, 1))

@@ -14,15 +14,15 @@ from torch.nn import Linear, Module, Parameter
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prompt_reader import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hdtool.data import demo
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory, checkpoint_of
+from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory, checkpoint_of
 from hdtool.runtime.model.load import load
 
 DEMO = checkpoint_of(ModelConfig())

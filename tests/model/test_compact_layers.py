@@ -30,7 +30,7 @@ from hdtool.runtime.model.compact_layers import (
     loading_as_stored,
 )
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, run, said

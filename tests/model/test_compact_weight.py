@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
 from tests.support.packed_blocks import NAMES, some_matrix
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
-from hdtool.runtime.engines.expert_parts import Router
+from hdtool.runtime.engines.mixer_parts import Router
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.experts import CompiledExperts, compile_experts
-from hdtool.runtime.kernels.routing import route
+from hdtool.runtime.kernels.experts import CompiledExperts, compile_experts, route
 from hdtool.runtime.model.load import load
 from tests.support.described import EXPERTS, model_of
 from tests.support.families import random_model

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, tree_kernel, weight_table
+from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import OPEN, DraftTree
-from hdtool.runtime.verified import Verified, Want
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY
 from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
@@ -380,7 +380,7 @@ def test_no_pass_compiles_anything() -> None:
     assert {"compute_layers", "compute_pass", "compute_tree", "compute_trees"} <= before.keys()
 
 
-KERNELS = (layer_kernel, pass_kernel, tree_kernel)
+KERNELS = (layer_kernel, pass_kernel, pass_kernel)
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[str, Any]]:

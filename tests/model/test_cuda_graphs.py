@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime.model import cuda_graphs
-from hdtool.runtime.model.cuda_graphs import WARM_UPS, CudaGraphs
+from hdtool.runtime.model import static_steps
 from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ class FakeCuda:
             "device": device,
         }.items():
             monkeypatch.setattr(torch.cuda, name, double)
-        monkeypatch.setattr(cuda_graphs, "clear_cublas_workspaces", lambda: self.events.append("clear"))
+        monkeypatch.setattr(static_steps, "clear_cublas_workspaces", lambda: self.events.append("clear"))
 
 
 @pytest.fixture

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.corpus_index import CorpusIndex

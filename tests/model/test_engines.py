@@ -10,17 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
-from hdtool.runtime.engine import Engine
+from hdtool.runtime.engine import Engine, Want
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Want
 from tests.support import fused
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

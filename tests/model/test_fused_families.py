@@ -20,7 +20,7 @@ from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.cuda.operations import Norm, Residual
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.engines.model_parts import Kind, epsilon_of, model_parts
-from hdtool.runtime.model.step_input import StepInput
+from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.described import CHANGES, EXPERTS, LOCAL_AND_GLOBAL, MODELS, WINDOWS, WRONG, assert_right, model_of

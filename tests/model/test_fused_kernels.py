@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.engines.cpu.attention import MOST_QUERIES, QUERIES, attend, attention_numbers, query_blocks
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import norm_rows, silu_in_place
-from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.kernels.vector_code import LANES, norm_rows, silu_in_place
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))

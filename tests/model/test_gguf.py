@@ -23,13 +23,12 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.home import converted_models
-from hdtool.data.stores.store import TokenizerFingerprint
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.gguf import convert, converted, file_identity
-from hdtool.runtime.model.gguf.convert import Conversion, narrowed
+from hdtool.runtime.model.gguf import convert, converted, converted_folder
+from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrowed
 from hdtool.runtime.model.gguf.converted import converted as folder_of
-from hdtool.runtime.model.gguf.manifest import WEIGHTS, Manifest
-from hdtool.runtime.model.gguf.rotary_scaling import LLAMA_3
+from hdtool.runtime.model.gguf.converted_folder import WEIGHTS, Manifest
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN, TEMPLATE, tiny_llama, write_gguf
 from tests.support.project import ROOT
@@ -38,7 +37,7 @@ from tests.support.project import ROOT
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of each test's own. A file that a test has just written counts as settled."""
-    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -58,7 +57,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
     """A home with the converted model of ``written``."""
     place = tmp_path_factory.mktemp("ready")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(file_identity, "SETTLED", -60.0)
+        patched.setattr(converted_folder, "SETTLED", -60.0)
         patched.setenv("HDTOOL_HOME", str(place))
         folder_of(written, weights=True)
     return place
@@ -261,7 +260,7 @@ def test_a_changed_file_never_gives_the_old_model(file: Path) -> None:
 
 
 def test_a_file_that_changes_all_the_time_is_hashed_all_the_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_identity, "SETTLED", 3600.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", 3600.0)
     folder = folder_of(file, weights=False)
     manifest = Manifest.read(folder)
     assert manifest is not None and not manifest.seen

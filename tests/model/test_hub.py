@@ -16,10 +16,9 @@ from huggingface_hub import constants, errors
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checkpoint import hub
-from hdtool.runtime.model.checkpoint.hub_errors import hub_errors_worded
-from hdtool.runtime.model.checkpoint.identity import checkpoint_of
-from hdtool.runtime.model.checkpoint.place import place_of
+from hdtool.runtime.model import hub
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
+from hdtool.runtime.model.hub import hub_errors_worded
 from hdtool.runtime.model.load import load, load_settings, load_tokenizer
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 

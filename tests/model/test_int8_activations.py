@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.setup.answers import answer
+from hdtool.builders.setup.work_folder import answer
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.engines.cpu.outline import may_be_compiled
+from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.packed.formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS
 from hdtool.runtime.model import load as loading
-from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
@@ -47,7 +47,7 @@ PROMPT = [token % SIZE for token in range(3, 600, 29)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8.integer_code import ANY_PROCESSOR
-from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS, PART, panel_format
-from hdtool.runtime.engines.cpu.int8.panel_tiles import MOST_ROWS, panel_tile
-from hdtool.runtime.engines.cpu.int8.panels import TOGETHER, Panels
-from hdtool.runtime.engines.cpu.int8.quantized_rows import RECORD, quantize_row
-from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, BlockFormat
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.tile_choice import by_rows
+from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
+from hdtool.runtime.engines.cpu.int8_panels import TOGETHER, Panels
+from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, RECORD, panel_tile, quantize_row
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matrix_kind import by_rows
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
@@ -113,7 +111,7 @@ def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
 
 FREED = """
 import torch
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels
 from tests.support.packed_blocks import NAMES, int8_linear, some_matrix
 
 matrix = some_matrix(NAMES["Q8_0"], 16, 512)

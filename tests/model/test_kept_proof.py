@@ -14,12 +14,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hdtool.data import demo
-from hdtool.data.files.kept_record import checksum
+from hdtool.data.kept_records import checksum
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu import kept_proof
-from hdtool.runtime.model.checks.small_tree import some_context
-from hdtool.runtime.model.checks.trees import prove_trees
+from hdtool.runtime.model.checks.trees import prove_trees, some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target

@@ -17,6 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels import linear as layers
+from hdtool.runtime.kernels.gemm import (
+    BLOCK_OUTS,
+    COLUMN_MULTIPLE,
+    GROUP,
+    MOST_COLUMNS,
+    MOST_IN_REGISTERS,
+    MOST_TOGETHER,
+    NEAR_NUMBERS,
+)
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
 from hdtool.runtime.kernels.linear import (
     CompiledLinear,
@@ -25,8 +34,6 @@ from hdtool.runtime.kernels.linear import (
     has_compiled_layers,
     share_weights,
 )
-from hdtool.runtime.kernels.many_rows_gemm import BLOCK_OUTS, GROUP, MOST_COLUMNS, MOST_TOGETHER
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS, NEAR_NUMBERS
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import SHAPE, VOCABULARY

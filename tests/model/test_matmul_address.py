@@ -6,12 +6,11 @@ import pytest
 import torch
 from numba import njit
 
-from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
+from hdtool.runtime.kernels.gemm import call_at, matmul_of
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.matmul_address import call_at, matmul_of
-from hdtool.runtime.kernels.packed.formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.team import MULTIPLE
+from hdtool.runtime.kernels.packed_formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.thread_pool import MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
 

@@ -8,22 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from hdtool.builders.evaluation.contenders import draw_cost
 from hdtool.cli.app import run
-from hdtool.cli.bench_cost import table
+from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.cost_curve import LARGEST_CHOSEN, CostCurve
 from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
-from hdtool.runtime.budget.pass_costs import LARGEST_CHOSEN
 from hdtool.runtime.config import CostConfig, ModelConfig
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import device_name, fingerprint
-from hdtool.runtime.evaluation.cost_plot import draw_cost
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CURVE = CostCurve((0, 8, 64), ((1.0, 2.0, 3.0), (1.5, 2.5, 9.0)), (64, 512), "a device", "toy", "float32")
@@ -115,7 +114,7 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
 def test_the_table_fits_a_terminal() -> None:
     contexts = tuple(2**power for power in range(6, 15))
     curve = CostCurve((0, 64), ((1000.0, 99999.99),) * 9, contexts, "a device", "toy", "float32")
-    shown = table(curve)
+    shown = cost_table(curve)
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n64 nodes ") == 2 and " 8,192\n" in shown and "context    16,384\n" in shown
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import run, said
 from tests.support.families import model_of

@@ -13,8 +13,8 @@ from transformers import CLIPConfig
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, OptionError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler

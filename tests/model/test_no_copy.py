@@ -17,8 +17,8 @@ from hdtool.runtime.drafters.hierarchy.rankings import Rankings
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.context_table import ContextTable
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.live_tables import ContextTable
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 

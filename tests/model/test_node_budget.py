@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget.batch_budget import SharedBudget, Together, nodes_of_all
-from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts, cost_of
 from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
 from hdtool.runtime.budget.node_budget import (
     FixedBudget,
     MeasuredBudget,
     Probs,
+    SharedBudget,
     SmoothedSeconds,
+    Together,
+    nodes_of_all,
 )
-from hdtool.runtime.budget.pass_costs import PASS_SIZES, MeasuredCosts, cost_of
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import draft_many
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.engine import PassLog, Verified
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.pass_log import PassLog
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import Verified
 from tests.support.families import model_of
 
 

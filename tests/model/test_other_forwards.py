@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
-from hdtool.runtime.model.recurrent.other_forwards import other_forwards
+from hdtool.runtime.model.recurrent.mixers import other_forwards
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from hdtool.data.errors import ModelError
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, never
+from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step

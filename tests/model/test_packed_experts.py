@@ -16,11 +16,11 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.experts import CompiledExperts
-from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
-from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_matrix import PackedExperts
+from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.manifest import REST
+from hdtool.runtime.model.gguf.converted_folder import REST
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -38,7 +38,7 @@ PROMPT = [place * 17 % 90 + 2 for place in range(40)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

@@ -23,17 +23,16 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model import compact_layers
-from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
-from hdtool.runtime.model.gguf import file_identity, packing, weights_in_turn
+from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
+from hdtool.runtime.model.gguf import convert, converted_folder, packing
 from hdtool.runtime.model.gguf.convert import Conversion
-from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.manifest import MANIFEST, PLAN, REST, WEIGHTS, Manifest
-from hdtool.runtime.model.gguf.slow_weights import NAMES
+from hdtool.runtime.model.gguf.converted import NAMES, converted
+from hdtool.runtime.model.gguf.converted_folder import MANIFEST, PLAN, REST, WEIGHTS, Manifest
 from hdtool.runtime.model.load import load
-from hdtool.runtime.model.precision import logits_after, more_precise
+from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
@@ -51,7 +50,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -158,7 +157,7 @@ def test_weights_are_unpacked_one_by_one(
     folder = converted(file, packed=True)
     expected = load_file(converted(file, weights=True) / WEIGHTS)
     if not unpacked_before:
-        monkeypatch.setattr(weights_in_turn, "READING", ("modeling_gguf_pytorch_utils", "none_of_this_name"))
+        monkeypatch.setattr(convert, "READING", ("modeling_gguf_pytorch_utils", "none_of_this_name"))
     stay = json.loads((folder / PLAN).read_text())["tensors"].keys()
     handed: dict[str, torch.Tensor] = {}
 
@@ -167,7 +166,7 @@ def test_weights_are_unpacked_one_by_one(
             handed[name] = weight.clone()
         return name in stay
 
-    with weights_in_turn.weights_in_turn(take):
+    with convert.weights_in_turn(take):
         model = Conversion.of(file)._model(folder, tmp_path)
     assert stay <= handed.keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in handed.items())

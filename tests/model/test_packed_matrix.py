@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import embedding
 
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
 from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, FORMATS, BlockFormat
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
@@ -147,8 +147,8 @@ binding.get_host_cpu_features = lambda: features
 import torch
 from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.engines.cpu.int8.panels import Panels
-from hdtool.runtime.kernels.packed.formats import ALL_FORMATS
+from hdtool.runtime.engines.cpu.int8_panels import Panels
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
 from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import expected, int8_linear, some_matrix
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
+from hdtool.builders.evaluation.verify import Verifier
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import describe_environment, fingerprint
-from hdtool.runtime.evaluation.verify import Verifier
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED
 from tests.support.compressed_checkpoints import save_compressed

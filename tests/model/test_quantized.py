@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.nn import Linear, Parameter
 
+from hdtool.builders.evaluation.contenders import load_shape
+from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
@@ -21,13 +23,10 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.evaluation.model_shapes import load_shape
-from hdtool.runtime.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
-from hdtool.runtime.model.llm_int8 import RowByRow
 from hdtool.runtime.model.load import Loaded, load, load_stock
-from hdtool.runtime.model.quantized_layers import quantized_layers
+from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import ProcessGroup
 from hdtool.runtime.tree import DraftTree
@@ -127,7 +126,7 @@ def test_activations_that_share_a_scale_are_refused() -> None:
 
 
 def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hdtool.runtime.model.quantized_layers.HIGH_PRECISION_TOLERANCE", 0.0)
+    monkeypatch.setattr("hdtool.runtime.model.quantization.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
     for drafter in (Hierarchy(), None):
         said(run(target, PROMPT, GREEDY, drafter=drafter))

@@ -31,14 +31,13 @@ from hdtool.data.stores.home import quantized_models
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
-from hdtool.runtime.kernels.packed.quantize import Q4_0, Q8_0, quantized_matrix
+from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantized_matrix
 from hdtool.runtime.model import load as loading
 from hdtool.runtime.model import quantized_folder
-from hdtool.runtime.model.checkpoint.identity import checkpoint_in_memory
-from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
+from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load, load_stock
-from hdtool.runtime.model.quantized_folder import BLOCKS
-from hdtool.runtime.model.quantized_manifest import MANIFEST, QuantizedManifest
+from hdtool.runtime.model.quantized_folder import BLOCKS, MANIFEST, QuantizedManifest
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
@@ -53,7 +52,7 @@ SIZE = len(vocabulary()["model"]["vocab"])
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(file_identity, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -13,8 +13,8 @@ from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.model.load import load

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
-from hdtool.runtime.model.checks.recurrent import _between
-from hdtool.runtime.model.cuda_graphs import never
+from hdtool.runtime.model.checks.trees import _between
 from hdtool.runtime.model.families import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
-from hdtool.runtime.model.recurrent.in_closed_form import ClosedStates, UnknownRecurrenceError
+from hdtool.runtime.model.recurrent.closed_forms import ClosedStates, UnknownRecurrenceError
+from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data.files.kept_record import checksum
+from hdtool.data.kept_records import checksum
 
 ANSWER = """
 import hashlib, sys
 import torch
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler

@@ -17,22 +17,23 @@ from hypothesis import strategies as st
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.engine import Verified, Want
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
-from hdtool.runtime.model.cuda_graphs import CaptureMaker, Run, never
+from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.static_steps import (
     RECORDED,
     SHORTEST_EXTENT,
     STEP_SIZES,
+    CaptureMaker,
+    Run,
     StaticSteps,
     StepOutput,
     extent_for,
+    never,
 )
-from hdtool.runtime.model.step_input import MOVES, StepInput, StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified, Want
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

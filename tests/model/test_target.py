@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.model import families
 from hdtool.runtime.model.checks import trees as checks
 from hdtool.runtime.model.families import context_limit

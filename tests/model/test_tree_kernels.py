@@ -24,8 +24,7 @@ from hdtool.runtime.engines.cuda.operations import (
 )
 from hdtool.runtime.engines.model_families import NormKind
 from hdtool.runtime.model import captured_passes
-from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow
-from hdtool.runtime.model.step_input import StepInput, StepTensors
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.runtime.accept import accept
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode_batch
+from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.cache import position_moves
+from hdtool.runtime.model.cache import kv_cache
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import OPEN, ROOT, DraftTree
-from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 from tests.support import fused
 from tests.support.decoding import run, said
 from tests.support.families import VOCABULARY
@@ -186,7 +186,7 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
     assert cache.storage.places is None
     cache.commit(1, [1, 4])
-    assert position_moves.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
+    assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 
 
 @given(tree=trees(VOCABULARY, most=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from hdtool.data import demo
-from hdtool.data.stores.store import MANIFEST, read_manifest
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST
 from tests.support.project import FOLDERS, ROOT
 
 

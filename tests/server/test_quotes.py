@@ -7,22 +7,20 @@ from typing import Any
 
 import pytest
 
+from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine
 from hdtool.data.chat import encode_text
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.evaluation.recorded_turns import RecordedTurn
-from hdtool.runtime.evaluation.recording import RecordingEngine
 from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
-from hdtool.runtime.integrations.server.preparation import Preparer, Prompt
-from hdtool.runtime.integrations.server.quotes import Quotes, quoted_forms, without_line_numbers
+from hdtool.runtime.integrations.server.preparation import Preparer, Prompt, Quotes, quoted_forms, without_line_numbers
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Stats
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stats import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer
@@ -127,7 +125,7 @@ def test_a_message_is_encoded_once_for_each_owner(loaded: Loaded, monkeypatch: p
         encoded.append(text)
         return encode_text(tokenizer, text, special=special)
 
-    monkeypatch.setattr("hdtool.runtime.integrations.server.quotes.encode_text", encode)
+    monkeypatch.setattr("hdtool.runtime.integrations.server.preparation.encode_text", encode)
     quotes = Quotes(loaded.tokenizer, most_characters=3 * len(FILE))
     messages = [{"role": "tool", "content": FILE}]
     first = quotes.tokens(messages, "one", in_json=True)

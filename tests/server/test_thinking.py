@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import encode_text
-from hdtool.data.grammar import Grammar
+from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.integrations.server.answers import AnswerText
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, usage_of
@@ -20,10 +20,9 @@ from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.preparation import Choice, Prompt
 from hdtool.runtime.integrations.server.requests import NO_TOOLS, ToolChoice
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
-from hdtool.runtime.integrations.server.thinking import ThinkingReader
+from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.sequence import Finish, Step
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import Finish, Stats, Step
 from hdtool.runtime.tree import DraftTree
 
 OPEN_PROMPT, PROMPT = "user: Hi\nassistant: <think>\n", "user: Hi\nassistant: "

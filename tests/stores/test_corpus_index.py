@@ -11,16 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.shards import suffix_array
+from hdtool.builders.stores.build import build_corpus_index
+from hdtool.builders.stores.engine import LocalEngine, suffix_array
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import TokenizerFingerprint, damaged
-from hdtool.runtime.stores.corpus_index import DEPTH, LONGEST_CONTEXT, MATCH_SAMPLES, CorpusIndex
-from hdtool.runtime.stores.corpus_ranges import (
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store import damaged
+from hdtool.data.stores.store_files import Document, Source
+from hdtool.runtime.stores.corpus_index import (
+    DEPTH,
+    LONGEST_CONTEXT,
     LONGEST_RANGE,
+    MATCH_SAMPLES,
     SAMPLES,
+    CorpusIndex,
     narrow,
     range_record,
     read_samples,

@@ -25,24 +25,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.stores import edit_store
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.history_documents import HistoryDocuments, drop_conversations, history_folders
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.history_manifest import ANSWERS, FILES, LOCK_ENDING, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
-from hdtool.data.stores.store import MANIFEST, TokenizerFingerprint, read_manifest
-from hdtool.runtime.stores.history import history_files, history_store
-from hdtool.runtime.stores.history.history import History
-from hdtool.runtime.stores.history.history_files import FEWEST, SMALLEST
-from hdtool.runtime.stores.history.history_records import PLACES_PER_CONVERSATION
-from hdtool.runtime.stores.history.history_store import HistoryStore
-from hdtool.runtime.stores.history.inspect_history import description, history_continuations, history_latency
-from hdtool.runtime.stores.history.log_search import MATCHES, matches
-from hdtool.runtime.stores.history.token_log import BEFORE, OVERLAP, TOKEN, end_of, latest, places_of
+from hdtool.data.stores.manifest import (
+    ANSWERS,
+    FILES,
+    LOCK_ENDING,
+    HistoryManifest,
+    TokenizerFingerprint,
+    read_history_manifest,
+)
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST, Document, Source
+from hdtool.runtime.stores import history_files, history_store
+from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
+from hdtool.runtime.stores.history_records import PLACES_PER_CONVERSATION
+from hdtool.runtime.stores.history_store import History, HistoryStore
+from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 from hdtool.runtime.stores.model_store import sequence_hash
+from hdtool.runtime.stores.token_log import BEFORE, MATCHES, OVERLAP, TOKEN, end_of, latest, matches, places_of
 
 VOCABULARY = 60_000
 MARK = TokenizerFingerprint("test", VOCABULARY)
@@ -331,7 +335,7 @@ OPEN = """
 import sys
 from pathlib import Path
 from hdtool.data.errors import StoreError
-from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history_store import HistoryStore
 for line in sys.stdin:
     try:
         store = HistoryStore(Path(line.strip()))

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 
 from hdtool.builders.stores import engine
 from hdtool.builders.stores import sequences as counting
-from hdtool.builders.stores.build_model_store import build_model_store
-from hdtool.builders.stores.compile_arrays import DOUBLINGS, _table
+from hdtool.builders.stores.build import DOUBLINGS, _table, build_model_store
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint, damaged
-from hdtool.runtime.stores.model_record import ModelRecord
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import damaged
+from hdtool.data.stores.store_files import Document, Source, token_type
 from hdtool.runtime.stores.model_store import (
     KEY_WIDTH,
     LONGEST_PREFIX,
@@ -32,6 +31,7 @@ from hdtool.runtime.stores.model_store import (
     MODEL,
     PHRASE,
     TOTAL,
+    ModelRecord,
     ModelStore,
     find,
     halves,

@@ -17,25 +17,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.stores import edit_store as rework
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.cli.stores.inspect import inspect
+from hdtool.cli.inspect_stores import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import MANIFEST, Manifest, TokenizerFingerprint, damaged, read_manifest
-from hdtool.data.stores.store_files import PARTS
-from hdtool.data.stores.store_replacement import building
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import building, damaged, read_manifest
+from hdtool.data.stores.store_files import MANIFEST, PARTS, Document, Source
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of
-from hdtool.runtime.stores.model_record import ModelRecord
-from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.stores.open_store import open_store, store_of
+from hdtool.runtime.stores.model_store import ModelRecord, ModelStore
+from hdtool.runtime.stores.store_set import open_store, store_of
 
 VOCABULARY = 20
 MARK = TokenizerFingerprint("test", VOCABULARY)

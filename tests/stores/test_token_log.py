@@ -8,9 +8,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.stores.history.history import History
-from hdtool.runtime.stores.history.log_search import MATCHES, matches
-from hdtool.runtime.stores.history.token_log import BLOCK, CHAINED, LARGEST_PLACE, OVERLAP, TOKEN, TokenLog, places_of
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.token_log import (
+    BLOCK,
+    CHAINED,
+    LARGEST_PLACE,
+    MATCHES,
+    OVERLAP,
+    TOKEN,
+    TokenLog,
+    matches,
+    places_of,
+)
 
 VOCABULARY = 3
 LANES = 3

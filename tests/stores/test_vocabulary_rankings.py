@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import WHOLE, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import Contents, add, merge
-from hdtool.builders.stores.vocabulary_rankings import WHOLE, vocabulary_rankings
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import MANIFEST, Checkpoint, TokenizerFingerprint, read_manifest
+from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import MANIFEST, Document, Source
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.decode import decode
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.target import Target

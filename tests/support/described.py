@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.expert_parts import ExpertKind
+from hdtool.runtime.engines.mixer_parts import ExpertKind
 from hdtool.runtime.engines.model_families import FAMILIES, NormKind
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers

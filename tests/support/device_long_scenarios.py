@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hdtool.data.grammar import Grammar
-from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answerer
+from hdtool.data.prompts import Grammar, Prompt
+from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.select_drafter import drafter_of
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, drafter_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target

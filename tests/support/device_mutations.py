@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from hdtool.runtime.model import static_steps
-from hdtool.runtime.model.attention_masks import AttentionMasks
 from hdtool.runtime.model.cache import kv_cache
-from hdtool.runtime.model.cuda_graphs import DeviceClock
-from hdtool.runtime.model.static_steps import StaticSteps
-from hdtool.runtime.model.step_input import StepInput
+from hdtool.runtime.model.pass_inputs import AttentionMasks, StepInput
+from hdtool.runtime.model.static_steps import DeviceClock, StaticSteps
 
 Undo = Callable[[], None]
 

@@ -19,20 +19,19 @@ from torch.nn import Linear, Module, Parameter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
-from hdtool.runtime.decode import decode, decode_batch
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.heads.token_by_token import sequential_drafter
+from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.standalone import StandaloneDrafter
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model import captured_passes, cuda_graphs
+from hdtool.runtime.model import captured_passes, static_steps
 from hdtool.runtime.model.cache.kv_cache import KVTensors
+from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.model.static_steps import StepOutput, StepPass
-from hdtool.runtime.model.step_input import StepTensors
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
@@ -220,7 +219,7 @@ def without_recovery() -> dict[str, Any]:
     models = {name: model_of(name) for name in ("llama", "falcon")}
     expected = {name: plain(model, GREEDY) for name, model in models.items()}
     install()
-    cuda_graphs.recovers = lambda: False
+    static_steps.recovers = lambda: False
     found: dict[str, Any] = {}
     for name, model in models.items():
         before = DEVICE.counts.events[CAPTURE]
@@ -228,7 +227,7 @@ def without_recovery() -> dict[str, Any]:
         answer = watched(target, GREEDY)
         captured = DEVICE.counts.events[CAPTURE] - before
         found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
-    cuda_graphs.recovers = lambda: True
+    static_steps.recovers = lambda: True
     return {"expected": expected, "found": found} | told()
 
 

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, SavedHeads, new_heads
+from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, MtpHeads, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
-from hdtool.runtime.drafters.heads.sequential_modules import MtpHeads
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history_store import HistoryStore
 
 
 def write(folder: Path, name: int, count: int, size: int) -> None:

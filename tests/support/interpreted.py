@@ -16,13 +16,13 @@ def interpreted_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         from hdtool.runtime.engines.cuda import fused_pass
         from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-        from hdtool.runtime.model import library_pass
+        from hdtool.runtime.model import captured_passes
 
         def everywhere(device: torch.device) -> TritonOperations:
             made = TritonOperations(device)
             made._processors = 8  # several splits of the keys
             return made
 
-        for module in (fused_pass, library_pass):
+        for module in (fused_pass, captured_passes):
             patch.setattr(module, "triton_operations", everywhere)
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hdtool.data import demo
 from hdtool.runtime.config import METHODS
-from hdtool.runtime.config.methods import DRAFTER
+from hdtool.runtime.config.decoding import DRAFTER
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods with heads that are shipped with it."""

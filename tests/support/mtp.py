@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hdtool.runtime.drafters.trained.library_mtp import SINGLE, WithMtpLayers
+from hdtool.runtime.drafters.trained.mtp import SINGLE, WithMtpLayers
 from tests.sweep.models import tiny_model
 
 TYPES = (

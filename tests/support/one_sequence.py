@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.prompt_reader import PromptReader
+from hdtool.runtime.prompt_reader import PrefixCache, PromptReader
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 
 class OneSequence:

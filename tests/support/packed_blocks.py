@@ -10,11 +10,10 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from hdtool.runtime.engines.cpu.int8.matmul import int8_matmul_of
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear import multiply
-from hdtool.runtime.kernels.packed.formats import ALL_FORMATS, INT4, INT8, BlockFormat
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, INT4, INT8, BlockFormat
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 
 NAMES = {one.name: one for one in ALL_FORMATS}
 SCALES: dict[str, tuple[int, ...]] = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}

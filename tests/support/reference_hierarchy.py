@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.sampling.draws import ExponentialRace
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore

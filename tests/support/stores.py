@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hdtool.builders.stores.build_corpus_index import build_corpus_index
-from hdtool.builders.stores.build_model_store import build_model_store
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.engine import LocalEngine
-from hdtool.data.stores.documents import Document, Source
-from hdtool.data.stores.store import Manifest, TokenizerFingerprint
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 
 Documents = list[list[int]]

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 
 
 @st.composite

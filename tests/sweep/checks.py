@@ -16,8 +16,8 @@ import torch
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.decode import decode_batch
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.stores.history.history_store import HistoryStore
+from hdtool.runtime.stores.history_store import HistoryStore
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 from tests.vllm.server import Server, children

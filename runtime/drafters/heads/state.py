@@ -3,23 +3,105 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-from hdtool.runtime.drafters.heads.kv_cache import HeadsKVCache
-from hdtool.runtime.drafters.heads.modules import ParallelHeads, best_of
-from hdtool.runtime.drafters.heads.static_pass import FixedPass
-from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
-from hdtool.runtime.drafters.trained.proposal import BEST, Proposal
+from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, best_of
+from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, on_host
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.proposal import BEST, Calibration, Proposal, RankedBlock, bucket_of
+from hdtool.runtime.drafters.trained.sequential import (
+    WIDTH,
+    AcceptedTokens,
+    Ranked,
+    SequentialDrafter,
+    SequentialModule,
+)
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.static_steps import Capture, Run, extent_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.verified import Verified
+
+STATIC_SIZES = (1, 2, 4, 8, 16)
+"""Numbers of new positions of a pass. Padding positions are overwritten by the next pass."""
+HEADER = 2
+"""Input words before the tokens: the length of the cache, and the index of the last new token."""
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+Best = tuple[torch.Tensor, torch.Tensor]
+"""The best tokens of some heads, and their probabilities."""
+Finish = Callable[[list[torch.Tensor], torch.Tensor], Best]
+"""What follows the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
+
+
+class FixedPass:
+    """Passes that read a few new tokens into a cache and compute the best tokens that follow."""
+
+    def __init__(self, heads: Heads, embed: Embed, best: int, capture: Capture, finish: Finish | None = None) -> None:
+        """``best`` is the number of tokens per head. Without ``finish``, heads draft in parallel."""
+        like, number = heads.like, 1 if finish else heads.config.heads
+        pinned = like.device.type == "cuda"
+        self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
+        self._best = min(best, heads.vocabulary)
+        self._finish = finish or self._in_parallel
+        self._host = torch.zeros(HEADER + STATIC_SIZES[-1], dtype=torch.int64, pin_memory=pinned)
+        self._input = self._host.to(self._device, copy=True)
+        self._hidden = like.new_zeros((STATIC_SIZES[-1], heads.shape.width))
+        self._result = RankedBlock(number, self._best, self._device)
+        self._keys_values: torch.Tensor | None = None
+        self._passes: dict[tuple[int, int], Run] = {}
+
+    @staticmethod
+    def fits(tokens: int) -> bool:
+        return tokens <= STATIC_SIZES[-1]
+
+    def read(self, hidden: torch.Tensor, tokens: list[int], cache: HeadsKVCache) -> tuple[Array, Array]:
+        """Append new tokens to the cache ``cache``; return the best tokens that follow, and their probabilities."""
+        new = len(tokens)
+        size = next(size for size in STATIC_SIZES if size >= new)
+        cache.make_room(cache.length + size)
+        if cache.keys_values is not self._keys_values:
+            self._passes.clear()
+            self._capture.reset()
+            self._keys_values = cache.keys_values
+        self._host[:HEADER] = torch.tensor([cache.length, new - 1])
+        self._host[HEADER : HEADER + new] = torch.tensor(tokens)
+        self._input.copy_(self._host, non_blocking=True)
+        self._hidden[:new].copy_(hidden)
+        self._hidden[new:size] = 0  # a mask hides padding only if it is finite
+        extent = extent_for(cache.length + size)
+        if (size, extent) not in self._passes:
+            self._passes[size, extent] = self._captured(cache.keys_values, size, extent)
+        self._passes[size, extent]()
+        if self._heads.layers:
+            cache.length += new
+        return self._result.received(len(self._result.tokens))
+
+    def _captured(self, keys_values: torch.Tensor, size: int, extent: int) -> Run:
+        heads, device_input, hidden = self._heads, self._input, self._hidden[:size]
+
+        def run() -> None:
+            indices = torch.arange(size, device=self._device) + device_input[:1]
+            tokens = self._embed(device_input[HEADER : HEADER + size]) if heads.reads_tokens else hidden
+            stages = heads.stages(hidden[None], tokens[None], IndexedHeadsKVCache(keys_values, indices, extent))
+            last = [stage[0].index_select(0, device_input[1:HEADER]) for stage in stages]
+            token = device_input[HEADER : HEADER + size].index_select(0, device_input[1:HEADER])
+            self._result.write(*self._finish(last, token))
+
+        return self._capture.record(run)
+
+    def _in_parallel(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
+        heads = self._heads
+        assert isinstance(heads, ParallelHeads)
+        return best_of(heads.logits(heads.states(stages))[:, 0], self._best, heads.token_ids)
+
 
 PROMPT_CHUNK = 512
 """Tokens of a prompt that are read in one pass."""
@@ -93,3 +175,137 @@ class HeadsState:
             logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
         found, probs = best_of(logits, BEST, self.heads.token_ids)
         return found.cpu().numpy(), probs.cpu().numpy()
+
+
+SIZES = (1, 2, WIDTH)
+"""Rows of a captured pass that extends paths."""
+
+
+def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
+    """A drafter by heads that draft token by token; measured, it makes the passes that pay."""
+    columns = target.watch_hidden()
+    if target.device.type == "cpu":
+        compile_linear_layers(saved.heads)
+    pace = pace_for(target, str(saved.heads.config), is_measured=is_measured)
+    module: SequentialModule
+    if isinstance(saved.heads, HydraHeads):
+        module = HydraModule(saved.heads, target)
+    else:
+        assert isinstance(saved.heads, MtpHeads)
+        module = TrainedMtp(saved.heads, target)
+    return SequentialDrafter(module, pace, columns=columns, odds=saved.judged.odds or None)
+
+
+class HydraModule:
+    """Hydra heads during an answer: a row is a path, which a head reads as a whole.
+
+    Row 0 is the last accepted token; each row of ``extend`` gets the next number.
+    """
+
+    def __init__(self, heads: HydraHeads, target: Target) -> None:
+        self.passes = heads.config.heads - 1
+        self._heads, self._embed = heads, target.model.get_input_embeddings()
+        self._cache, self._device = HeadsKVCache.of(heads), heads.like.device
+        rows = 1 + WIDTH * self.passes
+        self._before = heads.like.new_zeros((1, heads.shape.width))
+        """What the heads read before the paths."""
+        self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
+        """The normed embeddings of each path."""
+        self._depths = [0]
+        """How far each row is from row 0."""
+        reading, extending = target.new_recorder(), target.new_recorder()
+        self._reading = FixedPass(heads, self._embed, BEST, reading, self._begun) if reading else None
+        self._extending = extending
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros((3, WIDTH), dtype=torch.int64, pin_memory=pinned)
+        self._input = self._host.to(self._device, copy=True)
+        """The rows that a captured pass extends, their new tokens, and the rows that it writes."""
+        self._captured: dict[tuple[int, int], Run] = {}
+        self._result = RankedBlock(WIDTH, min(BEST, heads.vocabulary), self._device)
+
+    def begin(self, prompt: list[int]) -> None:
+        self._cache.restart()
+
+    def skip(self, tokens: int) -> None:
+        self._cache.restart()
+
+    @torch.inference_mode()
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        self._depths = [0]
+        if not self._heads.layers:
+            hidden, tokens = hidden[-1:], tokens[-1:]
+        if self._reading and self._reading.fits(len(tokens)):
+            return self._reading.read(hidden, tokens, self._cache)
+        self._cache.make_room(self._cache.length + len(tokens))
+        for start in range(0, len(tokens), CHUNK):
+            part = hidden[start : start + CHUNK]
+            stages = self._heads.read(part, part, self._cache)  # the layers read no tokens
+        return on_host(self._begun(stages, torch.tensor(tokens[-1:], device=self._device)))
+
+    @torch.inference_mode()
+    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
+        first, new = len(self._depths), len(tokens)
+        depth = self._depths[parents[0]] + 1
+        self._depths += [depth] * new
+        rows = list(range(first, first + new))
+        if not self._extending:
+            return on_host(self._extended(depth, torch.tensor([parents, tokens, rows], device=self._device)))
+        size = next(size for size in SIZES if size >= new)
+        padding = [0] * (size - new)  # extends row 0 in place, of which only the first token is read
+        self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + padding])
+        self._input.copy_(self._host, non_blocking=True)
+        if (depth, size) not in self._captured:
+            self._captured[depth, size] = self._record(depth, size)
+        self._captured[depth, size]()
+        return self._result.received(new)
+
+    def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
+        """Begin row 0 with an accepted token; rank what follows it."""
+        self._before.copy_(stages[-1])
+        self._paths[:1, 0].copy_(self._normed(token))
+        return self._best(0, self._paths[:1])
+
+    def _extended(self, depth: int, given: torch.Tensor) -> Best:
+        parents, tokens, rows = given
+        paths = self._paths.index_select(0, parents)
+        paths[:, depth] = self._normed(tokens)
+        self._paths.index_copy_(0, rows, paths)
+        return self._best(depth, paths)
+
+    def _normed(self, tokens: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self._heads.token_norm(self._embed(tokens))
+        return normed
+
+    def _best(self, head: int, paths: torch.Tensor) -> Best:
+        before = self._before.expand(len(paths), -1)
+        states = self._heads.state(head, before, paths[:, : head + 1].flatten(1))
+        return best_of(self._heads.output(head)(states), BEST, self._heads.token_ids)
+
+    def _record(self, depth: int, size: int) -> Run:
+        assert self._extending
+
+        def run() -> None:
+            self._result.write(*self._extended(depth, self._input[:, :size]))
+
+        return self._extending.record(run)
+
+
+class TrainedMtp(DraftPasses):
+    """A layer that ``train-heads`` made, and that drafts as a layer of a checkpoint does."""
+
+    def __init__(self, heads: MtpHeads, target: Target) -> None:
+        embed = target.model.get_input_embeddings()
+
+        def run(
+            tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
+        ) -> torch.Tensor:
+            return heads.run(embed(tokens), hidden, positions, cache, mask)
+
+        super().__init__(
+            run,
+            lambda hidden: best_of(heads.output(0)(hidden), BEST, heads.token_ids),
+            heads.shapes(),
+            width=heads.shape.width,
+            window=None,
+            target=target,
+        )

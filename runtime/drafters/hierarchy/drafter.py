@@ -9,18 +9,8 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.batch_budget import nodes_of_all
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds
-from hdtool.runtime.drafters.hierarchy.evidence import (
-    MODEL,
-    MOST_PLUGINS,
-    PLUGIN,
-    corpus_source,
-    note_plugin,
-    predicted_by,
-)
-from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, CONTEXT, FOUND, HISTORY, PREDICTION, STORED
-from hdtool.runtime.drafters.hierarchy.memory import (
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, nodes_of_all
+from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,
     LONGEST_HASH,
     MOST_EVIDENCE,
@@ -31,27 +21,35 @@ from hdtool.runtime.drafters.hierarchy.memory import (
     WORK,
     WORK_AT,
     Source,
+    new_weights,
+    rows_of_weights,
 )
-from hdtool.runtime.drafters.hierarchy.proposed import TRAINED, no_proposal, note_proposal
+from hdtool.runtime.drafters.hierarchy.evidence import (
+    MODEL,
+    MOST_PLUGINS,
+    PLUGIN,
+    TRAINED,
+    corpus_source,
+    no_proposal,
+    note_plugin,
+    note_proposal,
+    predicted_by,
+)
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, CONTEXT, FOUND, HISTORY, PREDICTION, STORED
 from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
-from hdtool.runtime.drafters.hierarchy.weights import new_weights, rows_of_weights
-from hdtool.runtime.drafters.trained.gate import TrainedGate
+from hdtool.runtime.drafters.trained.pace import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.kernels.clock import HAS_CLOCK, SharedTime
-from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.memory.no_copy import Pinned
-from hdtool.runtime.sampling.exponential_race import ExponentialRace
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, Pinned, SharedTime
+from hdtool.runtime.sampling.draws import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
-from hdtool.runtime.stores.context_table import CHAINS, LONG, ContextTable
-from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.stores.corpus_ranges import no_shards, range_record
-from hdtool.runtime.stores.history.history import History, address_of
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.history.token_log import BLOCK, LANE, TokenLog
+from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
+from hdtool.runtime.stores.history_store import History, address_of
+from hdtool.runtime.stores.live_tables import CHAINS, LONG, ContextTable
 from hdtool.runtime.stores.model_store import ModelStore, model_record
+from hdtool.runtime.stores.token_log import BLOCK, LANE, LONGEST_MATCH, TokenLog
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.verified import Verified
 
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""

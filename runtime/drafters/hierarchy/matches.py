@@ -11,16 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.candidates import contribute
-from hdtool.runtime.drafters.hierarchy.memory import LONGEST_HASH, Prior, Source, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import MANY, bucket_of
-from hdtool.runtime.kernels.compiled import Array, Ints, compiled
-from hdtool.runtime.kernels.memory.raw_memory import array_at
+from hdtool.runtime.drafters.hierarchy.candidates import (
+    LONGEST_HASH,
+    MANY,
+    Prior,
+    Source,
+    bucket_of,
+    contribute,
+    record_at,
+    work_at,
+)
+from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.context_table import CHAINS, LONG, SHORT, TABLE, WINDOW, add, head_of
-from hdtool.runtime.stores.corpus_ranges import ROWS
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH, MATCHES, follow_chain, search
-from hdtool.runtime.stores.history.token_log import CHAINED, LANE, LOG, TOKEN, append, end_of, places_of
+from hdtool.runtime.stores.corpus_index import ROWS
+from hdtool.runtime.stores.live_tables import CHAINS, CONTEXT_TABLE, LONG, SHORT, WINDOW, add, head_of
+from hdtool.runtime.stores.token_log import (
+    CHAINED,
+    LANE,
+    LOG,
+    LONGEST_MATCH,
+    MATCHES,
+    TOKEN,
+    append,
+    end_of,
+    follow_chain,
+    places_of,
+    search,
+)
 
 LEVELS = LONGEST_HASH + 4
 """The n-gram orders of matches: their length up to 8, and then up to 12, 16, 24 and 32 tokens."""
@@ -77,7 +94,7 @@ def found_at(at: int, source: int) -> Any:
 
 @compiled
 def table_of(found: Any) -> Any:
-    return array_at(found.log[ANSWERS], 1, TABLE)[0]
+    return array_at(found.log[ANSWERS], 1, CONTEXT_TABLE)[0]
 
 
 def _find_in_context(at: int, node: int) -> int:

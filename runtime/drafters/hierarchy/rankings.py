@@ -13,7 +13,18 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.hierarchy.candidates import contribute, index_of, rescale, whole
+from hdtool.runtime.drafters.hierarchy.candidates import (
+    NEAR_AT,
+    Prior,
+    Source,
+    bucket_of_share,
+    contribute,
+    index_of,
+    record_at,
+    rescale,
+    whole,
+    work_at,
+)
 from hdtool.runtime.drafters.hierarchy.evidence import (
     BEST_PREDICTED,
     LONGEST_CHAIN,
@@ -24,24 +35,21 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
     predicted_by,
     predicting,
 )
-from hdtool.runtime.drafters.hierarchy.memory import NEAR_AT, Prior, Source, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.weights import bucket_of_share
-from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.kernels.memory.no_copy import Pinned
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.kernels.compiled import Array, Pinned, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
-from hdtool.runtime.stores.recycled_rankings import (
+from hdtool.runtime.stores.live_tables import (
     BEST,
     LONGEST_NODE,
+    RECYCLED_TABLE,
     WHOLE,
     RecycledRankings,
     fetch,
     kept_row,
     rankings_of,
 )
-from hdtool.runtime.stores.recycled_rankings import TABLE as RECYCLED_TABLE
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.stores.token_log import LONGEST_MATCH
 
 NAMED = 32
 """The most tokens of a neighboring ranking; those of probable nodes come first."""

@@ -11,25 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.candidates import weigh_draws, weigh_recency
-from hdtool.runtime.drafters.hierarchy.evidence import position_after
-from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
-from hdtool.runtime.drafters.hierarchy.memory import (
+from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
     call_find,
     call_weigh,
+    learn,
     move_all,
     table_at,
+    weigh_draws,
+    weigh_recency,
+    weights_at,
     work_at,
 )
+from hdtool.runtime.drafters.hierarchy.evidence import position_after
+from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
 from hdtool.runtime.drafters.hierarchy.rankings import agree, near_at
-from hdtool.runtime.drafters.hierarchy.weights import learn, weights_at
-from hdtool.runtime.kernels.clock import lap, start_clock
-from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.history.log_search import LONGEST_MATCH
 from hdtool.runtime.stores.model_store import mixed
+from hdtool.runtime.stores.token_log import LONGEST_MATCH
 
 DEEPEST = 64
 WORTH_EXPANDING = 1.6

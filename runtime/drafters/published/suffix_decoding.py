@@ -24,10 +24,10 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
     SuffixAutomaton,
     advance,
 )
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.verified import Verified
 
 LONGEST = 64
 """The longest match, in tokens."""

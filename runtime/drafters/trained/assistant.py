@@ -6,19 +6,127 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.data.errors import FamilyError, HeadsError, ModelError, reason_of
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.trained.draft_passes import on_host
-from hdtool.runtime.drafters.trained.proposal import BEST
+from hdtool.runtime.drafters.trained.pace import pace_for
+from hdtool.runtime.drafters.trained.proposal import BEST, loaded_once
 from hdtool.runtime.drafters.trained.sequential import DEEPEST, NO_RANKING, WIDTH, Ranked, SequentialDrafter
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import NOTHING
-from hdtool.runtime.verified import Verified
+from hdtool.runtime.model.load import load
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
-    from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
+    from collections.abc import Sequence
+
+    from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.model.cache.slots import Slot
     from hdtool.runtime.model.target import Target
+
+
+def draft_model_drafter(
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
+) -> SequentialDrafter:
+    """A drafter of the named model; measured, it drafts as far as that pays. ``tokenizer`` is the target's."""
+    model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
+    pace = pace_for(target, name, is_measured=is_measured)
+    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
+
+
+def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
+    config = ModelConfig(name, device=str(target.device))
+    loaded = load(config)
+    found = TokenizerFingerprint.of(loaded.tokenizer)
+    if tokenizer is not None and found != tokenizer:
+        raise ModelError(
+            f"drafter {name} has another tokenizer than the model ({found.vocab_size} tokens, not "
+            f"{tokenizer.vocab_size}, or others): name a small model of the same family"
+        )
+    if not loaded.target.takes_trees:
+        raise FamilyError(
+            f"drafter {name} is of type {loaded.target.config.model_type!r}, whose drafts cannot be taken back: "
+            "name another small model"
+        )
+    return loaded.target
+
+
+class DraftModel:
+    """A small model that drafts a chain token by token; what is rejected is cut off its cache."""
+
+    passes = DEEPEST
+
+    def __init__(self, model: Target, vocabulary: int) -> None:
+        """No token outside the first ``vocabulary`` ones is drafted."""
+        self._model, self._vocabulary = model, vocabulary
+        self._cache = model.allocate()
+        self.begin([])
+
+    def begin(self, prompt: list[int]) -> None:
+        self._model.notice_changes()
+        self._context = list(prompt[:1])
+        self._limit = self._model.context_limit(max(1, len(prompt)))
+        """The most tokens that the model reads: after them, nothing is drafted."""
+        self._accepted = 0
+        """Tokens of the context that the cache holds."""
+
+    def skip(self, tokens: int) -> None:
+        self.begin([])
+
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        self._context += tokens
+        self._drafted = 0
+        if max(tokens) >= self._model.vocabulary:
+            self._limit = 0  # it cannot read this answer any further
+        if self._is_full():
+            return NO_RANKING
+        slot = self._cache.slots[0]
+        kept = self._accepted or slot.resumes_at(min(shared(slot.tokens, self._context), len(self._context) - 1))
+        new = self._context[kept:]
+        if len(new) > LARGEST_TREE or slot.length < kept or not kept:
+            logits = self._model.prefill(self._cache, 0, new, kept).logits
+        else:
+            slot.cut(kept)
+            logits = self._verified(DraftTree.of(new[0], new[1:], range(-1, len(new) - 2)), new[1:])
+        self._cache.slots[0].keep_states()  # of a recurrent model; slots are others once their cache has grown
+        self._accepted = len(self._context)
+        return self._ranked(logits)
+
+    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
+        (token,) = tokens
+        self._drafted += 1
+        if self._is_full():
+            return NO_RANKING
+        return self._ranked(self._verified(DraftTree.bare(token), ()))
+
+    def _is_full(self) -> bool:
+        return self._limit is not None and len(self._context) + self._drafted > self._limit
+
+    def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
+        """Read a chain of tokens after those of the cache; the logits after the last one."""
+        (verified,) = self._model.verify(self._cache, [tree])
+        self._model.wait()
+        logits = verified.logits[-1:]
+        self._model.commit(self._cache, 0, range(len(path)))
+        return logits
+
+    def _ranked(self, logits: torch.Tensor) -> Ranked:
+        return on_host(best_of(logits[:, : self._vocabulary], BEST))
+
+
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    number = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        number += 1
+    return number
+
 
 Views = dict[str, tuple[torch.Tensor, torch.Tensor]]
 

@@ -13,15 +13,14 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.trained.draft_passes import on_host
-from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, Proposal
+from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, Calibration, Proposal, bucket_of
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
-    from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
+    from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.model.target import Target
 
 

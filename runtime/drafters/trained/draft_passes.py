@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hdtool.runtime.drafters.trained.proposal import BEST
-from hdtool.runtime.drafters.trained.ranked_block import RankedBlock
+from hdtool.runtime.drafters.trained.proposal import BEST, RankedBlock
 from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.model.cuda_graphs import Run
-from hdtool.runtime.model.static_steps import extent_for
+from hdtool.runtime.model.static_steps import Run, extent_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,7 @@ from torch.nn import functional
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.drafters.heads.modules import Norm, best_of
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
-from hdtool.runtime.drafters.trained.proposal import BEST
-from hdtool.runtime.drafters.trained.published_drafter import PublishedDrafter
+from hdtool.runtime.drafters.trained.proposal import BEST, PublishedDrafter
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:

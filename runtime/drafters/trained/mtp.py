@@ -1,31 +1,216 @@
-"""Drafting by multi-token-prediction layers: one that is applied again and again, or several in turn."""
+"""Drafting by multi-token-prediction layers: one that is applied again and again, or several in turn.
+
+The only module that knows the library's ``MtpModel``. Checkpoints store these layers beside the model's own; most
+configurations say how many there are, each in its own words.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.trained.accepted_tokens import AcceptedTokens
-from hdtool.runtime.drafters.trained.calibration import Calibration, bucket_of
 from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, causal_mask
-from hdtool.runtime.drafters.trained.library_mtp import LibraryMtp, load_mtp
-from hdtool.runtime.drafters.trained.loaded_once import loaded_once
 from hdtool.runtime.drafters.trained.pace import pace_for
-from hdtool.runtime.drafters.trained.proposal import BEST, NONE, Proposal, TrainedDrafter
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.proposal import (
+    BEST,
+    NONE,
+    Calibration,
+    Proposal,
+    TrainedDrafter,
+    bucket_of,
+    loaded_once,
+)
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
+from hdtool.runtime.model.library import attention_of, use_masked_attention
 from hdtool.runtime.model.static_steps import extent_for
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.verified import Verified
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hdtool.runtime.model.target import Target
+
+NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Settings that hold the number of MTP layers."""
+MOST_LAYERS = 8
+FULL = "full_attention"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HELP = "use another method, such as hd"
+TRAIN = f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {HELP}"
+
+
+class LibraryMtp:
+    """MTP layers; layer ``k`` predicts the token after the next one, ``k`` positions further ahead."""
+
+    def __init__(self, layers: Any, width: int) -> None:
+        """``width`` is that of the model's hidden states."""
+        self._layers = layers.eval().requires_grad_(False)
+        self.number = int(layers.num_mtp_layers)
+        self._mask: torch.Tensor | None = None
+        # The library would make causal masks by its own cache; draft trees need others.
+        layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
+        self.width = width
+        self.shapes = self._shapes()
+        """Those of what each layer keeps of a position."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """All layers, with the parts that they share with the model."""
+        return cast(torch.nn.Module, self._layers)
+
+    @property
+    def own(self) -> torch.nn.Module:
+        """The layers alone."""
+        return cast(torch.nn.Module, self._layers.layers)
+
+    def window(self, layer: int) -> int | None:
+        """The positions that a layer with a sliding window attends to."""
+        kinds = getattr(self._layers.config, "layer_types", None) or [FULL] * self.number
+        is_sliding = "sliding" in kinds[layer]
+        return int(self._layers.config.sliding_window) if is_sliding else None
+
+    @torch.inference_mode()
+    def _shapes(self) -> list[LayerShape]:
+        from transformers.cache_utils import DynamicCache
+
+        weight = next(self.own.parameters())
+        cache = DynamicCache(config=self._layers.config)
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=weight.device)
+        hidden, mask = weight.new_ones((1, 2, self.width)), weight.new_zeros((1, 1, 2, 2))
+        for layer in range(self.number):
+            self.run(layer, tokens, hidden, tokens, cache, mask)
+        if any(hasattr(layer, "conv_states") for layer in cache.layers):
+            raise NotImplementedError("layers that keep states")
+        return layer_shapes(cache)
+
+    def run(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hidden states ``[1, tokens, width]`` after tokens, each with the hidden state before it."""
+        self._mask = mask
+        return cast(torch.Tensor, self._layers.forward_layer(layer, hidden, positions, cache, input_ids=tokens))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self._layers._project_to_logits(hidden))
+
+
+class WithMtpLayers:
+    """A model with a configuration that tells of its MTP layers in the library's words."""
+
+    def __init__(self, model: PreTrainedModel, number: int) -> None:
+        self._model = model
+        self.config = config = copy.deepcopy(model.config)
+        # A configuration that was saved with its model may name its dtype instead.
+        config.dtype = model.dtype
+        text = config.get_text_config(decoder=True)
+        text.dtype = model.dtype
+        text.num_mtp_layers = number
+        if getattr(text, "layer_types", None) and not getattr(text, "mtp_layer_types", None):
+            text.mtp_layer_types = [_kind_of_layer(text.layer_types)] * number
+        if getattr(text, "mlp_layer_types", None) and not getattr(text, "mtp_mlp_layer_types", None):
+            text.mtp_mlp_layer_types = [text.mlp_layer_types[-1]] * number
+
+        self._keys_to_ignore_on_load_unexpected = patterns_of(model)
+        """Where the library looks for the names of these layers' tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _kind_of_layer(kinds: list[str]) -> str:
+    """The kind of layers after the last one of a model: full attention, unless it has none."""
+    others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    return FULL if FULL in kinds or not others else others[-1]
+
+
+def mtp_layers_of(model: PreTrainedModel) -> int:
+    """How many MTP layers the checkpoint of a model has."""
+    config = model.config.get_text_config(decoder=True)
+    numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in NUMBERS]
+    said = next((number for number in numbers if isinstance(number, int)), 0)
+    expected = re.compile("|".join(patterns_of(model)))
+    found = list(filter(expected.search, _tensors_of(model)))
+    stored = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
+    return min(said or 1, len(stored) or said or 1) if found else 0
+
+
+def patterns_of(model: PreTrainedModel) -> list[str]:
+    """What the names of the tensors of MTP layers match: those that the model leaves out, or layers after its last.
+
+    The library knows the latter by the number of layers of published sizes alone.
+    """
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    after_last = "|".join(map(str, range(first, first + MOST_LAYERS)))
+    named = [pattern for pattern in own if "mtp" in pattern]
+    return [*named, rf"^(model\.)?(language_model\.)?(model\.)?layers\.({after_last})\."]
+
+
+def load_mtp(model: PreTrainedModel) -> LibraryMtp:
+    """The MTP layers of a model; FamilyError or HeadsError says why there are none."""
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError:
+        raise FamilyError("MTP layers need transformers 5.23 or newer: update it, or " + HELP) from None
+    name = model.config.name_or_path
+    if not (number := mtp_layers_of(model)):
+        raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAIN}")
+    use_masked_attention(model)
+    try:
+        told: Any = WithMtpLayers(model, number)
+        layers: Any = MtpModel.from_pretrained(told, device_map={"": model.device})
+        layers.config._attn_implementation = attention_of(model.config)
+        return LibraryMtp(layers, int(model.get_output_embeddings().weight.shape[1]))
+    except Exception as error:  # the library raises many kinds for checkpoints that it does not know
+        kind = model.config.model_type
+        raise HeadsError(
+            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {HELP}"
+        ) from error
+
+
+def _tensors_of(model: PreTrainedModel) -> list[str]:
+    """The names of the tensors of a model's checkpoint; none if its files are not here."""
+    import json
+
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
+
+    name = model.config.name_or_path
+    if not name:
+        return []
+    try:
+        folder = Path(name)
+        found = {file: folder / file for file in (INDEX, SINGLE) if (folder / file).is_file()}
+        if not folder.is_dir():
+            resolved = {file: cached_file(name, file, local_files_only=True) for file in (INDEX, SINGLE)}
+            found = {file: Path(place) for file, place in resolved.items() if place}
+        if INDEX in found:
+            return list(json.loads(found[INDEX].read_text(encoding="utf-8"))["weight_map"])
+        if SINGLE not in found:
+            return []
+        with safe_open(found[SINGLE], framework="pt") as file:
+            return list(file.keys())
+    except (OSError, ValueError, KeyError):
+        return []
+
 
 NAME = "MTP layers"
 

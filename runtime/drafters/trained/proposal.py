@@ -2,14 +2,150 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import Module
 
+from hdtool.data.errors import HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.model.checkpoint_identity import place_of
+from hdtool.runtime.model.static_steps import DeviceClock
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.verified import Verified
+
+if TYPE_CHECKING:
+    from hdtool.runtime.model.target import Target
+
+Loaded = TypeVar("Loaded")
+LOADED: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
+"""By target and name."""
+
+
+def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
+    """What ``load`` returned for this target and name at first."""
+    own = LOADED.setdefault(target, {})
+    if name not in own:
+        own[name] = load()
+    return cast(Loaded, own[name])
+
+
+EAGLE3, DFLASH, ASSISTANT, MODEL = "EAGLE-3", "DFlash", "assistant", "model"
+"""Kinds of drafters; the last one is any model of text."""
+UNKNOWN = {
+    "eagle": "an EAGLE drafter of an earlier kind",
+    "medusa": "a set of Medusa heads",
+    "peagle": "a P-EAGLE drafter",
+}
+"""Words in the class of a drafter that is not supported."""
+SETTINGS = "config.json"
+
+
+@dataclass(frozen=True)
+class PublishedDrafter:
+    """A drafter that was named by its folder or by its name on the hub."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+
+    @classmethod
+    def named(cls, name: str) -> PublishedDrafter:
+        folder = place_of(ModelConfig(name), (SETTINGS,), weights=True)
+        try:
+            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            return cls(name, folder, dict(settings))
+        except (OSError, ValueError) as error:
+            raise HeadsError(
+                f"drafter {name} cannot be read ({SETTINGS}: {reason_of(error)}): download it again"
+            ) from error
+
+    @property
+    def kind(self) -> str:
+        """Which kind of drafter it is; HeadsError names one that is not supported."""
+        classes = " ".join(map(str, self.settings.get("architectures") or ())).lower()
+        speculator = str(self.settings.get("speculators_model_type", "")).lower()
+        if "eagle3" in classes or speculator == "eagle3":
+            return EAGLE3
+        if "dflash" in classes + speculator or {"target_layer_ids", "block_size"} <= self.settings.keys():
+            return DFLASH
+        if "assistantforcausallm" in classes:
+            return ASSISTANT
+        for word, kind in UNKNOWN.items():
+            if word in classes + speculator:
+                raise HeadsError(f"drafter {self.name} is {kind}, which is not supported: name another one")
+        return MODEL
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint, on the host."""
+        from safetensors.torch import load_file
+
+        found: dict[str, torch.Tensor] = {}
+        files = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
+        if any(file.suffix == ".safetensors" for file in files):
+            files = [file for file in files if file.suffix == ".safetensors"]
+        try:
+            for file in files:
+                found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        except Exception as error:  # damaged files raise many kinds
+            reason = reason_of(error).split(". ")[0]
+            raise HeadsError(
+                f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
+            ) from error
+        if not found:
+            raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
+        return found
+
+    def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
+        """Load a module from tensors; all of its own must be among them, in its shapes."""
+        own = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
+        missing = sorted(own.keys() - tensors.keys())
+        other = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
+        if missing or other:
+            what = f"lacks {missing[0]}" if missing else f"has another shape of {other[0]}"
+            raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
+        module.load_state_dict({name: tensors[name] for name in own})
+
+
+class RankedBlock:
+    """Memory of so many rankings on a device, and where they arrive on the host."""
+
+    def __init__(self, rows: int, best: int, device: torch.device) -> None:
+        self._shape, ranked = (rows, best), rows * best
+        words = ranked + -(-ranked // 2)
+        self._block = torch.zeros(words, dtype=torch.int64, device=device)
+        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._clock = DeviceClock(device)
+        self.tokens, self.probs = self._parts_of(self._block)
+
+    def _parts_of(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ranked = self._shape[0] * self._shape[1]
+        return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
+
+    def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        """Keep the rankings of a pass in the first rows; part of what is captured."""
+        rows, best = tokens.shape
+        self.tokens[:rows, :best].copy_(tokens)
+        self.probs[:rows, :best].copy_(probs)
+
+    def received(self, rows: int) -> tuple[Array, Array]:
+        """Wait for the pass that was started last; the first of its rankings."""
+        self._clock.start()
+        self._host.copy_(self._block, non_blocking=True)
+        self._clock.stop()
+        self._clock.seconds()  # waits
+        tokens, probs = (part[:rows].numpy().copy() for part in self._parts_of(self._host))
+        return tokens, probs
+
 
 BEST = 10
 """Tokens of a ranking."""
@@ -103,3 +239,71 @@ def best_paths(
         below[chosen] += 1
         size += 1
     return size
+
+
+BUCKETS = 28
+BUCKETS_PER_HALVING = 2.0
+"""Buckets per halving of the probability."""
+EMA_WINDOW = 200.0
+"""Window of the moving averages, in observations of a bucket."""
+PRIOR_WEIGHT = 30.0
+"""Weight of the acceptance rates found in training, in observations."""
+LOWEST = 1e-4
+
+
+class Calibration:
+    """Calibrated probabilities of a head's tokens after an accepted path, by bucket of the head's probability."""
+
+    def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
+        """``probs`` are the acceptance rates found in training; by default the prior is the heads' own probability."""
+        first = np.array(probs) if probs else np.tile(centre_of(np.arange(BUCKETS)), (heads, 1))
+        self._observed = np.full(first.shape, PRIOR_WEIGHT)
+        self._accepted = PRIOR_WEIGHT * np.clip(first, LOWEST, 1.0)
+
+    def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The probabilities of each head's best tokens ``[heads, best]``, best first."""
+        return self._probs(np.arange(len(buckets))[:, None], buckets)
+
+    def at(self, head: int, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The probabilities of the best tokens of several rankings of one head ``[rankings, best]``, best first.
+
+        Heads beyond the last one are calibrated like it.
+        """
+        return self._probs(min(head, len(self._observed) - 1), buckets)
+
+    def _probs(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
+        # Probabilities of a head must not increase with the rank, and their sum must not exceed 1.
+        probs = np.minimum.accumulate(probs, axis=1)
+        return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
+
+    def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
+        """Update the rates of a head: the buckets of its best tokens, and which of them was the next token."""
+        observed, hits = self._observed[head], self._accepted[head]
+        decay = np.minimum(1.0, EMA_WINDOW / observed[buckets])
+        observed[buckets] *= decay
+        hits[buckets] *= decay
+        np.add.at(observed, buckets, 1.0)
+        np.add.at(hits, buckets, accepted)
+
+    def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
+        """Update the rates by the rankings along emitted tokens; those after another path have no observation."""
+        for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
+            head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
+            self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
+
+
+def bucket_of(probs: Array) -> npt.NDArray[np.int64]:
+    """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN is 0."""
+    probs = np.nan_to_num(probs)
+    complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
+    high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
+    low = np.floor(-BUCKETS_PER_HALVING * np.log2(np.clip(probs, 2.0**-8, 1.0)))
+    return np.where(probs > 0.5, 12 - np.clip(high, 2, 12), np.clip(low + 9, 11, BUCKETS - 1)).astype(np.int64)
+
+
+def centre_of(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The probability at the centre of a bucket."""
+    high = 1 - 2.0 ** (-(12 - bucket + 0.5) / BUCKETS_PER_HALVING)
+    low = 2.0 ** (-(bucket - 9 + 0.5) / BUCKETS_PER_HALVING)
+    return np.where(bucket <= 10, high, low)

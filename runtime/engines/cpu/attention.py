@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.elementwise import exponentiate
-from hdtool.runtime.kernels.memory.raw_memory import array_at, copy_numbers
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
-from hdtool.runtime.kernels.vectors import FloatCode
+from hdtool.runtime.kernels.compiled import array_at, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, exponentiate
 
 QUERIES, MOST_QUERIES = 16, 48
 """Queries of a block, which read the same keys and values together, while these are in the first cache: more of them

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch.nn import Embedding, Module
+from torch.nn import Embedding, Linear, Module
 
-from hdtool.runtime.engines.cpu.int8.panel_format import PANEL_ROWS
+from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
 from hdtool.runtime.engines.cpu.layer_record import (
     FIFTH,
     FOURTH,
@@ -20,17 +21,17 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_GATE,
     TO_OUTPUT,
 )
-from hdtool.runtime.engines.expert_parts import router_of
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
-from hdtool.runtime.engines.model_families import FAMILIES, Family, is_of_package, package_of
-from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts
-from hdtool.runtime.engines.varied_families import VARIED_FAMILIES
+from hdtool.runtime.engines.mixer_parts import router_of
+from hdtool.runtime.engines.model_families import FAMILIES, VARIED_FAMILIES, Family, is_of_package, package_of
+from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
-from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.model.library import text_class
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
@@ -139,3 +140,32 @@ def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[Matmu
         return list(map(MatmulRows.whole, layers))
     (joined,) = layers
     return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _may_multiply(module: Any) -> bool:
+    return type(module) is Linear and module.in_features % COLUMN_MULTIPLE == 0
+
+
+def _may_embed(module: Module) -> bool:
+    return (type(module) is Embedding or scale_of(module) is not None) and cast(Embedding, module).max_norm is None
+
+
+OUTLINE = cast(Any, replace(COMPILED, multiplies=_may_multiply, fits=lambda weight: True, embeds=_may_embed))
+"""What is compiled, of modules before their weights are there."""
+
+
+def may_be_compiled(settings: Any) -> bool:
+    """Whether a model with this configuration has the modules of the kind that is compiled.
+
+    The proof at loading decides. A model that the library makes in another way may be one.
+    """
+    try:
+        from accelerate import init_empty_weights
+        from transformers.initialization import no_init_weights
+
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            auto = text_class(settings, trust_remote_code=False)
+            model = auto.from_config(settings, dtype=torch.float32)
+        return model_parts(model, OUTLINE) is not None
+    except Exception:  # of a library, whose loading words it
+        return True

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdtool.runtime.engine import LOGITS_ALONE, PROMPT, Verified, Want
 from hdtool.runtime.engines.cpu.tree_pass import PIECE, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
-from hdtool.runtime.model.checks.recorded_model import RecordedModel
+from hdtool.runtime.model.checks.changes import RecordedModel
 from hdtool.runtime.model.library import attention_of
-from hdtool.runtime.model.pass_log import PROMPT
 from hdtool.runtime.tree import DraftTree
-from hdtool.runtime.verified import LOGITS_ALONE, Verified, Want
 
 if TYPE_CHECKING:
+    from hdtool.runtime.engine import PassLog
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
-    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.slots import Cache, Slot
-    from hdtool.runtime.model.pass_log import PassLog
+    from hdtool.runtime.model.pass_inputs import AttentionWindow
 
 
 class CompiledModel:

@@ -23,15 +23,15 @@ import torch
 from torch.nn import Module
 
 import hdtool
-from hdtool.data.files.kept_record import KeptRecord
+from hdtool.data.kept_records import KeptRecord
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
-from hdtool.runtime.kernels.cpu_name import processor_name
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.compiled import processor_name
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.model.checks.small_tree import some_context
-from hdtool.runtime.model.gguf.file_identity import Signature
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.gguf.converted_folder import Signature
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 

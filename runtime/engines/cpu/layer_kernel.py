@@ -20,8 +20,6 @@ from hdtool.runtime.engines.cpu.attention import (
     block_queries,
     query_blocks,
 )
-from hdtool.runtime.engines.cpu.beside_mlp import add_experts
-from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
     BESIDE,
     EPSILON,
@@ -89,11 +87,19 @@ from hdtool.runtime.engines.cpu.layer_record import (
     WIDTH,
     WINDOW,
     Numbers,
+    compute_part,
+    multiply,
+    multiply_by,
 )
-from hdtool.runtime.engines.cpu.mixers.gated_heads import gate_heads, split_gates
+from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
-from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.elementwise import (
+from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, copy_numbers, float_of
+from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
+from hdtool.runtime.kernels.experts import NUMBER, ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, mix_experts, route
+from hdtool.runtime.kernels.gemm import ARGUMENTS
+from hdtool.runtime.kernels.thread_pool import parts_of
+from hdtool.runtime.kernels.vector_code import (
+    ITEM_SIZE,
     add_in_place,
     gelu_in_place,
     norm_row,
@@ -103,13 +109,48 @@ from hdtool.runtime.kernels.elementwise import (
     scale_in_place,
     silu_in_place,
 )
-from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, mix_experts
-from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import WORD_SIZE, array_at, copy_numbers, float_of
-from hdtool.runtime.kernels.routing import ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, route
-from hdtool.runtime.kernels.team import parts_of
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE
+
+(
+    BESIDE_EXPERTS,
+    BESIDE_ROUTER,
+    BESIDE_NORM_DENSE,
+    BESIDE_NORM_READ,
+    BESIDE_NORM_MIXED,
+    BESIDE_NORM_ROUTED,
+    BESIDE_FACTOR,
+    BESIDE_SHARES,
+) = range(8)
+"""Addresses of the records of the experts and of what chooses them; of the weights of norms: of the output of the MLP,
+of what experts read, of what they give, and of what the router reads, which is multiplied by a factor, here by its
+bits; and of what the share of each expert is multiplied by."""
+BESIDE_FIELDS = BESIDE_SHARES + 1
+
+
+@compiled
+def add_experts(shape: Numbers, at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
+    """Norm the output of an MLP, and add that of experts, by the record at an address; rows of hidden states."""
+    record = array_at(at, (BESIDE_FIELDS,), np.int64)
+    experts = array_at(record[BESIDE_EXPERTS], (EXPERT_FIELDS,), np.int64)
+    router = array_at(record[BESIDE_ROUTER], (ROUTER_FIELDS,), np.int64)
+    number, width, top = experts[NUMBER], shape[HIDDEN], router[TOP]
+    epsilon, offset, team, threads = float_of(shape, EPSILON), float_of(shape, OFFSET), shape[TEAM], shape[THREADS]
+    read = scratch + rows * number * ITEM_SIZE
+    mixed = read + rows * width * ITEM_SIZE
+    norm_rows(dense, rows, width, record[BESIDE_NORM_DENSE], offset, epsilon, dense)
+    norm_rows(attended, rows, width, record[BESIDE_NORM_ROUTED], np.float32(0), epsilon, read)
+    scale_in_place(read, rows * width, float_of(record, BESIDE_FACTOR))
+    multiply_by(shape, router, ROUTE, read, rows, scratch)
+    chosen, shares = np.empty((rows, top), np.int64), np.empty((rows, top), np.float32)
+    route(router, array_at(scratch, (rows, number), np.float32), chosen, shares)
+    factors = array_at(record[BESIDE_SHARES], (number,), np.float32)
+    for row in range(rows):
+        for rank in range(top):
+            shares[row, rank] *= factors[chosen[row, rank]]
+    norm_rows(attended, rows, width, record[BESIDE_NORM_READ], offset, epsilon, read)
+    mix_experts(team, threads, experts, chosen, shares, read, mixed, mixed + rows * width * ITEM_SIZE)
+    norm_rows(mixed, rows, width, record[BESIDE_NORM_MIXED], offset, epsilon, mixed)
+    add_in_place(dense, mixed, rows * width, np.float32(1))
+
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
 """The parts of a layer between its matmuls."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, float_of
+from hdtool.runtime.kernels.gemm import call_at
+from hdtool.runtime.kernels.thread_pool import LEAST_NUMBERS, compute_together, multiply_together
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
+
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """The matmuls of a layer."""
 MATMUL_FIELDS = 5
@@ -76,3 +81,66 @@ TOTAL_ROWS, ROW_OFFSETS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 3)
 PASS_FIELDS = ROW_OFFSETS + 1
 
 Numbers = npt.NDArray[np.int64]
+
+
+@compiled
+def multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
+    multiply_by(shape, layer, which * MATMUL_FIELDS, inputs, rows, outputs)
+
+
+@compiled
+def multiply_by(shape: Numbers, layer: Numbers, field: int, inputs: int, rows: int, outputs: int) -> None:
+    """Multiply by the matrix whose fields begin there."""
+    matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
+    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias)
+
+
+@compiled
+def compute_part(
+    shape: Numbers,
+    function: int,
+    layer: Numbers,
+    starts: Numbers,
+    part: int,
+    one: int,
+    two: int,
+    three: int,
+    units: int,
+    work: int,
+) -> None:
+    """Compute a part between matmuls, with the other threads if there is enough work."""
+    team = shape[TEAM] if work >= LEAST_NUMBERS else 0
+    of_layer = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
+    compute_together(team, shape[THREADS], function, *of_layer, part, one, two, three, units, 1)
+
+
+EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NORM, EMBED_WIDTH, SHARE = range(10)
+"""Addresses of ``embedding_of`` a format and of the matrix that has a row for each token, with the bits of its factor;
+of the matmul and the matrix that project embeddings, with the numbers of a row of all layers and the bits of what they
+are multiplied by; and of the weight of their norm, which is over the numbers of one layer. Then these, and the bits of
+the factor of both together."""
+INPUT_FIELDS = SHARE + 1
+
+
+@compiled
+def layer_input_numbers(stride: int, rows: int) -> int:
+    """The float32 numbers that ``compute_layer_inputs`` needs: all inputs, and a row more."""
+    return (rows + 1) * stride
+
+
+@compiled
+def compute_layer_inputs(shape: Numbers, at: int, of_ids: int, rows: int, embedded: int, written: int) -> None:
+    """Write the inputs of all layers, row by row, by the record at an address."""
+    record = array_at(at, (INPUT_FIELDS,), np.int64)
+    stride, width = record[OUT_FEATURES], record[EMBED_WIDTH]
+    matmul, matrix = record[PROJECT], record[PROJECTION]
+    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, stride, shape[HIDDEN], embedded, rows, written, 0)
+    scale_in_place(written, rows * stride, float_of(record, EMBED_SCALE))
+    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+    norm_rows(written, rows * stride // width, width, record[NORM], offset, epsilon, written)
+    of_token = written + rows * stride * ITEM_SIZE
+    for row in range(rows):
+        call_at(record[EMBED], record[EMBEDDING], stride, of_ids + row * WORD_SIZE, 1, of_token, 0, 0, 0, 0)
+        scale_in_place(of_token, stride, float_of(record, MULTIPLIER))
+        add_in_place(written + row * stride * ITEM_SIZE, of_token, stride, np.float32(1))
+    scale_in_place(written, rows * stride, float_of(record, SHARE))

@@ -19,7 +19,6 @@ from hdtool.runtime.engines.around_layers import (
 )
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.layer_inputs import compute_layer_inputs
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
@@ -30,21 +29,20 @@ from hdtool.runtime.engines.cpu.layer_record import (
     ROTATED,
     ROW_OFFSETS,
     TEAM,
+    compute_layer_inputs,
 )
+from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS, fill_origins
 from hdtool.runtime.engines.cpu.mixers.mix import accept
-from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
-from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS, fill_origins
-from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes
-from hdtool.runtime.engines.cpu.tree_kernel import compile_tree_passes
-from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
+from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes, compile_tree_passes
+from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
-from hdtool.runtime.kernels.team import team_of
+from hdtool.runtime.kernels.thread_pool import team_of
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.attention_masks import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
-from hdtool.runtime.model.checks.small_tree import some_context
+from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.library import cache_argument
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:

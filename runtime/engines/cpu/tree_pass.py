@@ -17,18 +17,27 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
+from hdtool.runtime.engine import Verified, Walk, Want
 from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
-from hdtool.runtime.engines.cpu.mixers.kept_rows import KeptRows
-from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT
-from hdtool.runtime.engines.cpu.mixers.row_origins import ORIGIN_FIELDS
-from hdtool.runtime.engines.cpu.pass_kernel import IDS, LOGITS, NORMED, POSITIONS, pass_numbers
-from hdtool.runtime.engines.cpu.tree_kernel import ROWS, TREE_PASS, accept_path, compute_tree, compute_trees
+from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
+from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT, KeptRows
+from hdtool.runtime.engines.cpu.pass_kernel import (
+    IDS,
+    LOGITS,
+    NORMED,
+    POSITIONS,
+    ROWS,
+    TREE_PASS,
+    accept_path,
+    compute_tree,
+    compute_trees,
+    pass_numbers,
+)
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.team import ALONE, team_of
+from hdtool.runtime.kernels.thread_pool import ALONE, team_of
 from hdtool.runtime.kernels.topk import folded_size
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
 from hdtool.runtime.tree import OPEN, DraftTree
-from hdtool.runtime.verified import Verified, Walk, Want
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.weight_table import WeightTable

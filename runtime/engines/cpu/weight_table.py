@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,32 +13,131 @@ import torch
 from torch.nn.functional import pad
 
 from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
-from hdtool.runtime.engines.cpu import beside_mlp, layer_inputs
+from hdtool.runtime.engines.cpu import layer_kernel, layer_record
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
-from hdtool.runtime.engines.cpu.int8.panels import Panels
+from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
-from hdtool.runtime.engines.cpu.mixers.mixer_table import MixerTable
-from hdtool.runtime.engines.expert_parts import Router, router_of
-from hdtool.runtime.kernels import routing
+from hdtool.runtime.engines.cpu.mixers.convolution import window_numbers
+from hdtool.runtime.engines.cpu.mixers.mix import kept_numbers, mixer_function, row_numbers, state_numbers
+from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
+from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
+from hdtool.runtime.kernels.compiled import bits
 from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
+from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import form_of
-from hdtool.runtime.kernels.matmul_address import matmul_of
-from hdtool.runtime.kernels.memory.raw_memory import bits
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
+from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from hdtool.runtime.engines.around_layers import LayerInputs
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
-    from hdtool.runtime.engines.input_parts import LayerInputs
-    from hdtool.runtime.engines.mixture_parts import MixtureParts
+    from hdtool.runtime.engines.hybrid_families import MixtureParts
     from hdtool.runtime.engines.model_parts import LayerParts
     from hdtool.runtime.kernels.linear import CompiledLinear
-    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
+    from hdtool.runtime.model.pass_inputs import AttentionWindow
+
+NUMBERS = {
+    SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,
+    DELTA_RULE: layers.DELTA_RULE,
+    MAMBA2: layers.MAMBA2,
+}
+
+
+class MixerTable:
+    """The mixers of one model."""
+
+    def __init__(self, mixers: dict[int, MixerParts[Any]]) -> None:
+        self._mixers = mixers
+        """By their layers."""
+        self._taps: dict[int, torch.Tensor] = {}
+        """The weight of each convolution, ``[taps, channels]``: its columns one after another."""
+        self.kept = 0
+        """Numbers that are kept of a row of a tree in all layers."""
+        self.most_kept = 0
+        """In the layer that keeps most of them."""
+        self._memory = [0, 0, 0]
+        self.copy_weights()
+
+    @classmethod
+    def of(cls, parts: CompiledParts) -> MixerTable | None:
+        mixers = {number: layer.mixer for number, layer in enumerate(parts.layers) if layer.mixer}
+        return cls(mixers) if mixers else None
+
+    @torch.inference_mode(False)
+    def copy_weights(self) -> None:
+        """Copy the weights of convolutions as they are now; their copies stay where they are."""
+        for number, mixer in self._mixers.items():
+            weight = mixer.convolution.weight.detach()[:, 0].T
+            if number in self._taps:
+                self._taps[number].copy_(weight)
+            else:
+                self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
+
+    def fits(self, states: States) -> bool:
+        """Whether a cache has the states of these mixers and no others, each as the records describe it."""
+        expected: dict[StateName, tuple[int, ...]] = {}
+        for number, mixer in self._mixers.items():
+            expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
+            of_head = mixer.key_width, mixer.value_width
+            if mixer.kind != SHORT_CONVOLUTION:
+                of_head = of_head if mixer.kind == DELTA_RULE else of_head[::-1]
+                expected[StateName(number, RECURRENT, 0)] = mixer.heads, *of_head
+        found = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
+        return found == expected and all(
+            tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values()
+        )
+
+    def fill_layers(self, table: layers.Numbers) -> None:
+        """Fill the rows of layers with all but the addresses of states."""
+        for number, mixer in self._mixers.items():
+            row, own, convolution = table[number], mixer.parameters, mixer.convolution
+            row[layers.MIXER] = NUMBERS[mixer.kind]
+            row[layers.TAPS], row[layers.COLUMNS], row[layers.CHANNELS] = mixer.taps, mixer.taps, mixer.channels
+            row[layers.CONV_WEIGHT] = self._taps[number].data_ptr()
+            row[layers.CONV_BIAS] = 0 if convolution.bias is None else convolution.bias.data_ptr()
+            row[layers.STRENGTH] = bits(mixer.strength)
+            row[layers.KEY_HEADS], row[layers.STATE_HEADS] = mixer.key_heads, mixer.heads
+            row[layers.KEY_WIDTH], row[layers.VALUE_WIDTH] = mixer.key_width, mixer.value_width
+            for field, name in ((layers.DECAY_LOG, "A_log"), (layers.STEP_BIAS, "dt_bias"), (layers.SKIP, "D")):
+                row[field] = own[name].data_ptr() if name in own else 0
+            if mixer.norm:
+                norm: Any = mixer.norm
+                row[layers.GATE_NORM], row[layers.GATE_EPSILON] = (
+                    norm.weight.data_ptr(),
+                    bits(norm.variance_epsilon),
+                )
+        rows = [table[number] for number in self._mixers]
+        kept = list(map(kept_numbers, rows))
+        for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
+            row[layers.JOURNAL_AT] = earlier
+        self.kept, self.most_kept = sum(kept), max(kept)
+        self._memory = [max(map(numbers, rows)) for numbers in (row_numbers, state_numbers, window_numbers)]
+
+    def fill_states(self, table: layers.Numbers, states: States, first: int = 0) -> None:
+        """Fill in the addresses of the states of a cache, whose first sequence has this number."""
+        for number, mixer in self._mixers.items():
+            if number >= len(table):  # other layers are left out
+                break
+            row = table[number]
+            fields = [(layers.CONV_STATE, layers.CONV_STRIDE, CONV)]
+            if mixer.kind != SHORT_CONVOLUTION:
+                fields.append((layers.STATE, layers.STATE_STRIDE, RECURRENT))
+            for address, stride, name in fields:
+                state = states.tensors[StateName(number, name, 0)]
+                row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
+
+    def fill_shape(self, shape: layers.Numbers) -> None:
+        """Fill in the memory that a pass needs."""
+        shape[layers.MIXER_PART] = mixer_function().address
+        shape[layers.MIXER_ROW], shape[layers.MIXER_STATE], shape[layers.MIXER_WINDOW] = self._memory
+
 
 FEWEST_POSITIONS = 1024
 """Rotary positions that are computed at once, at least."""
@@ -57,7 +157,7 @@ class WeightTable:
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
         """The weight of norms without one."""
         self._placeholders = np.array(parts.placeholders, np.int64)
-        self._inputs = np.zeros(layer_inputs.INPUT_FIELDS, np.int64)
+        self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
         """The record of the inputs that layers have beside hidden states."""
         self.version = 0
         """Changes with what ``ends`` and ``with_cache`` return."""
@@ -270,14 +370,14 @@ class WeightTable:
 
     def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
         """The address of the record of a mixture beside an MLP."""
-        record, (weight, shares) = np.zeros(routing.ROUTER_FIELDS, np.int64), mixture.weights
+        record, (weight, shares) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
-        record[routing.ROUTE : routing.TOP + 1] = *matmul, mixture.top
-        record[routing.RENORMS] = record[routing.GROUPS] = record[routing.USED_GROUPS] = 1
-        record[routing.FACTOR] = bits(1.0)
+        record[experts.ROUTE : experts.TOP + 1] = *matmul, mixture.top
+        record[experts.RENORMS] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
+        record[experts.FACTOR] = bits(1.0)
         self._experts.append(experts_record(mixture.experts, self._panels))
         self._routers.append(record)
-        self._beside.append(np.zeros(beside_mlp.BESIDE_FIELDS, np.int64))
+        self._beside.append(np.zeros(layer_kernel.BESIDE_FIELDS, np.int64))
         self._beside[-1][:] = (
             self._experts[-1].ctypes.data,
             record.ctypes.data,
@@ -334,15 +434,15 @@ def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
     """What compiled code reads of a router; ``shared_gate`` are the fields of a matmul."""
-    record, (number, width) = np.zeros(routing.ROUTER_FIELDS, np.int64), router.weight.shape
+    record, (number, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
     bias, correction = (0 if one is None else one.data_ptr() for one in (router.bias, router.correction))
     matmul = matmul_of(*form_of(router.weight)).address
-    record[routing.ROUTE : routing.BIAS + 1] = matmul, router.weight.data_ptr(), number, width, bias
-    record[routing.TOP : routing.RENORMS + 1] = router.top, router.has_sigmoids, router.renorms
-    record[routing.CORRECTION : routing.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[routing.FACTOR : routing.LEAST + 1] = list(map(bits, (router.factor, router.added, router.least)))
+    record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), number, width, bias
+    record[experts.TOP : experts.RENORMS + 1] = router.top, router.has_sigmoids, router.renorms
+    record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
+    record[experts.FACTOR : experts.LEAST + 1] = list(map(bits, (router.factor, router.added, router.least)))
     if shared_gate:
-        record[routing.SHARED_GATE :] = shared_gate
+        record[experts.SHARED_GATE :] = shared_gate
     return record
 
 

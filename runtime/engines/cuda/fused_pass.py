@@ -33,16 +33,15 @@ from hdtool.runtime.engines.cuda.operations import (
 )
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
-from hdtool.runtime.model.checks.recorded_model import hooks_of
-from hdtool.runtime.model.hidden_states import HiddenStates, only_watches
+from hdtool.runtime.model.checks.changes import hooks_of
+from hdtool.runtime.model.families import HiddenStates, only_watches
 from hdtool.runtime.model.library import experts_on_device
 from hdtool.runtime.model.static_steps import StepOutput
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-    from hdtool.runtime.model.attention_masks import AttentionWindow
     from hdtool.runtime.model.cache.kv_cache import KVTensors
-    from hdtool.runtime.model.step_input import StepTensors
+    from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
     from hdtool.runtime.model.target import Target
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,14 +9,14 @@ import triton
 
 from hdtool.runtime.engines.cuda import kernels
 from hdtool.runtime.engines.cuda.operations import Norm
-from hdtool.runtime.model.step_input import MOVES
+from hdtool.runtime.model.pass_inputs import MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hdtool.runtime.engines.around_layers import Rotary
     from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
-    from hdtool.runtime.model.step_input import StepTensors
+    from hdtool.runtime.model.pass_inputs import StepTensors
 
 MOST_SPLITS = 32
 LEAST_KEYS = 128

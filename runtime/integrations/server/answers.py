@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.integrations.server.engine import Job, OverloadError, Scheduler
+from hdtool.runtime.integrations.server.engine import Job, Metrics, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -19,18 +21,98 @@ from hdtool.runtime.integrations.server.formats import (
     TokenLogprobs,
     usage_of,
 )
-from hdtool.runtime.integrations.server.monitoring import Metrics
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.thinking import CLOSING, ThinkingReader
-from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
+from hdtool.runtime.integrations.server.tool_calls import CLOSING, ThinkingReader, ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sequence import Finish, Step
-from hdtool.runtime.stats import Stats
-from hdtool.runtime.stop_text import begun_length, first_stop
-from hdtool.runtime.text_stream import TextStream
+from hdtool.runtime.sequence import Finish, Stats, Step
+from hdtool.runtime.text_stream import TextStream, begun_length, first_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Kind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class Change(Enum):
+    OPENED = "opened"
+    ADDED = "added"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False)
+class Block:
+    kind: Kind
+    index: int
+    """Its place among the blocks of the answer."""
+    name: str = ""
+    """The name of the function, of a call."""
+    text: str = ""
+    """The arguments, of a call."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Event(NamedTuple):
+    change: Change
+    block: Block
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+class Blocks:
+    """Turns what steps add to an answer into blocks that are opened, extended and closed, one after the other."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._logprobs: list[TokenLogprobs] = []
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        self._logprobs += delta.logprobs
+        if delta.reasoning:
+            yield from self._extend(Kind.REASONING, delta.reasoning)
+        if delta.text:
+            yield from self._extend(Kind.TEXT, delta.text)
+        for call in delta.calls:
+            yield from self.close()
+            yield self._opened(Kind.CALL, call.name)
+            yield from self._extend(Kind.CALL, call.arguments)
+            yield from self.close()
+
+    def close(self) -> Iterator[Event]:
+        """Close the block that is open."""
+        if self._open:
+            block, self._open = self._open, None
+            yield Event(Change.CLOSED, block)
+
+    def _extend(self, kind: Kind, text: str) -> Iterator[Event]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self.close()
+            yield self._opened(kind)
+        assert self._open
+        block, logprobs = self._open, self._logprobs
+        block.text += text
+        if kind is Kind.TEXT:
+            block.logprobs += logprobs
+            self._logprobs = []
+        yield Event(Change.ADDED, block, text, logprobs if kind is Kind.TEXT else ())
+
+    def _opened(self, kind: Kind, name: str = "") -> Event:
+        self._open = Block(kind, len(self.all), name)
+        self.all.append(self._open)
+        return Event(Change.OPENED, self._open)
+
+
+def blocks_of(answer: Delta) -> list[Block]:
+    """The blocks of a whole answer."""
+    blocks = Blocks()
+    for _ in blocks.add(answer):
+        pass
+    return blocks.all
+
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 

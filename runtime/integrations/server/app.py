@@ -27,11 +27,11 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ContextError, HdtoolError, OptionError
-from hdtool.data.inputs import text_in
+from hdtool.data.input_files import text_in
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
-from hdtool.runtime.integrations.server.engine import Scheduler
+from hdtool.runtime.integrations.server.engine import ENTRY, Entry, Metrics, RequestLog, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -43,7 +43,6 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
-from hdtool.runtime.integrations.server.monitoring import ENTRY, Entry, Metrics, RequestLog
 from hdtool.runtime.integrations.server.preparation import Choice, Preparer
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest

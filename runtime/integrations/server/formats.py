@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
-from hdtool.runtime.stats import Stats
+from hdtool.runtime.sequence import Stats
 from hdtool.runtime.text_stream import bytes_of, text_of
 
 if TYPE_CHECKING:

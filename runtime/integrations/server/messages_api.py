@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hdtool.data.errors import ContextError
-from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
+from hdtool.runtime.integrations.server.answers import Block, Blocks, Change, Event, Kind, blocks_of
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     INVALID,
@@ -20,8 +20,8 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
     Row,
 )
+from hdtool.runtime.integrations.server.preparation import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import MOST_STOPS, UNREADABLE, UNSUPPORTED, Body, ChatRequest
-from hdtool.runtime.integrations.server.turns import PARAGRAPH
 
 PATH = "/v1/messages"
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

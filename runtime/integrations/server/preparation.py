@@ -1,31 +1,45 @@
-"""From a request to the jobs that answer it: prompts are encoded, grammars compiled, settings checked."""
+"""From a request to the jobs that answer it: prompts are encoded, grammars compiled, settings checked.
+
+Drafters match an answer with its prompt token by token. What a tool returned reads otherwise in the answer: without
+the line numbers that editors' tools print, and escaped, inside the JSON of a call. There every line end breaks a match.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from itertools import groupby
+from threading import Lock
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from hdtool.data.chat import encode_answer, encode_text, read_conversation
-from hdtool.data.grammar import Grammar, grammar_of
-from hdtool.data.predictions import prediction_of
-from hdtool.data.tools import tools_of
-from hdtool.data.unicode import lone_surrogate
+from hdtool.data.chat import (
+    LINE_END,
+    conversation_text,
+    encode_answer,
+    encode_text,
+    has_chat_template,
+    read_conversation,
+)
+from hdtool.data.conversation import lone_surrogate
+from hdtool.data.errors import PromptError
+from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.config.methods import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
-from hdtool.runtime.grammar.guide import Guide
-from hdtool.runtime.grammar.guided_drafter import guided
-from hdtool.runtime.grammar.processor import masks_of
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.grammar import Guide, guided, masks_of
 from hdtool.runtime.integrations.server.engine import Job
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
-from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.requests import (
     MOST_PROMPTS,
     NO_TOOLS,
@@ -36,13 +50,131 @@ from hdtool.runtime.integrations.server.requests import (
     require_text_answers,
     template_messages,
 )
-from hdtool.runtime.integrations.server.turns import takes_late_instructions, with_early_instructions
+from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step, room_for
 from hdtool.runtime.text_stream import text_of
-from hdtool.runtime.verified import Verified
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PARAGRAPH = "\n\n"
+SYSTEM, USER = "system", "user"
+LATE = ("after a question", "after an answer", "at the end")
+CONVERSATION = (
+    {"role": SYSTEM, "content": "first instruction"},
+    {"role": USER, "content": "question"},
+    {"role": SYSTEM, "content": LATE[0]},
+    {"role": "assistant", "content": "answer"},
+    {"role": SYSTEM, "content": LATE[1]},
+    {"role": USER, "content": "next question"},
+    {"role": SYSTEM, "content": LATE[2]},
+)
+
+
+def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template shows the model messages of the system wherever they are in a conversation."""
+    if not has_chat_template(tokenizer):
+        return True
+    try:
+        text = conversation_text(tokenizer, CONVERSATION, chat=True)
+    except PromptError:
+        return False
+    return all(instruction in text for instruction in LATE)
+
+
+def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with those of the system at the beginning as one, and with later ones in turns of the user."""
+    made: list[dict[str, Any]] = []
+    joins = False
+    for message in messages:
+        is_late = message["role"] == SYSTEM and any(before["role"] != SYSTEM for before in made)
+        if is_late:
+            message = {**message, "role": USER}
+        last = made[-1] if made else {}
+        joins = message["role"] == last.get("role") and (is_late or joins or message["role"] == SYSTEM)
+        if joins:
+            made[-1] = {**last, "content": last["content"] + PARAGRAPH + message["content"]}
+        else:
+            made.append(message)
+            joins = is_late
+    return made
+
+
+QUOTING = ("user", "tool")
+"""Roles whose messages quote files."""
+NUMBERED = re.compile(r" *L?([0-9]{1,7})(?:→|\t| ?\| ?|: ?)")
+"""The number of a line, as tools print it before its text."""
+FEWEST_NUMBERED = 3
+"""Lines with consecutive numbers that are taken for a listing."""
+KEPT_CHARACTERS = 4_000_000
+
+
+def without_line_numbers(text: str) -> str:
+    """A text in which lines that are numbered in order have no numbers."""
+    lines = text.split(LINE_END)
+    found = [NUMBERED.match(line) for line in lines]
+    offsets = [int(number[1]) - place if number else None for place, number in enumerate(found)]
+    for offset, places in groupby(range(len(lines)), offsets.__getitem__):
+        listing = list(places)
+        if offset is not None and len(listing) >= FEWEST_NUMBERED:
+            for place in listing:
+                number = found[place]
+                lines[place] = lines[place][number.end() :] if number else lines[place]
+    return LINE_END.join(lines)
+
+
+def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
+    """The forms in which an answer would repeat a text of several lines, other than the text itself.
+
+    ``in_json`` adds the one that it has inside a string of JSON.
+    """
+    if LINE_END not in text:
+        return
+    bare = without_line_numbers(text)
+    if bare != text:
+        yield bare
+    if in_json:
+        yield json.dumps(bare, ensure_ascii=False)[1:-1]
+
+
+class Quotes:
+    """Encodes what chats quote, each message once, as a conversation repeats its messages in every request."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most_characters: int = KEPT_CHARACTERS) -> None:
+        self._tokenizer, self._most = tokenizer, most_characters
+        self._kept: OrderedDict[tuple[str, str, bool], Ints] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+
+    def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
+        """What the messages quote, in the forms of an answer. What one ``owner`` sent saves no time to another."""
+        quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING]
+        found = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
+        return np.concatenate(found).tolist() if found else ()
+
+    def _encoded(self, text: str, owner: str, in_json: bool) -> Ints:
+        key = owner, text, in_json
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return kept
+        ids = [
+            token
+            for form in quoted_forms(text, in_json=in_json)
+            for token in encode_text(self._tokenizer, LINE_END + form, special=False)
+        ]
+        encoded = np.array(ids, np.int32)
+        with self._lock:
+            self._characters += len(text) if key not in self._kept else 0
+            self._kept[key] = encoded
+            while self._characters > self._most:
+                (_, oldest, _), _ = self._kept.popitem(last=False)
+                self._characters -= len(oldest)
+        return encoded
+
 
 MOST_GRAMMAR = 65_536
 """Characters of a grammar; larger ones would take seconds to compile."""

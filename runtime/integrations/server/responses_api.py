@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hdtool.data.chat import encode_text
-from hdtool.runtime.integrations.server.blocks import Block, Blocks, Change, Event, Kind, blocks_of
+from hdtool.runtime.integrations.server.answers import Block, Blocks, Change, Event, Kind, blocks_of
 from hdtool.runtime.integrations.server.formats import Delta, RequestError, Row, TokenLogprobs, logprob_rows
-from hdtool.runtime.integrations.server.requests import MOST_LOGPROBS, UNREADABLE, UNSUPPORTED, Body, ChatRequest
-from hdtool.runtime.integrations.server.response_tools import (
+from hdtool.runtime.integrations.server.preparation import PARAGRAPH
+from hdtool.runtime.integrations.server.requests import (
     CUSTOM,
+    MOST_LOGPROBS,
+    UNREADABLE,
+    UNSUPPORTED,
+    Body,
+    ChatRequest,
     ResponseTools,
     custom_arguments,
     function_name,
     input_of,
 )
-from hdtool.runtime.integrations.server.turns import PARAGRAPH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,6 +4,6 @@ vLLM imports the class named in its speculative configuration in every worker, a
 tokens of each row of the batch. Only `cpu_fixes` and `vllm_plugin`, beside this folder, import vLLM.
 """
 
-from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
+from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
 
 __all__ = ["HierarchyProposer"]

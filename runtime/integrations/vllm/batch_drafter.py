@@ -1,4 +1,8 @@
-"""Drafts for all requests of a vLLM batch, with one context table per request and shared stores."""
+"""Drafts for all requests of a vLLM batch, with one context table per request and shared stores.
+
+vLLM passes no request ids, and moves, removes and adds requests between rows. A context table belongs to a row only if
+all of its tokens are a prefix of the row's context, so no request is drafted from the tokens of another one.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,79 @@ import numpy as np
 
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
-from hdtool.runtime.integrations.vllm.chain import draft_rows, no_requests
-from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
-from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability
-from hdtool.runtime.integrations.vllm.request_matching import NO_TABLE, match_rows
-from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.kernels.memory.no_copy import Pinned
-from hdtool.runtime.stores.context_table import TABLE, clear
-from hdtool.runtime.stores.history.history import History
+from hdtool.runtime.integrations.finished_answers import FinishedAnswers
+from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, MinProbability, draft_rows, no_requests
+from hdtool.runtime.kernels.compiled import Ints, Pinned, array_at, compiled
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.live_tables import CONTEXT_TABLE, clear, holds
 from hdtool.runtime.stores.store_set import StoreSet
+
+NO_TABLE = -1
+
+
+@compiled
+def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
+    """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
+
+    ``rows_of`` is the last row of each table and is updated. A table is free if its tokens are not a prefix of any row:
+    a new row takes one and clears it. If no table is free, the row gets none.
+    """
+    last = np.full(len(contexts), NO_TABLE, np.int64)
+    free = np.ones(len(tables), np.bool_)
+    for table in range(len(tables)):
+        if rows_of[table] >= 0:
+            last[rows_of[table]] = table
+    matched = 0
+    for turn in range(len(wanted)):
+        row = wanted[turn]
+        table, chosen[turn] = last[row], NO_TABLE
+        if table >= 0 and _is_prefix(tables[table], contexts[row], lengths[row]):
+            chosen[turn], free[table] = table, False
+            matched += 1
+    if matched < len(wanted):
+        matched += _match_moved(tables, contexts, lengths, wanted, chosen, free)
+    rows_of[:] = NO_TABLE
+    for turn in range(len(wanted)):
+        if chosen[turn] >= 0:
+            rows_of[chosen[turn]] = wanted[turn]
+    return matched
+
+
+@compiled
+def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
+    """Match moved rows with their tables, then give free tables to new rows; return how many were matched."""
+    matched = 0
+    for turn in range(len(wanted)):
+        if chosen[turn] == NO_TABLE:
+            row, longest = wanted[turn], np.int64(0)
+            for table in range(len(tables)):
+                size = array_at(tables[table], 1, CONTEXT_TABLE)[0].end
+                if free[table] and size > longest and _is_prefix(tables[table], contexts[row], lengths[row]):
+                    chosen[turn], longest = table, size
+            if longest > 0:
+                free[chosen[turn]] = False
+                matched += 1
+    table = 0
+    for turn in range(len(wanted)):
+        if chosen[turn] == NO_TABLE:
+            while table < len(free) and not free[table]:
+                table += 1
+            if table == len(free):
+                break
+            chosen[turn], free[table] = table, False
+            clear(array_at(tables[table], 1, CONTEXT_TABLE)[0])
+    return matched
+
+
+@compiled
+def _is_prefix(address: int, context: Ints, length: int) -> bool:
+    """Whether a table holds a prefix of a context; its last token is compared first, as it usually differs."""
+    table = array_at(address, 1, CONTEXT_TABLE)[0]
+    size = table.end
+    if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
+        return False
+    return holds(table, context[:length])
+
 
 TABLES_PER_BLOCK = 32
 """Context tables per allocation: large allocations get 2 MiB pages where available, for fewer TLB misses."""
@@ -38,7 +106,7 @@ class BatchDrafter(Pinned):
         """
         self.store_set = store_set
         self.min_probability = MinProbability(config.min_draft_prob)
-        self.most = max(1, min(rows, (config.context_mib << 20) // TABLE.itemsize))
+        self.most = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
         """The maximum number of context tables; requests without a table get no drafts."""
         self._longest = longest
         self.history = store_set.history or (History() if config.history == MEMORY else None)
@@ -61,7 +129,7 @@ class BatchDrafter(Pinned):
     @property
     def nbytes(self) -> int:
         """Bytes of all context tables."""
-        return self._count * TABLE.itemsize
+        return self._count * CONTEXT_TABLE.itemsize
 
     def draft(self, sampled: Sequence[Sized], lengths: Ints, contexts: Ints) -> list[list[int]]:
         """Draft tokens for each row of a batch; none for rows without ``sampled`` tokens, which read their prompt.
@@ -106,7 +174,7 @@ class BatchDrafter(Pinned):
         while self._count < min(wanted, self.most):
             place = self._count % TABLES_PER_BLOCK
             if place == 0:
-                self._tables.append(np.zeros(min(TABLES_PER_BLOCK, self.most - self._count), TABLE))
+                self._tables.append(np.zeros(min(TABLES_PER_BLOCK, self.most - self._count), CONTEXT_TABLE))
             table = self._tables[-1][place : place + 1]
             clear(table[0])
             self._requests.tables[self._count] = table.ctypes.data

@@ -2,28 +2,241 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hdtool.data.errors import ServeError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.stores.home import has_stores, namespace_among
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm.endpoint import Endpoint
-from hdtool.runtime.integrations.vllm.options import read_options
-from hdtool.runtime.integrations.vllm.secrets import without_secrets
-from hdtool.runtime.integrations.vllm.settings import Settings, tenant_among
 from hdtool.runtime.integrations.vllm_plugin import METHOD, PLUGIN, PROPOSER, REQUEST_V2
-from hdtool.runtime.model.checkpoint.identity import served_checkpoint
+from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import NONE, StoreSet
+
+VALUES = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
+ADDRESS = ("--host", "--port", "--uds", "--config")
+
+
+class _Reader(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _refusal(message)
+
+
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options that hdtool needs; as in vLLM, underscores equal dashes and names may be abbreviated."""
+    parser = _Reader(add_help=False, exit_on_error=False)
+    for name in (*VALUES, *ADDRESS):
+        parser.add_argument(name)
+    for name in ("--served-model-name", "--api-key"):
+        parser.add_argument(name, nargs="+")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--additional-config", type=_json, default={})
+    try:
+        known, _ = parser.parse_known_args([_dashed(word) for word in words])
+    except argparse.ArgumentError as error:
+        raise _refusal(str(error)) from None
+    if known.speculative_config is not None:
+        raise OptionError("--speculative-config names another drafter: leave it out, hdtool serve drafts by itself")
+    if not isinstance(known.additional_config, dict):
+        raise OptionError(f"--additional-config is {known.additional_config!r}: it must be a JSON object")
+    return known
+
+
+def _refusal(message: str) -> OptionError:
+    if "ambiguous option" in message:
+        message = message.partition("=")[0]  # the value may be secret
+    return OptionError(f"{message}: see vllm serve --help")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("its value is not JSON") from None
+
+
+def _dashed(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return name.replace("_", "-") + equals + value if option.startswith("--") else option
+
+
+KEY = "hdtool"
+STORES = ("model_db", "corpus_db")
+DRAFTING = ("min_draft_prob", "context_mib", "history")
+TENANT = "tenant"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The stores and the drafting options."""
+
+    serving: VllmConfig
+    stores: StoresConfig = field(default_factory=StoresConfig)
+    tenant: str | None = None
+    """Whose answers are kept; None is the one that the names of the model stand for, and an empty name is nobody."""
+
+    @classmethod
+    def of(cls, additional: Any, draft_tokens: int) -> Settings:
+        """Read them from vLLM's additional configuration; raise OptionError if they are invalid."""
+        values = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(values, Mapping) or not set(values) <= {*STORES, *DRAFTING, TENANT}:
+            known = ", ".join((*STORES, *DRAFTING, TENANT))
+            raise OptionError(f"{KEY} in vLLM's additional configuration is {values!r}: it takes {known}")
+        try:
+            serving = VllmConfig(draft_tokens, **{name: values[name] for name in DRAFTING if name in values})
+        except TypeError:
+            raise OptionError(
+                f"{KEY} in vLLM's additional configuration is {values!r}: its limits and probabilities must be numbers"
+            ) from None
+        stores = StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)})
+        tenant = values.get(TENANT)
+        return cls(serving, stores, None if tenant is None else str(tenant))
+
+    def additional(self) -> dict[str, Any]:
+        """The additional configuration for vLLM's command line, without defaults."""
+        values = {name: getattr(self.stores, name) for name in STORES}
+        values |= {name: getattr(self.serving, name) for name in DRAFTING}
+        values |= {TENANT: self.tenant}
+        defaults = VllmConfig()
+        return {KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
+
+    def store_set(self, served_as: Sequence[str]) -> StoresConfig:
+        """The stores to open; a tenant's if the model is served under the name of a namespace."""
+        names = [self.tenant] if self.tenant else served_as
+        return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(names))
+
+
+def tenant_among(served_as: Sequence[str], model: str) -> str:
+    """Whose answers a server of these names keeps: those of its namespace, else of its first name; empty is nobody.
+
+    A model that is served under its own name has no tenant unless there are stores of that name.
+    """
+    return namespace_among([*served_as, model]) or next((name for name in served_as if name != model), "")
+
+
+KNOWN = ("--api-key", "--hf-token", "--ssl-keyfile-password")
+"""Secret options of vLLM; argparse also accepts abbreviations."""
+SECRET = re.compile(
+    r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
+)
+"""The last word of a secret option, or of a secret key in a JSON option."""
+NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+"""argparse reads these as values, not as options."""
+
+
+def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line without secret options and their values, and the names of these options."""
+    kept: list[str] = []
+    names: list[str] = []
+    option, in_secret = "", False
+    for word in words:
+        if _is_option(word):
+            option, equals, value = word.partition("=")
+            in_secret = _is_secret(option)
+            if in_secret:
+                names.append(option)
+            else:
+                kept.append(option + equals + _without_secret_keys(value, option, names))
+        elif not in_secret:
+            kept.append(_without_secret_keys(word, option, names))
+    return kept, list(dict.fromkeys(names))
+
+
+def _is_option(word: str) -> bool:
+    """Whether argparse reads this word as an option."""
+    name = word.partition("=")[0]
+    return len(word) > 1 and word[0] == "-" and " " not in name and not NEGATIVE_NUMBER.fullmatch(word)
+
+
+def _is_secret(name: str) -> bool:
+    dashed = name.replace("_", "-")
+    if dashed == "--ssl-keyfile":  # a path, although it is a prefix of a secret option
+        return False
+    shortened = len(dashed) > len("--a") and any(known.startswith(dashed) for known in KNOWN)
+    return shortened or bool(SECRET.search(dashed))
+
+
+def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
+    """Remove entries with secret keys from a JSON object; other text is returned unchanged."""
+    if not value.lstrip().startswith("{"):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    secret: list[str] = []
+    pruned = _pruned(found, option, secret)
+    names += secret
+    return json.dumps(pruned) if secret else value
+
+
+def _pruned(found: Any, place: str, secret: list[str]) -> Any:
+    if isinstance(found, list):
+        return [_pruned(item, place, secret) for item in found]
+    if not isinstance(found, dict):
+        return found
+    kept = {}
+    for key, value in found.items():
+        if SECRET.search(key):
+            secret.append(f"{place}.{key}")
+        else:
+            kept[key] = _pruned(value, f"{place}.{key}", secret)
+    return kept
+
+
+KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable that vLLM reads if --api-key is not given."""
+DEFAULT_PORT = "8000"
+
+
+class Endpoint:
+    """The address of a server, from its options."""
+
+    def __init__(self, options: Namespace, environment: Mapping[str, str]) -> None:
+        self._host, self._port = options.host or None, options.port or DEFAULT_PORT
+        self._socket = options.uds
+        """The path of a Unix socket, which replaces host and port."""
+        self._config = options.config
+        """A file of further options, which vLLM reads itself."""
+        self._has_key = any(options.api_key or [environment.get(KEY_VARIABLE)])
+
+    def __str__(self) -> str:
+        if self._socket:
+            return f"the server listens on the Unix socket {self._socket}"
+        address = f"the server listens on {self._host or 'all interfaces'}, port {self._port}"
+        return f"{address}, unless {self._config} sets another address" if self._config and not self._host else address
+
+    @property
+    def warning(self) -> str | None:
+        """What to change if other machines can use the server without a key, else None."""
+        if self._socket or self._has_key or _is_loopback(self._host):
+            return None
+        unless = f", unless {self._config} sets one" if self._config else ""
+        return (
+            f"other machines can use this server without an API key{unless}: "
+            f"set {KEY_VARIABLE} in the environment, or listen on this machine alone with --host 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host is None:
+        return False
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
 
 HOOK = "v1/spec_decode/custom_class_proposer.py"
 """The file of vLLM that loads drafters of others."""
@@ -57,7 +270,7 @@ class Launch:
         if self._tenant is None:
             return None
         # Loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.integrations.vllm.lasting_history import lasting_history
+        from hdtool.runtime.integrations.finished_answers import lasting_history
 
         return lasting_history(self._serving.history, self.store_set, self._model, self._tenant).folder
 

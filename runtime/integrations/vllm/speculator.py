@@ -1,5 +1,9 @@
 """hdtool's drafter in the interface of vLLM's Model Runner V2, which calls it with tensors on the device.
 
+Temperature, top-k and top-p of draft tokens are read from uninitialized memory, because they are written to a copy.
+And a batch without draft tokens crashes the engine if a request samples with top-k. Each defect is tested for, so a
+build without it is not changed.
+
 V2 keeps the tokens of each request on the device, in a slot that the request has until its end, and verifies the same
 number of drafts for every request. So each step copies the latest tokens of the batch to the host, which waits for the
 pass, and fills up shorter drafts with a token that the model refuses unless it would have sampled it.
@@ -7,6 +11,9 @@ pass, and fills up shorter drafts with a token that the model refuses unless it 
 
 from __future__ import annotations
 
+import logging
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +21,135 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.data.errors import OptionError
-from hdtool.runtime.config import VllmConfig
-from hdtool.runtime.integrations.vllm.min_probability import LOWEST
-from hdtool.runtime.integrations.vllm.worker import open_drafter
+from hdtool.data.errors import HdtoolError, OptionError
+from hdtool.runtime.config import ModelConfig, VllmConfig
+from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
+from hdtool.runtime.integrations.vllm.chain import LOWEST
+from hdtool.runtime.integrations.vllm.launch import Settings, tenant_among
+from hdtool.runtime.model.checkpoint_identity import served_checkpoint
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.store_set import StoreSet
+
+PROBE = (0.25, 3.0, 0.5)
+
+
+def repair_sampling() -> list[str]:
+    """Replace the defective functions of vLLM in this process; return the names of the repairs."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    found = []
+    if not _expands(rejection_sampler.expand_batch_to_tokens):
+        rejection_sampler.expand_batch_to_tokens = expanded
+        found.append("sampling settings of drafted tokens")
+    if not _accepts_empty_batch(topk_topp_sampler.apply_top_k_only):
+        topk_topp_sampler.apply_top_k_only = with_rows_only(topk_topp_sampler.apply_top_k_only)
+        found.append("top-k of a batch without drafts")
+    return found
+
+
+def expanded(
+    settings: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Repeat each request's setting for each of its draft tokens; ``ends`` are cumulative counts."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    repeated = settings.repeat_interleave(counts, output_size=tokens)
+    return repeated.masked_fill(repeated == replace_from, replace_to)
+
+
+def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a function so that it is called only for logits with at least one row."""
+
+    def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return apply(logits, k) if len(logits) else logits
+
+    return apply_to_rows
+
+
+def _expands(expand: Callable[..., Any]) -> bool:
+    settings, ends = torch.tensor(PROBE), torch.tensor([1, 1, 4], dtype=torch.int32)
+    # Uninitialized memory may hold the right numbers by chance, but not twice.
+    return all(
+        expand(factor * settings, ends, 4, 0, 1).tolist() == [factor * PROBE[0], *[factor * PROBE[2]] * 3]
+        for factor in (1.0, 2.0)
+    )
+
+
+def _accepts_empty_batch(apply: Callable[..., Any]) -> bool:
+    try:
+        apply(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
+    except RuntimeError:
+        return False
+    return True
+
+
+LOGGER = logging.getLogger("vllm.hdtool")
+"""vLLM prints messages of loggers below its own name."""
+
+
+def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = lambda serving: serving) -> BatchDrafter:
+    """The drafter of one worker, which opens the stores; ``adapt`` changes its settings to those of a runner."""
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    try:
+        settings = Settings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
+        named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(named, model.tokenizer_revision)
+        named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
+        store_set = StoreSet.for_tokenizer(
+            tokenizer,
+            settings.store_set([model.served_model_name, model.model]),
+            model=served_checkpoint(named_model, model.revision),
+            identified=settings.serving.keeps_history,
+        )
+        if settings.serving.keeps_history:
+            store_set = _with_history(store_set, settings, vllm_config)
+    except HdtoolError as error:
+        # A store of the user's machine may be missing on the machine of a worker.
+        raise type(error)(f"{error} (on {socket.gethostname()})") from None
+    LOGGER.info("hdtool drafts from %s", store_set)
+    return BatchDrafter(
+        store_set,
+        adapt(settings.serving),
+        rows=vllm_config.scheduler_config.max_num_seqs,
+        longest=model.max_model_len,
+        vocabulary=model.get_vocab_size(),
+    )
+
+
+def _with_history(store_set: StoreSet, settings: Settings, vllm_config: Any) -> StoreSet:
+    # Loads lmdb, which a history in memory does not need.
+    from hdtool.runtime.integrations.finished_answers import appends, lasting_history
+
+    model = vllm_config.model_config
+    tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant
+    read_only = not appends(vllm_config.parallel_config)
+    store = lasting_history(settings.serving.history, store_set, model.model, tenant, read_only=read_only)
+    LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
+    return replace(store_set, history=History(store=store))
+
+
+class HierarchyProposer:
+    """A ``custom_class`` drafter of vLLM; each worker has one."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.drafter = open_drafter(vllm_config)
+        self._on_cpu = vllm_config.device_config.device_type == "cpu"
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """Repair vLLM on CPUs; there is no draft model to load."""
+        if self._on_cpu and (repaired := repair_sampling()):
+            LOGGER.warning("this vLLM has defects on CPUs, repaired in this process: %s", ", ".join(repaired))
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft tokens for each row of the batch; none for rows without sampled tokens, which are in prefill."""
+        return self.drafter.draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
 
 class HierarchySpeculator:

@@ -10,7 +10,7 @@ import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
-from hdtool.runtime.model.hidden_states import picked
+from hdtool.runtime.model.families import picked
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1

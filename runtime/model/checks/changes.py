@@ -1,14 +1,151 @@
-"""Notices adapters, weights and hooks of a model that changed since its last prompt."""
+"""Notices that a model's weights, hooks or adapters changed since they were recorded.
+
+Adapters replace modules, training and merging replace weights, and hooks expect each module to be called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.model.checks.recorded_model import RecordedModel
+from hdtool.runtime.kernels.compact_weight import is_compact
+from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+LAYOUT = attrgetter("shape", "dtype")
+"""What beside its address and its strides tells how a tensor lies in memory: a transposed one has the same address."""
+
+OF_EVERY_MODULE = frozenset(vars(Module()))
+"""Attributes that torch gives to a module."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class RecordedWeights:
+    """The submodules, parameters and buffers of modules, and where their numbers lie."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._holders = [
+            holder for module in modules for holder in (module._modules, module._parameters, module._buffers)
+        ]
+        self._held = self._now_held()
+        weights = [one for one in self._held if isinstance(one, torch.Tensor)]
+        self._compact = list(filter(is_compact, weights))
+        self._stored = self._now_stored()
+        self._tensors = list(chain.from_iterable(_with_numbers(one) for one in weights if not is_compact(one)))
+        for one in self._stored:
+            self._tensors += one.tensors if isinstance(one, PackedMatrix) else [one]
+        self._addresses = self._now_at()
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        """The memory of all weights, which is not freed while this list exists."""
+        return [tensor.untyped_storage() for tensor in self._tensors]
+
+    def are_same(self) -> bool:
+        held = self._now_held()
+        return (
+            len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(map(is_, self._now_stored(), self._stored))
+            and self._now_at() == self._addresses
+        )
+
+    def _now_held(self) -> list[Any]:
+        return list(chain.from_iterable(holder.values() for holder in self._holders))
+
+    def _now_stored(self) -> list[Any]:
+        """None for a weight that became an ordinary parameter: it stays the same object."""
+        return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
+
+    def _now_at(self) -> list[tuple[Any, ...]]:
+        readers = torch.Tensor.data_ptr, torch.Tensor.stride, LAYOUT
+        return list(zip(*(map(read, self._tensors) for read in readers), strict=True))
+
+
+class RecordedModel:
+    """All that the answers of a model depend on, as far as Python shows it."""
+
+    def __init__(self, model: Module) -> None:
+        self._modules = list(model.modules())
+        self._weights = RecordedWeights(self._modules)
+        self._code, self._settings = self._code_now(), self._settings_now()
+        self._parameters = list(model.parameters())
+        self._versions = self._versions_now()
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        return self._weights.memory()
+
+    def is_same(self) -> bool:
+        """Whether nothing changed; modules that were added or replaced are in the place of others."""
+        return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
+
+    def was_written(self) -> bool:
+        """Whether weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
+        return self._versions != self._versions_now()
+
+    def has_code_of(self, model: Module) -> bool:
+        """Whether a model has the recorded modules, classes and hooks."""
+        modules = list(model.modules())
+        is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        return is_same and self._code == self._code_now()
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if one.is_inference() else one._version for one in self._parameters]
+
+    def _code_now(self) -> list[Hashable]:
+        """Ids of hooks are never used twice."""
+        hooks: Iterator[Hashable] = map(tuple, hooks_of(self._modules))
+        forwards = (vars(module).get("forward") for module in self._modules)
+        kinds: list[Any] = list(map(type, self._modules))
+        return [*hooks, *kinds, *forwards, *(kind.forward for kind in dict.fromkeys(kinds))]
+
+    def _settings_now(self) -> list[Hashable]:
+        """Plain attributes of modules, such as which adapters are active and how they are scaled."""
+        return [
+            (name, _plain(value))
+            for module in self._modules
+            for name, value in vars(module).items()
+            if name not in OF_EVERY_MODULE or name == "training"
+        ]
+
+
+def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
+    """The hooks of modules, and those of all modules."""
+    of_all = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
+    return of_all + [getattr(module, name) for module in modules for name in HOOKS]
+
+
+def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of a weight that have memory: itself, or those inside a tensor subclass of a library."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a distributed tensor names its mesh, too
+                yield from _with_numbers(part)
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        yield tensor
+
+
+def _plain(value: Any) -> Hashable:
+    """A value that changes if a setting is replaced or changed in place; None for objects that are not settings."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), *map(torch.Tensor.data_ptr, _with_numbers(value))
+    if isinstance(value, dict):
+        return tuple((_plain(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_plain, value))
+    return None
 
 
 class ModelChanges:

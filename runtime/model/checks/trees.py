@@ -1,25 +1,304 @@
-"""Checks that a model computes draft trees: on a small tree, on a long context, and in captured steps."""
+"""Checks that a model verifies draft trees, or chains of drafts, as it decodes token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, reason_of
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
+from hdtool.runtime.model.cache.replay_slots import Place, Replaced
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cache.states import has_states
-from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts
-from hdtool.runtime.model.checks.recurrent import prove_recurrent_trees
-from hdtool.runtime.model.checks.small_tree import small_tree
-from hdtool.runtime.model.families import deviation, is_low_precision, refusal, refuse_by_logits
-from hdtool.runtime.model.quantized_layers import measure_rounding, quantized_layers, refuse_dependent_rows
+from hdtool.runtime.model.cache.states import has_states, state_shapes
+from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts, sizes_of
+from hdtool.runtime.model.families import (
+    PLAIN,
+    decisive,
+    deviation,
+    distances,
+    is_low_precision,
+    refusal,
+    refuse_by_logits,
+    tolerance_of,
+)
+from hdtool.runtime.model.library import cache_in, first_logits
+from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows
+from hdtool.runtime.model.recurrent.mixers import AttentionInMixerError, find_mixers
+from hdtool.runtime.model.recurrent.passes import RecurrentLayers
+from hdtool.runtime.model.stock_passes import ReplayPasses, StockPasses
+from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
+
+
+def some_context(length: int, vocabulary: int) -> list[int]:
+    """Arbitrary tokens for measurements and checks."""
+    return [(7 * place + 3) % vocabulary for place in range(length)]
+
+
+def small_tree(
+    vocabulary: int, number: int = 5, depth: int = 3, length: int = 4
+) -> tuple[list[int], DraftTree, list[list[int]]]:
+    """A context and a tree of equal paths; wrong masks or positions change the logits of all paths but one."""
+    context = some_context(length, vocabulary)
+    paths = [[(31 * path + 11 * place + 5) % vocabulary for place in range(depth)] for path in range(number)]
+    tokens = [token for path in paths for token in path]
+    parents = [node - 1 if node % depth else -1 for node in range(len(tokens))]
+    return context, DraftTree.of(context[-1], tokens, parents), paths
+
+
+CONTEXT, FIRST_PART = 13, 5
+"""Tokens of the context of the check, and of its first part, which are more than a convolution reads."""
+PATHS, DEPTH = 3, 2
+
+
+@torch.inference_mode()
+def prove_recurrent_trees(target: Target) -> None:
+    """Check that a model with recurrent layers computes trees; raise FamilyError if it does not."""
+    kind = target.model.config.model_type
+    try:
+        expected = _find_recurrences(target)
+        distance = _distance(target, expected)
+    except AttentionInMixerError as error:
+        raise refusal(kind, f"has layers that cannot be computed over a tree: {error}") from error
+    except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # model code raises many kinds
+        raise refusal(kind, f"fails on a small tree ({reason_of(error)})") from error
+    if not distance <= _tolerance(target):
+        raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
+    target.continues = _continues(target, expected)
+
+
+class Expected(NamedTuple):
+    """Logits of decoding token by token, by the model's own code."""
+
+    of_rows: list[torch.Tensor]
+    """After the root of the small tree, and after each depth of its paths: ``[paths, vocabulary]``."""
+    of_context: torch.Tensor
+    """After the context, root included, if it is read in one pass."""
+
+
+def _find_recurrences(target: Target) -> Expected:
+    """Find what updates states, and the shapes of the cache; logits of decoding token by token."""
+    context, _, paths = _small_tree(target)
+    used = DynamicCache(config=target.config)
+    target.rounding = None
+
+    def run(cache: DynamicCache) -> None:
+        nonlocal used
+        used = cache
+        _plain(target, [context[:-1]], cache)
+
+    mixers = find_mixers(target.model, target.config, run)
+    target.shapes, target.state_shapes = tuple(layer_shapes(used)), tuple(state_shapes(used))
+    recurrent = target.stock.recurrent = RecurrentLayers(target.model, mixers, target.device)
+    recurrent.use_closed_forms()
+    each: Any = torch.zeros(PATHS, dtype=torch.int64, device=target.device)
+    used.reorder_cache(each)
+    steps = [[context[-1]] * PATHS, *zip(*paths, strict=True)]
+    of_rows = [_plain(target, [[token] for token in step], used, CONTEXT - 1 + at) for at, step in enumerate(steps)]
+    of_context = _plain(target, [context], DynamicCache(config=target.config))
+    if quantized_layers(target.model):
+        refuse_dependent_rows(target.model, target.device)
+        target.rounding = float(distances(of_rows[0][:1], of_context).max())
+    return Expected(of_rows, of_context)
+
+
+def _distance(target: Target, expected: Expected) -> float:
+    """The largest distance of logits of the small tree; computes in closed form if this is exact, else by levels."""
+    recurrent = target.stock.recurrent
+    assert recurrent
+    if recurrent.has_closed_forms:
+        try:
+            distance = _distance_of_tree(target, expected)
+            if distance <= _tolerance(target):
+                return distance
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception:  # code that calls what it mixes by in another way
+            pass
+        recurrent.use_levels()
+    return _distance_of_tree(target, expected)
+
+
+def _tolerance(target: Target) -> float:
+    return max(tolerance_of(target.dtype, strict=True), 2 * (target.rounding or 0))
+
+
+def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
+    return small_tree(target.config.vocab_size, PATHS, DEPTH, CONTEXT)
+
+
+def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
+    """Logits after the last token of each row, by the model's own code; ``start`` tokens were read before."""
+    positions = [range(start, start + len(row)) for row in tokens]
+    return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
+
+
+def _distance_of_tree(target: Target, expected: Expected) -> float:
+    """The largest distance of a row of the small tree, or of the next pass after a commit."""
+    context, tree, paths = _small_tree(target)
+    cache = target.allocate()
+    target.prefill(cache, 0, context[:-1], room=2 * len(tree))
+    of_tree = target.verify(cache, [tree])[0].logits.clone()
+    of_paths = of_tree[1:].view(PATHS, DEPTH, -1)
+    found = [of_tree[:1].expand(PATHS, -1), *of_paths.unbind(1)]
+    target.commit(cache, 0, [DEPTH])  # the first node of the second path, so that positions and states move
+    again = target.verify(cache, [DraftTree.bare(paths[1][1])])[0].logits
+    distance = max(_between(target, *pair) for pair in zip(found, expected.of_rows, strict=True))
+    return max(distance, _between(target, again[-1:], expected.of_rows[-1][1:2]))
+
+
+def _between(target: Target, found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance; in low precision the median, since a row may go to other experts."""
+    # Some models in low precision have logits in float32.
+    is_rounded = target.rounding is not None or is_low_precision(target.dtype)
+    return decisive(distances(found, expected), is_rounded=is_rounded)
+
+
+def _continues(target: Target, expected: Expected) -> bool:
+    """Whether the model's own pass over several tokens goes on from the states of the passes before.
+
+    It is also compared with decoding: the layers of some models read several tokens in another way.
+    """
+    context, _, _ = _small_tree(target)
+    cache = target.allocate()
+    target.prefill(cache, 0, context[:FIRST_PART], room=len(context))
+    try:
+        in_parts = target.prefill(cache, 0, context[FIRST_PART:], FIRST_PART).logits
+    except (torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception:  # model code that starts at the first token only
+        return False
+    found = [_between(target, one, expected.of_context) for one in (in_parts, expected.of_rows[0][:1])]
+    return all(distance <= _tolerance(target) for distance in found)
+
+
+LEAST_CONTEXT, MOST_CONTEXT = 24, 288
+"""Tokens of the context of the check, which are more than a window or a block has unless it is larger than this."""
+CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
+"""Drafts of each pass, and how many of them are accepted."""
+DECODED = sum(1 + accepted for _, accepted in CHAINS)
+READ_AGAIN = 3
+"""Tokens of a pass from the cache after the context, once all chains were verified."""
+
+
+def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
+    """The passes over chains of a model that verifies no trees, for a reason; raise FamilyError if they fail, too."""
+    model, stock = target.model, target.stock
+    if stock.row_by_row.layers:
+        raise no_trees
+    if quantized_layers(model):
+        refuse_dependent_rows(model, target.device)
+    context, tokens = _context(target), some_context(DECODED, target.config.vocab_size)
+    before = dict(_tensors_in_modules(model))
+    try:
+        # Versions of tensors tell what a pass changes in place, and inference mode has none.
+        with torch.inference_mode(False), torch.no_grad():
+            plain, places = _token_by_token(stock, context, tokens)
+        passes = ReplayPasses(stock, places)
+        found = _by_chains(passes, context, tokens)
+        numbered, in_parts = _distances_of_prompt(stock, context)
+    except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # model code raises many kinds
+        raise _refused(no_trees, f"it fails on a chain of drafts ({reason_of(error)})") from error
+    each = distances(found, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
+    distance = decisive(each, is_rounded=is_low_precision(target.dtype))
+    tolerance = tolerance_of(target.dtype, strict=True)
+    if not distance <= tolerance:
+        changed = next((name for name, one in _tensors_in_modules(model) if before.get(name) is not one), None)
+        place = f"{changed} is a state outside of the cache" if changed else "its passes over several tokens are wrong"
+        raise _refused(no_trees, f"a chain of drafts is off by {distance:.2g} sigma: {place}")
+    if not numbered <= tolerance:
+        raise _refused(no_trees, "it numbers positions in another way than 0, 1, 2, …")
+    target.continues = target.continues and in_parts <= tolerance
+    return passes
+
+
+@torch.inference_mode()
+def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
+    """How far logits after a prompt are from those of ``generate``, and from those of a prompt read in two parts.
+
+    ``generate`` may number positions in another way. Parts differ where a prompt is attended to in both directions.
+    """
+    ids = torch.tensor([list(context)], device=stock.device)
+    positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2
+    whole = stock.call(ids, positions, None, None).logits[:, -1]
+    try:
+        by_library = first_logits(stock.model, ids)
+    except Exception:  # a forward of another kind, which generate cannot call
+        by_library = whole
+    first = cache_in(stock.call(ids[:, :middle], positions[:, :middle], None, None))
+    in_parts = stock.call(ids[:, middle:], positions[:, middle:], None, first).logits[:, -1]
+    return float(distances(whole, by_library)), float(distances(in_parts, whole))
+
+
+def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
+    return FamilyError(f"{no_trees}; {reason}. {PLAIN}")
+
+
+def _context(target: Target) -> list[int]:
+    """As many tokens as the largest size that the model names, or the largest that is not too large, and some more."""
+    sizes = [size for _, size in sizes_of(vars(target.config)) if size + LEAST_CONTEXT <= MOST_CONTEXT]
+    length, limit = max(sizes, default=0) + LEAST_CONTEXT, target.context_limit(1)
+    if limit is not None:
+        length = max(1, min(length, limit - DECODED - max(drafted for drafted, _ in CHAINS)))
+    return some_context(length + 1, target.config.vocab_size)[1:]
+
+
+def _token_by_token(
+    stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
+) -> tuple[torch.Tensor, frozenset[Place]]:
+    """Logits after each of the tokens, and the places in the cache that passes replace."""
+    found: list[torch.Tensor] = []
+    cache: Any = None
+
+    def read(new: Sequence[int], start: int) -> None:
+        nonlocal cache
+        ids = torch.tensor([list(new)], device=stock.device)
+        output = stock.call(ids, torch.arange(start, start + len(new), device=stock.device)[None], None, cache)
+        cache = cache_in(output)
+        found.append(output.logits[0, -1].clone())
+
+    read(context, 0)
+    replaced, length = Replaced(), len(context)
+    for token in tokens:
+        replaced.watch(lambda: cache, partial(read, [token], length))
+        length += 1
+    plain = torch.stack(found[1:])
+    replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace less
+    return plain, replaced.places
+
+
+def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Logits after each token by chains of which some drafts are rejected, and again those after the first few."""
+    cache, found, place = passes.allocate(1), [], 0
+    passes.prefill(cache, 0, context, 0)
+    cache.slots[0].keep_states()
+    for drafted, accepted in CHAINS:
+        right = tokens[place + 1 : place + 1 + accepted]
+        wrong = [(tokens[place] + 5 + draft) % max(2, max(tokens)) for draft in range(drafted - accepted)]
+        chain = DraftTree.of(tokens[place], [*right, *wrong], list(range(-1, drafted - 1)))
+        found.append(passes.verify_alone(cache, 0, chain).logits[: accepted + 1].clone())
+        cache.slots[0].commit(range(accepted))
+        place += accepted + 1
+    found.append(passes.prefill(cache, 0, tokens[:READ_AGAIN], len(context)).logits)
+    return torch.cat(found)
+
+
+def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes of modules, and neither parameters nor buffers."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{attribute}", value
 
 
 @torch.inference_mode()

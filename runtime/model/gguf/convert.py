@@ -1,31 +1,184 @@
 """The conversion of a GGUF file by transformers: its configuration and tokenizer, and its weights.
 
+What it reads stays the same. Of SmolLM2's file, the header has 150,000 values, and the model has 397 modules.
+
+transformers unpacks the tensors of most architectures into a dictionary before it fills the model, and converts those
+of a few one by one while it does. Both places are taken, and a weight that is handed over is one zero in the model.
+
 The weights are written in float32, or only those that no product takes from the file itself.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
-from importlib import metadata
+from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from hdtool.data.errors import HdtoolError, ModelError
-from hdtool.data.extras import install_command
+from hdtool.data.errors import HdtoolError, ModelError, install_command
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.runtime.model.gguf.manifest import WEIGHTS
+from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
 from hdtool.runtime.model.gguf.packing import PackingPlan
-from hdtool.runtime.model.gguf.read_once import read_once
-from hdtool.runtime.model.gguf.rotary_scaling import restore_scaling
-from hdtool.runtime.model.gguf.weights_in_turn import weights_in_turn
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Keep the header of each file and the list of tensor names for as long as the context lasts, and no tensor."""
+    import gguf
+
+    maps: list[mmap.mmap] = []
+
+    class Reader(gguf.GGUFReader):
+        """Takes parts of a plain array: parts of a ``memmap`` take five times as long."""
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = mapped.view(np.ndarray)
+            if isinstance(own := getattr(mapped, "_mmap", None), mmap.mmap):
+                maps.append(own)
+
+    def dequantize(*given: Any, really: Any = gguf.dequantize) -> Any:
+        try:
+            return really(*given)
+        finally:
+            for mapped in maps:  # the pages would stay in memory beside the numbers
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    names = cache(gguf.get_tensor_name_map)
+    changed: dict[str, Any] = {"dequantize": dequantize} if hasattr(mmap, "MADV_DONTNEED") else {}
+    with patch.multiple(gguf, **changed, GGUFReader=cache(Reader), get_tensor_name_map=names):
+        yield
+
+
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FLOAT32 = 0
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The values of all Llama models since 3.1; only the factor differs."""
+READ = "gpt-oss"
+"""The architecture whose scaling transformers reads."""
+
+
+def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
+    """Add the scaling of Llama 3 to a configuration; print a note for a scaling of another kind.
+
+    The file has no settings for it, but a tensor with the divisor of each frequency.
+    """
+    scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
+    found = [tensor for tensor in header.tensors if tensor.name in FACTORS]
+    if header.architecture == READ or (not found and scaling == "none"):
+        return
+    rope = dict(getattr(settings, "rope_parameters", None) or {})
+    if scaling == "none" and [one.name for one in found] == [FACTORS[0]] and found[0].kind == FLOAT32:
+        divisors = np.fromfile(file, "<f4", found[0].numbers, offset=header.data + found[0].offset)
+        factor = round(float(divisors.max(initial=1)), 3)
+        if rope.get("rope_type") == "default" and _are_of_llama_3(divisors, rope["rope_theta"], factor):
+            settings.rope_parameters = {**rope, **LLAMA_3, "rope_type": "llama3", "factor": factor}
+            return
+    what = found[0].name if found else f"of type {scaling}"
+    print(
+        f"note: {file} scales its rotary positions ({what}), which transformers {metadata.version('transformers')} "
+        "does not read: answers differ from those of the original model",
+        file=sys.stderr,
+    )
+
+
+def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
+    """Whether these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
+    low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
+    share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    share = np.clip(share, 0, 1)
+    return bool(np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3))
+
+
+Take = Callable[[str, torch.Tensor], bool]
+"""Called with the name and the value of a weight; whether the model can do without it."""
+Function = Callable[..., Any]
+PUTTING = "core_model_loading", "set_param_for_module"
+READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
+"""Functions of transformers. Without them, as in a later version, weights are in memory all at once."""
+
+
+@contextmanager
+def weights_in_turn(take: Take) -> Iterator[None]:
+    """Call ``take`` for each weight that transformers reads meanwhile."""
+    with ExitStack() as patches:
+        # Else threads read ahead without a limit.
+        patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
+        for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
+            with suppress(ImportError):
+                found = import_module(f"transformers.{module}")
+                if hasattr(found, name):
+                    patches.enter_context(patch.object(found, name, wrapped(getattr(found, name), take)))
+        yield
+
+
+def _putting(put: Function, take: Take) -> Function:
+    """Put a weight into the model, then hand it over."""
+
+    def put_in_turn(model: Any, name: str, *arguments: Any, **options: Any) -> None:
+        put(model, name, *arguments, **options)
+        path, _, last = name.rpartition(".")
+        weight = dict(model.get_submodule(path).named_parameters(recurse=False)).get(last)
+        if weight is not None and not weight.is_meta and take(name, weight.detach()):
+            weight.data = _zeros(weight.shape)
+
+    return put_in_turn
+
+
+def _reading(read: Function, take: Take) -> Function:
+    """Unpack a file without the weights that are handed over."""
+    unpacking: Any = import_module(f"transformers.{READING[0]}")
+
+    def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
+        taken: dict[str, tuple[int, ...]] = {}
+        processors = {name: _processor(kind, take, taken) for name, kind in unpacking.TENSOR_PROCESSORS.items()}
+        other = _processor(unpacking.TensorProcessor, take, taken)
+        with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", other):
+            found: dict[str, Any] = read(*arguments, **options)
+        found.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
+        return found
+
+    return read_in_turn
+
+
+def _processor(kind: type[Any], take: Take, taken: dict[str, tuple[int, ...]]) -> type[Any]:
+    class InTurn(kind):  # type: ignore[misc]
+        def process(self, weights: Any, name: str, **options: Any) -> Any:
+            found = super().process(weights=weights, name=name, **options)
+            place = options["tensor_key_mapping"].get(found.name)
+            # Tensors that are not unpacked are views of the file, and not writable.
+            if place is None or not found.weights.flags.writeable:
+                return found
+            if not take(place, torch.from_numpy(np.ascontiguousarray(found.weights))):
+                return found
+            taken[place] = found.weights.shape
+            return found._replace(name="")  # tensors without a place in the model are left out
+
+    return InTurn
+
+
+def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(()).expand(shape)
+
 
 LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}

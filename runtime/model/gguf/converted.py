@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,16 +13,63 @@ from importlib import metadata
 from pathlib import Path
 
 from hdtool.data.errors import ModelError, worded
-from hdtool.data.files.atomic_write import to_disk
-from hdtool.data.files.kept_folder import lock_of, locked, remove_unfinished, scratch
-from hdtool.data.files.locking import exclusive
-from hdtool.data.gguf_header import GGUFHeader
+from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
+from hdtool.data.kept_records import exclusive, lock_of, locked, remove_unfinished, scratch
+from hdtool.data.output_files import to_disk
 from hdtool.data.stores.home import converted_at_home
-from hdtool.runtime.model.gguf.convert import Conversion
-from hdtool.runtime.model.gguf.file_identity import Signature, content_hash
-from hdtool.runtime.model.gguf.manifest import FORMAT, PACKING, Manifest, manifests, remove
+from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.model.gguf.convert import PLAIN, Conversion
+from hdtool.runtime.model.gguf.converted_folder import (
+    FORMAT,
+    PACKING,
+    Manifest,
+    Signature,
+    content_hash,
+    manifests,
+    remove,
+)
 from hdtool.runtime.model.gguf.packing import packable
-from hdtool.runtime.model.gguf.slow_weights import slow_weights
+
+NAMES = {
+    10: "Q2_K",
+    11: "Q3_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
+"""Formats that transformers reads and no product takes, by their number in a file."""
+
+
+def slow_weights(header: GGUFHeader) -> str | None:
+    """How many matrices of a file are computed in float32 though they are quantized, and why; None if none are."""
+    matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
+    packed = {tensor.offset for tensor in packable(header)}
+    slow = [one for one in matrices if one.kind not in PLAIN and header.data + one.offset not in packed]
+    if not slow:
+        return None
+    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
+    return f"{len(slow)} of {len(matrices)} weights are computed in float32, slower and larger ({reasons})"
+
+
+def _reason(tensor: GGUFTensor) -> str:
+    if tensor.kind not in FORMATS:
+        return f"in {NAMES.get(tensor.kind, f'format {tensor.kind}')}"
+    name = FORMATS[tensor.kind].name
+    if not EXPANDS_FLOAT16:
+        return f"in {name} on a processor that cannot convert float16"
+    if len(tensor.shape) > 2:
+        return f"in {name} of experts"
+    return f"in {name} with {tensor.shape[-1]} columns"
+
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26

@@ -13,22 +13,25 @@ from functools import cached_property
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn import Parameter
+from transformers import GenerationConfig
 
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
-from hdtool.runtime.kernels.compact_weight import CompactWeight
-from hdtool.runtime.kernels.memory.free_memory import return_free_memory
-from hdtool.runtime.kernels.packed.experts_matrix import PackedExperts
-from hdtool.runtime.kernels.packed.formats import FORMATS
-from hdtool.runtime.kernels.packed.matrix import PackedMatrix
-from hdtool.runtime.kernels.small_batch_gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.compact_weight import CompactWeight, as_parameter, is_compact
+from hdtool.runtime.kernels.compiled import return_free_memory
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.gguf.manifest import PACKING, PLAN, REST
+from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
+from hdtool.runtime.model.library import text_class
 
 PART = 1 << 22
 """Numbers that are expanded at a time while rows are compared."""
@@ -247,3 +250,44 @@ def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Pla
         if len(found) == count and len({one.kind for one in found}) == 1:
             return found, None
     return None
+
+
+def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
+    """The model in float32 on the CPU with these weights; ``folder`` is what it was converted to."""
+    family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
+    model, report = cast(
+        tuple[Any, dict[str, Any]],
+        family.from_pretrained(
+            None, config=settings, state_dict=weights, dtype=torch.float32, output_loading_info=True, **options
+        ),
+    )
+    if lacking := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder} lacks {len(lacking)} of its weights ({lacking[0]}, …): remove it")
+    _name(model, folder)
+    return model
+
+
+def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
+    """The model without the loader of transformers, which takes longer than the rest of a start.
+
+    Names and forms of the weights are not checked: compare its outline with that of ``packed_model``.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        auto = text_class(settings, trust_remote_code=False)
+        model: Any = auto.from_config(settings, dtype=torch.float32, **options)
+    for name, weight in weights.items():
+        path, _, last = name.rpartition(".")
+        made = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
+        model.get_submodule(path)._parameters[last] = made
+    model.tie_weights()
+    model.eval()
+    _name(model, folder)
+    return model
+
+
+def _name(model: Any, folder: Path) -> None:
+    model.name_or_path = model.config.name_or_path = str(folder)
+    model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -3,18 +3,25 @@
 A chunked recurrence lets each token of a chunk read those before it. Over a tree each row reads its ancestors instead,
 with the decay between both; rows come after their parents, so the same triangular system gives what each row writes.
 No state is made for a row: the accepted path alone is written to the states.
+
+The functions of a modeling module by which several tokens are read at once (a convolution, a chunked recurrence) are
+replaced in a copy of the forward, so that the library's module stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import silu
 from torch.nn.functional import softplus as softplus_of
 from transformers.activations import ACT2FN
 
-from hdtool.runtime.model.recurrent.tree_indices import TreeIndices
+from hdtool.runtime.model.cache.states import CONV, Names, StateLayer, StateName, States
+from hdtool.runtime.model.recurrent.mixers import Mixer, TreeIndices, has_own_forward
 
 NOTHING = torch.empty(0)
 """Returned in the place of the last state, which no row of a tree has."""
@@ -172,3 +179,211 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
     host = torch.zeros(len(places), dtype=torch.int64, pin_memory=True)
     host.numpy()[:] = places
     return host.to(device, non_blocking=True)
+
+
+CONVOLUTION, CONVOLUTION_OF_ONE = "causal_conv1d_fn", "causal_conv1d_update"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+DELTA_RULES_OF_ONE = ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention")
+SCAN, SCAN_OF_ONE = "mamba2_chunk_scan", "mamba2_selective_state_update"
+MIXES = {*DELTA_RULES, SCAN}
+MIXES_ONE = {*DELTA_RULES_OF_ONE, SCAN_OF_ONE, "selective_state_update"}
+
+
+class ClosedStates:
+    """What the rows of one layer write, and the columns of its convolutions."""
+
+    def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
+        self.before, self.indices = before, indices
+        self.columns: dict[StateName, torch.Tensor] = {}
+        self.rows: dict[StateName, DeltaRows | ScanRows] = {}
+
+    def named(self, state: torch.Tensor) -> StateName:
+        return next(name for name, tensor in self.before.items() if tensor is state)
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for name, columns in self.columns.items():
+            into = states.tensors[name][0]
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
+        for name, written in self.rows.items():
+            written.write(slot, list(rows), states.tensors[name][0])
+
+
+class StackedStates:
+    """What the rows of a pass write in all layers of equal shape, for few and large operations on a GPU."""
+
+    def __init__(self, layers: Sequence[ClosedStates], states: States) -> None:
+        columns = {name: found for layer in layers for name, found in layer.columns.items()}
+        rows = {name: found for layer in layers for name, found in layer.rows.items()}
+        self._columns = {
+            names: torch.stack([columns[name] for name in names]) for names in states.stacks if names[0] in columns
+        }
+        self._rows: dict[Names, DeltaRows | ScanRows] = {
+            names: type(rows[names[0]])(*map(torch.stack, zip(*(rows[name] for name in names), strict=True)))
+            for names in states.stacks
+            if names[0] in rows
+        }
+
+    @torch.inference_mode()
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for names, columns in self._columns.items():
+            into = states.stacks[names][:, 0]
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
+        if self._rows:
+            index = index_of(rows, next(iter(self._rows.values())).decay.device)
+            for names, written in self._rows.items():
+                written.write(slot, index, states.stacks[names][:, 0])
+
+
+class _TreeLayer(StateLayer):
+    """The cache of a layer that gives its states and keeps those of rows apart."""
+
+    def __init__(self, layer: int, states: ClosedStates) -> None:
+        super().__init__(states.before, has_begun=True)
+        self.record_past = True  # so that a single row takes the branch of several, too
+        self._layer, self._states = layer, states
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> torch.Tensor:
+        state = self.conv_states[state_idx]
+        assert state is not None
+        columns = torch.cat([state, conv_states.to(state.dtype)], -1)
+        self._states.columns[StateName(self._layer, CONV, state_idx)] = columns
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+class UnknownRecurrenceError(Exception):
+    """A mixer has a state that no known function updates, so that none of the rows would change it."""
+
+
+class ClosedForm:
+    """The forward of a mixer with the closed forms in it."""
+
+    def __init__(self, mixer: Mixer, forward: FunctionType) -> None:
+        self._mixer = mixer
+        self._states: ClosedStates
+        replaced: dict[str, Callable[..., Any]] = {
+            CONVOLUTION: self._convolve,
+            CONVOLUTION_OF_ONE: self._convolve_one,
+            SCAN: self._scan,
+            SCAN_OF_ONE: self._scan_one,
+            **dict.fromkeys([*DELTA_RULES, *DELTA_RULES_OF_ONE], self._delta_rule),
+        }
+        names = {**forward.__globals__, **replaced}
+        copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        self._forward = MethodType(copied, mixer.module)
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> ClosedForm | None:
+        """The closed form of a mixer whose code calls functions that are known; it has yet to be proven."""
+        module = mixer.module
+        if has_own_forward(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
+            return None
+        forward = inspect.unwrap(type(module).forward)
+        called = set(forward.__code__.co_names)
+        is_known = CONVOLUTION in called and len(called & MIXES) == len(called & MIXES_ONE)
+        return cls(mixer, forward) if is_known and isinstance(forward, FunctionType) else None
+
+    def __call__(self, cache: Any, states: ClosedStates, args: Any, kwargs: Any) -> Any:
+        self._states = states
+        layer = self._mixer.layer
+        held = cache.layers[layer]
+        cache.layers[layer] = _TreeLayer(layer, states)
+        try:
+            found = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
+        finally:
+            cache.layers[layer] = held
+            del self._states  # views of a cache that may be freed before the next pass
+        if unknown := states.before.keys() - states.columns.keys() - states.rows.keys():
+            raise UnknownRecurrenceError(f"{type(self._mixer.module).__name__} updates {unknown} in another way")
+        return found
+
+    def _convolve(
+        self,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        return convolve(self._states.indices, hidden_states, weight, bias, activation)
+
+    def _convolve_one(
+        self,
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        columns = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+        self._states.columns[self._states.named(conv_state)] = columns
+        return self._convolve(columns, weight, bias, activation)
+
+    def _delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found, rows = delta_rule(
+            self._states.indices, query, key, value, g, beta, initial_state, normalized=use_qk_l2norm_in_kernel
+        )
+        self._states.rows[self._states.named(initial_state)] = rows
+        return found, NOTHING
+
+    def _scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803 - the library's name
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        *,
+        initial_states: torch.Tensor,
+        D: torch.Tensor | None = None,  # noqa: N803
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = time_step(dt, dt_bias, softplus=dt_softplus)
+        found, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
+        self._states.rows[self._states.named(initial_states)] = rows
+        return found, NOTHING
+
+    def _scan_one(
+        self,
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        found, _none = self._scan(
+            hidden_states[:, None],
+            dt[:, None, :, 0],
+            A[:, 0, 0],
+            B[:, None],
+            C[:, None],
+            initial_states=state,
+            D=None if D is None else D[:, 0],
+            dt_bias=None if dt_bias is None else dt_bias[:, 0],
+            dt_softplus=dt_softplus,
+        )
+        gated = found[:, 0] if z is None else found[:, 0] * silu(z)
+        return gated.to(hidden_states.dtype)

@@ -2,18 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
+from hdtool.runtime.tree import DraftTree
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hdtool.runtime.model.pass_inputs import StepTensors
+
+Rows = npt.NDArray[np.int64]
+
+
+class Level(NamedTuple):
+    """The rows of equal depth, of all slots."""
+
+    rows: torch.Tensor
+    """Their places among the rows of all slots."""
+    above: torch.Tensor
+    """The place of the parent of each in the level above; in the first level, the slot."""
+
+
+class RowTree:
+    """The trees of a pass, one for each slot, whose rows are padded to the largest one."""
+
+    def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
+        self.slots, self.rows = len(trees), max(map(len, trees)) + 1
+        self._device = device
+        self.parents: list[Rows] = [np.concatenate([[-1], tree.parents + 1]).astype(np.int64) for tree in trees]
+        """The row above each row; -1 for the root."""
+        self.depths: list[Rows] = [np.asarray(tree.depths, np.int64) for tree in trees]
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        levels = []
+        for depth in range(int(max(one.max() for one in self.depths)) + 1):
+            rows, above = [], []
+            for slot, (parents, depths) in enumerate(zip(self.parents, self.depths, strict=True)):
+                at = np.flatnonzero(depths == depth)
+                rows.append(at + slot * self.rows)
+                above.append(self.places[slot, parents[at]] if depth else np.full(len(at), slot))
+            levels.append(Level(self._sent(np.concatenate(rows)), self._sent(np.concatenate(above))))
+        return levels
+
+    @cached_property
+    def places(self) -> Rows:
+        """The place of each row in its level, ``[slots, rows]``."""
+        places = np.zeros((self.slots, self.rows), np.int64)
+        counts: dict[int, int] = {}
+        for slot, depths in enumerate(self.depths):
+            for row, depth in enumerate(depths.tolist()):
+                places[slot, row] = counts.get(depth, 0)
+                counts[depth] = counts.get(depth, 0) + 1
+        return places
+
+    def _sent(self, numbers: Rows) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+
+
+class TreeIndices:
+    """What the closed forms need to know of the trees of a pass, on a device."""
+
+    rows: int
+
+    def __init__(self) -> None:
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """Whether a row reads another one: its ancestors and itself, ``[slots, rows, rows]``."""
+        raise NotImplementedError
+
+    @cached_property
+    def sums(self) -> torch.Tensor:
+        """``ancestors`` as numbers: a product with it sums over the path of each row."""
+        return self.ancestors.float()
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        """Which rows a row does not read, ``[slots, 1, rows, rows]``."""
+        return ~self.ancestors[:, None]
+
+    def window(self, before: int, size: int) -> torch.Tensor:
+        """The columns that a convolution of this size reads for each row, ``[slots, rows, size]``.
+
+        The first ``before`` columns are those of the state, and one for each row follows.
+        """
+        if (before, size) not in self._windows:
+            self._windows[before, size] = self._window(before, size)
+        return self._windows[before, size]
+
+    def _window(self, before: int, size: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class HostIndices(TreeIndices):
+    """Those of trees that are known on the host."""
+
+    def __init__(self, tree: RowTree, device: torch.device) -> None:
+        super().__init__()
+        self.rows, self._tree, self._device = tree.rows, tree, device
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        tree = self._tree
+        read = np.zeros((tree.slots, tree.rows, tree.rows), np.bool_)
+        for slot, parents in enumerate(tree.parents):
+            for row, parent in enumerate(parents.tolist()):
+                if parent >= 0:
+                    read[slot, row] = read[slot, parent]
+                read[slot, row, row] = True
+        return torch.from_numpy(read).to(self._device)
+
+    def _window(self, before: int, size: int) -> torch.Tensor:
+        tree = self._tree
+        columns = np.full((tree.slots, tree.rows, size), before, np.int64)
+        for slot, parents in enumerate(tree.parents):
+            for row, parent in enumerate(parents.tolist()):
+                above = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
+                columns[slot, row] = [*above[1:], before + row]
+        return torch.from_numpy(columns).to(self._device)
+
+
+class DeviceIndices(TreeIndices):
+    """Those of a captured step, which are computed on the device. Padding reads the root alone."""
+
+    def __init__(self, step: StepTensors) -> None:
+        super().__init__()
+        self._step = step
+        self.rows = step.tokens.shape[1]
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        bits = self._step.ancestor_mask
+        nodes = torch.arange(self.rows - 1, device=bits.device)
+        read = (bits[..., None] >> nodes) & 1 == 1
+        root = torch.ones_like(bits[..., None], dtype=torch.bool)
+        return torch.cat([root, read], -1)
+
+    def _window(self, before: int, size: int) -> torch.Tensor:
+        depth = self._step.positions - self._step.length[:, None]
+        back = torch.arange(size - 1, -1, -1, device=depth.device)
+        wanted = depth[..., None] - back
+        is_there = self.ancestors[:, :, None] & (depth[:, None, None] == wanted[..., None])
+        return torch.where(wanted >= 0, before + is_there.int().argmax(-1), before + wanted)
+
+
+Forward = Callable[..., Any]
+
+_LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
+
+
+def lock_of(model: Module) -> Any:
+    """A lock for passes that change forwards of a model, and for looking at those; all its targets share it."""
+    return _LOCKS.setdefault(model, RLock())
+
+
+def has_own_forward(module: Module) -> bool:
+    """Whether the forward of a module is another one than that of its class, as with hooks of accelerate."""
+    return "forward" in vars(module)
+
+
+@contextmanager
+def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
+    """In this block modules have other forwards in this thread."""
+    held: list[tuple[Module, Forward | None]] = []
+    try:
+        for module, forward in changes:
+            own = module.forward
+            held.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = _in_thread(get_ident(), forward, own)
+        yield
+    finally:
+        for module, before in reversed(held):
+            if before is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = before
+
+
+def _in_thread(owner: int, forward: Forward, own: Forward) -> Forward:
+    return lambda *args, **kwargs: (forward if get_ident() == owner else own)(*args, **kwargs)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,7 @@
-"""Passes over trees of a model with recurrent layers: its mixers start each row from the state after its parent."""
+"""Passes over trees of a model with recurrent layers: its mixers start each row from the state after its parent.
+
+Each row starts from the state after its parent. This needs no knowledge of the recurrence.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,111 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import Cache
 
-from hdtool.runtime.model.cache.states import States
-from hdtool.runtime.model.recurrent.by_levels import LevelStates, forward_by_levels
-from hdtool.runtime.model.recurrent.in_closed_form import ClosedForm, ClosedStates, StackedStates
-from hdtool.runtime.model.recurrent.mixers import Mixer
-from hdtool.runtime.model.recurrent.other_forwards import Forward, lock_of, other_forwards
-from hdtool.runtime.model.recurrent.row_tree import RowTree
-from hdtool.runtime.model.recurrent.tree_indices import DeviceIndices, HostIndices
+from hdtool.runtime.model.cache.states import StateLayer, StateName, States
+from hdtool.runtime.model.recurrent.closed_forms import ClosedForm, ClosedStates, StackedStates
+from hdtool.runtime.model.recurrent.mixers import (
+    DeviceIndices,
+    Forward,
+    HostIndices,
+    Mixer,
+    RowTree,
+    has_own_forward,
+    lock_of,
+    other_forwards,
+)
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.step_input import StepTensors
+    from hdtool.runtime.model.pass_inputs import StepTensors
+
+LayerStates = dict[StateName, torch.Tensor]
+
+
+class LevelStates:
+    """The states of one layer after all rows of a pass, by levels."""
+
+    def __init__(self, tree: RowTree, before: LayerStates) -> None:
+        self._tree = tree
+        self._levels: list[LayerStates] = []
+        self._before = before
+
+    def start(self, above: torch.Tensor) -> LayerStates:
+        """Copies of the states from which the rows of the next level start."""
+        source = self._levels[-1] if self._levels else self._before
+        self._levels.append({name: tensor.index_select(0, above) for name, tensor in source.items()})
+        return self._levels[-1]
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        last = rows[-1]
+        place = self._tree.places[slot, last]
+        for name, tensor in self._levels[self._tree.depths[slot][last]].items():
+            states.tensors[name][0].copy_(tensor[place])
+
+
+def forward_by_levels(
+    mixer: Mixer, forward: Forward, tree: RowTree, cache: Any, states: LevelStates, args: Any, kwargs: Any
+) -> Any:
+    """What the mixer's ``forward`` returns for all rows of the trees."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    slots, rows = hidden.shape[:2]
+    given = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
+    results: list[Any] = []
+    held = cache.layers[mixer.layer]
+    is_deferred = mixer.output is not None and _is_plain(mixer.output)
+    with _projected(mixer, hidden) as rows_now:
+        try:
+            for level in tree.levels:
+                rows_now.append(level.rows)
+                cache.layers[mixer.layer] = StateLayer(states.start(level.above), has_begun=True)
+                part = [_rows_of(value, level.rows, slots, rows) for value in (args, given)]
+                results.append(forward(*part[0], **part[1]))
+        finally:
+            cache.layers[mixer.layer] = held
+    first = [one[0] if isinstance(one, tuple) else one for one in results]
+    whole = first[0].new_zeros((slots * rows, *first[0].shape[2:]))
+    for level, found in zip(tree.levels, first, strict=True):
+        whole[level.rows] = found[:, 0]
+    whole = whole.view(slots, rows, *whole.shape[1:])
+    if mixer.output and is_deferred:
+        whole = mixer.output(whole)
+    return (whole, *results[-1][1:]) if isinstance(results[-1], tuple) else whole
+
+
+@contextmanager
+def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Compute the projections of the mixer's input for all rows at once in this block, and its output projection after.
+
+    The rows of the level that is being computed are the last of the yielded list.
+    """
+    now: list[torch.Tensor] = []
+    changes: list[tuple[Module, Forward]] = [
+        (module, partial(_chosen, module(hidden).flatten(0, 1), now)) for module in mixer.inputs if _is_plain(module)
+    ]
+    if mixer.output and _is_plain(mixer.output):
+        changes.append((mixer.output, lambda given: given))
+    with other_forwards(changes):
+        yield now
+
+
+def _is_plain(module: Module) -> bool:
+    """Whether a call of a projection is its forward alone: hooks would be called for all rows and again for a level."""
+    return not (has_own_forward(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+    return whole[now[-1]][:, None]
+
+
+def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
+    """The chosen rows of what a mixer is given, each as a sequence of one token."""
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
+        whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
+        return whole[chosen][:, None]
+    if isinstance(value, tuple):
+        return tuple(_rows_of(one, chosen, slots, rows) for one in value)
+    if isinstance(value, dict):
+        return {name: _rows_of(one, chosen, slots, rows) for name, one in value.items()}
+    return value
 
 
 class _LayerStates(Protocol):

@@ -1,6 +1,12 @@
 """A short convolution over the rows of a tree: each row reads itself, its ancestors and the columns of the state.
 
+A row takes over the buffer of its parent if no later row starts from it. So a sequence has one buffer, and a tree at
+most one for each two rows.
+
 Products are added from the row itself backwards, wherever an earlier number stands.
+
+The in-projection gives three times the channels: the gate of the input, that of the output, and the input. Kept of a
+row: its gated input.
 """
 
 from __future__ import annotations
@@ -19,11 +25,55 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TAPS,
     Numbers,
 )
-from hdtool.runtime.engines.cpu.mixers.row_origins import PARENT
-from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
-from hdtool.runtime.kernels.vectors import FloatCode
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, clear_numbers, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, FloatCode
+
+PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
+"""The row before, ``BEFORE`` or ``PADDING``; the buffer that a row starts from, or ``BEFORE``, and that of the state
+after it; the last row that starts from it; and a stack of buffers that are free."""
+ORIGIN_FIELDS = FREE + 1
+BEFORE, PADDING = -1, -2
+"""A row starts from the state before the tree; a row is nobody's, and is not computed."""
+
+
+@compiled
+def origins_at(address: int, slot: int, rows: int) -> Numbers:
+    """The table of the rows of one sequence."""
+    return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
+
+
+@compiled
+def buffers_of(rows: int) -> int:
+    """Buffers that suffice for any tree of so many rows: each one but the last is of a row with a later child."""
+    return rows // 2 + 1
+
+
+@compiled
+def fill_origins(origins: Numbers, parents: Ints) -> None:
+    """Fill the table of a sequence from the parents of the nodes of its tree; further rows are padding."""
+    rows, made, free = len(origins), 0, 0
+    for row in range(rows):
+        origins[row, LAST_CHILD] = BEFORE
+        origins[row, PARENT] = BEFORE if row == 0 else PADDING if row > len(parents) else parents[row - 1] + 1
+        if origins[row, PARENT] >= 0:
+            origins[origins[row, PARENT], LAST_CHILD] = row
+    for row in range(rows):
+        parent = origins[row, PARENT]
+        if parent == PADDING:
+            continue
+        origins[row, SOURCE] = origins[parent, TARGET] if parent >= 0 else BEFORE
+        if parent >= 0 and origins[parent, LAST_CHILD] == row:
+            target = origins[parent, TARGET]
+        elif free:
+            free -= 1
+            target = origins[free, FREE]
+        else:
+            target = made
+            made += 1
+        origins[row, TARGET] = target
+        if origins[row, LAST_CHILD] == BEFORE and row < rows - 1:
+            origins[free, FREE] = target
+            free += 1
 
 
 @generated(*[types.int64] * 4)
@@ -128,3 +178,26 @@ def shift_window(
             read = array_at(inputs + row * stride * ITEM_SIZE, (channels,), types.float32)
             for channel in range(first * LANES, end * LANES):
                 state[channel, column] = read[channel]
+
+
+@compiled
+def gate_inputs(layer: Numbers, projected: int, kept: int, first: int, end: int) -> None:
+    channels = layer[CHANNELS]
+    size = channels * ITEM_SIZE
+    for row in range(first, end):
+        at = projected + 3 * row * size
+        multiply_numbers(at, at + 2 * size, channels, kept + row * size)
+
+
+@compiled
+def convolve_gated(
+    layer: Numbers, origins: Numbers, row: int, kept: int, window: int, projected: int, written: int
+) -> None:
+    """Write what the out-projection reads of a row; ``kept`` and ``projected`` are of its whole sequence."""
+    channels = layer[CHANNELS]
+    size = channels * ITEM_SIZE
+    if origins[row, PARENT] == PADDING:
+        clear_numbers(written, channels)
+        return
+    convolve(layer, origins, row, kept, channels, window, written)
+    multiply_numbers(projected + (3 * row + 1) * size, written, channels, written)

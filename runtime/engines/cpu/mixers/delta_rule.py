@@ -15,6 +15,7 @@ from numba import types
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
     CHANNELS,
+    DECAY_LOG,
     GATE_EPSILON,
     GATE_NORM,
     KEY_HEADS,
@@ -22,18 +23,62 @@ from hdtool.runtime.engines.cpu.layer_record import (
     STATE,
     STATE_HEADS,
     STATE_STRIDE,
+    STEP_BIAS,
     STRENGTH,
     VALUE_WIDTH,
     Numbers,
 )
-from hdtool.runtime.engines.cpu.mixers.convolution import convolve, silu_of
-from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
-from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
-from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.elementwise import norm_row, silu_in_place
-from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers, float_of
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
-from hdtool.runtime.kernels.vectors import FloatCode
+from hdtool.runtime.engines.cpu.mixers.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
+from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, float_of, generated
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, norm_row, silu_in_place
+
+LINEAR_FROM = np.float32(20)
+"""Above it, the softplus of a number is the number, as in torch."""
+
+
+@compiled
+def step_of(layer: Numbers, head: int, number: Any) -> Any:
+    """A head's time step, from what the projection gives: the softplus of it and the bias."""
+    total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
+    return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
+
+
+@compiled
+def decay_of(layer: Numbers, head: int, step: Any) -> Any:
+    """The factor of a head's state for a time step."""
+    rate = np.float32(np.exp(array_at(layer[DECAY_LOG], (layer[STATE_HEADS],), types.float32)[head]))
+    return np.float32(np.exp(np.float32(-rate * step)))
+
+
+@generated(*[types.int64] * 3)
+def _multiply_by_sigmoid(builder: Any, gates: Any, numbers: Any, size: Any) -> None:
+    """``numbers *= sigmoid(gates)``"""
+    code = FloatCode(builder)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        place = code.at(numbers, index)
+        divisor = builder.fadd(code.exp(builder.fneg(code.read(code.at(gates, index)))), code.number(1.0))
+        code.store(builder.fdiv(code.read(place), divisor), place)
+        return []
+
+    code.loop(size, [], apply)
+
+
+@compiled
+def split_gates(joined: int, queries: int, heads: int, width: int, first: int, end: int) -> None:
+    """Copy the queries of some rows from beside their gates: both halves of a head are side by side."""
+    size = width * ITEM_SIZE
+    for head in range(first * heads, end * heads):
+        copy_numbers(joined + 2 * head * size, width, queries + head * size)
+
+
+@compiled
+def gate_heads(joined: int, attended: int, heads: int, width: int, first: int, end: int) -> None:
+    """Multiply what some rows attended to by the sigmoid of their gates."""
+    size = width * ITEM_SIZE
+    for head in range(first * heads, end * heads):
+        _multiply_by_sigmoid(joined + (2 * head + 1) * size, attended + head * size, width)
+
 
 EPSILON = np.float32(1e-6)
 """The epsilon of the norms of queries and keys."""

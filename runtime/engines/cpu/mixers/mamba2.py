@@ -25,14 +25,19 @@ from hdtool.runtime.engines.cpu.layer_record import (
     VALUE_WIDTH,
     Numbers,
 )
-from hdtool.runtime.engines.cpu.mixers.convolution import convolve, silu_of
-from hdtool.runtime.engines.cpu.mixers.decay import decay_of, step_of
-from hdtool.runtime.engines.cpu.mixers.row_origins import BEFORE, PADDING, PARENT, SOURCE, TARGET
-from hdtool.runtime.kernels.compiled import compiled, generated
-from hdtool.runtime.kernels.elementwise import norm_row, scale_in_place, silu_in_place
-from hdtool.runtime.kernels.memory.raw_memory import array_at, clear_numbers, copy_numbers, float_of
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES
-from hdtool.runtime.kernels.vectors import FloatCode
+from hdtool.runtime.engines.cpu.mixers.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
+from hdtool.runtime.engines.cpu.mixers.delta_rule import decay_of, step_of
+from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, float_of, generated
+from hdtool.runtime.kernels.vector_code import (
+    FLOAT,
+    INDEX,
+    ITEM_SIZE,
+    LANES,
+    FloatCode,
+    norm_row,
+    scale_in_place,
+    silu_in_place,
+)
 
 
 @generated(*[types.int64] * 6, types.float32, types.int64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from numba import cfunc, types
 
-from hdtool.runtime.engines.cpu.layer_calls import compute_part, multiply, multiply_by
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
     CHANNELS,
@@ -32,6 +33,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SIXTH,
     SLOTS,
     STATE_HEADS,
+    TEAM,
     THREADS,
     TO_KEYS,
     TO_OUTPUT,
@@ -39,15 +41,26 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_VALUES,
     VALUE_WIDTH,
     Numbers,
+    compute_part,
+    multiply,
+    multiply_by,
 )
-from hdtool.runtime.engines.cpu.mixers import delta_rule, mamba2, short_convolution
-from hdtool.runtime.engines.cpu.mixers.convolution import copy_windows, shift_window, window_numbers
-from hdtool.runtime.engines.cpu.mixers.row_origins import buffers_of, origins_at
-from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.matmul_address import ARGUMENTS
-from hdtool.runtime.kernels.memory.raw_memory import array_at
-from hdtool.runtime.kernels.team import PARTS_OF_A_THREAD, parts_of
+from hdtool.runtime.engines.cpu.mixers import convolution, delta_rule, mamba2
+from hdtool.runtime.engines.cpu.mixers.convolution import (
+    buffers_of,
+    copy_windows,
+    origins_at,
+    shift_window,
+    window_numbers,
+)
+from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.gemm import ARGUMENTS
+from hdtool.runtime.kernels.thread_pool import PARTS_OF_A_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.cpu.weight_table import MixerTable
+    from hdtool.runtime.model.cache.states import States
 
 WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
@@ -122,12 +135,12 @@ def _compute_convolution(
     projected = _work_at(shape, scratch)
     mixed = projected + 3 * shape[SLOTS] * new * size
     if part == GATE_INPUTS:
-        short_convolution.gate_inputs(layer, projected, kept, first, end)
+        convolution.gate_inputs(layer, projected, kept, first, end)
         return
     for row in range(first, end):
         slot, place = row // new, row % new
         of_slot, window = slot * new * size, scratch + slot * window_numbers(layer) * ITEM_SIZE
-        short_convolution.convolve_gated(
+        convolution.convolve_gated(
             layer,
             origins_at(shape[ORIGINS], slot, new),
             place,
@@ -398,3 +411,17 @@ def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scra
             part = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
             work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
             compute_part(shape, function, layer, starts, part, *given, heads, work)
+
+
+class KeptRows:
+    """The rows of one pass over trees."""
+
+    def __init__(self, mixers: MixerTable, shape: Numbers, layers: Numbers, journal: Array) -> None:
+        self._mixers, self._shape, self._layers, self._journal = mixers, shape, layers, journal
+        shape[JOURNAL], shape[TEAM] = journal.ctypes.data, 0
+
+    def accept(self, path: Array, states: States) -> None:
+        """Turn the states of a slot, wherever they are now, into those after a path of its rows."""
+        self._mixers.fill_states(self._layers, states, int(path[OF_SLOT]))
+        scratch = torch.empty(mixer_numbers(self._shape), dtype=torch.float32)
+        accept(self._shape, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())

@@ -1,0 +1,360 @@
+"""What ``hdtool doctor`` finds: packages, machine, folders, stores, a model and a short answer."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module, metadata
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+
+import hdtool
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, install_command, reason_of, requirements_of
+from hdtool.data.gguf_header import GGUFHeader
+from hdtool.data.progress import counted
+from hdtool.data.prompts import Prompt
+from hdtool.data.stores.home import StoredItem, home, stored_items
+from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
+from hdtool.data.stores.store import read_manifest
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.kernels.compiled import processor_name
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
+from hdtool.runtime.model.families import refuse_by_configuration, without_trees
+from hdtool.runtime.model.gguf.converted import slow_weights
+from hdtool.runtime.model.gguf.converted_folder import gguf_file
+from hdtool.runtime.model.hub import weight_files
+from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device
+from hdtool.runtime.model.quantization import library_of, require_libraries
+from hdtool.runtime.stores.store_set import corpus_index_for, model_store_for
+
+OK, NOTE, MEND = "ok", "note", "mend"
+"""All is well; worth knowing; something does not work until it is mended."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found at one place, and what to do about it."""
+
+    name: str
+    found: str
+    state: str = OK
+    advice: str = ""
+    """The command or the step that mends it."""
+
+
+IMPORTED = ("numba", "transformers", "datasets", "lmdb")
+"""Packages that fail when they are imported if another one is too new or too old for them."""
+EXTRAS = {
+    "gguf": "models in GGUF files",
+    "gpus": "a model over several GPUs",
+    "quantized": "quantized weights",
+    "server": "hdtool serve",
+    "structured": "answers that match a schema",
+    "vllm": "hdtool serve --engine vllm",
+    "ray": "builds on a cluster",
+}
+STATED = ("torch", "transformers", "numba")
+"""Packages whose versions are shown."""
+
+
+def package_findings() -> Iterator[Finding]:
+    needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
+    own = [each for each in needed if each.marker is None]
+    yield Finding("hdtool", metadata.version("hdtool"))
+    for name in STATED:
+        if (version := _version(name)) is not None:
+            yield Finding(name, version)
+    yield from _unfit(own)
+    yield from _broken()
+    for extra, purpose in EXTRAS.items():
+        yield _extra(extra, purpose, requirements_of(extra))
+
+
+def _unfit(needed: list[Requirement]) -> Iterator[Finding]:
+    faults = [(each, _version(each.name)) for each in needed if not _fits(each)]
+    for each, version in faults:
+        found = f"{version}, and {each.specifier} is needed" if version else f"missing, and {each} is needed"
+        yield Finding(each.name, found, MEND, f'pip install "{each.name}{each.specifier}"')
+    if not faults:
+        yield Finding("others", f"all {len(needed)} packages that hdtool needs are there, in versions that fit")
+
+
+def _broken() -> Iterator[Finding]:
+    for name in IMPORTED:
+        try:
+            import_module(name)
+        except Exception as error:  # extension modules raise many kinds
+            yield Finding(name, f"cannot be imported ({reason_of(error)})", MEND, f"pip install --upgrade {name}")
+
+
+def _extra(extra: str, purpose: str, parts: list[Requirement]) -> Finding:
+    lacking = [each.name for each in parts if _version(each.name) is None]
+    command = install_command(extra)
+    if lacking:
+        return Finding(f"[{extra}]", f"{purpose}: not installed ({', '.join(lacking)})", NOTE, command)
+    if wrong := [f"{each.name} {_version(each.name)}" for each in parts if not _fits(each)]:
+        return Finding(f"[{extra}]", f"{purpose}: {', '.join(wrong)} does not fit", MEND, command)
+    installed = ", ".join(f"{each.name} {_version(each.name)}" for each in parts)
+    return Finding(f"[{extra}]", f"{purpose}: {installed}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fits(requirement: Requirement) -> bool:
+    version = _version(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+DRIVERS = ("nvidia-smi", "rocm-smi")
+"""Programs that come with the driver of a GPU."""
+TORCH_PAGE = "https://pytorch.org/get-started/locally"
+
+
+def machine_findings() -> Iterator[Finding]:
+    yield Finding("Python", f"{platform.python_version()} in {sys.prefix}")
+    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("processor", f"{processor_name()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}")
+    if available := available_memory():
+        yield Finding("memory", f"{available / 1e9:.1f} GB available")
+    yield from _devices()
+    yield _threads()
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are free or can be freed; None where the system does not report it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as stream:
+            rows = dict(line.split(":", 1) for line in stream)
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _devices() -> Iterator[Finding]:
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        yield Finding(f"cuda:{number}", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    if torch.cuda.is_available():
+        return
+    if torch.backends.mps.is_available():
+        yield Finding("mps", "the GPU of this Mac")
+    elif driver := next(filter(shutil.which, DRIVERS), None):
+        yield Finding(
+            "GPU",
+            f"{driver} is here, and torch {torch.__version__} sees no GPU",
+            MEND,
+            f"install the torch for your driver: {TORCH_PAGE}",
+        )
+    else:
+        yield Finding("GPU", "none: models run on the processor")
+
+
+def _threads() -> Finding:
+    measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
+    found = f"{torch.get_num_threads()} at most; measured here: {measured} models"
+    if not measured:
+        return Finding(
+            "threads", found, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
+        )
+    return Finding("threads", found)
+
+
+LITTLE = 2 * 10**9
+"""Bytes free on a disk below which a converted or downloaded model does not fit."""
+
+
+def folder_findings() -> Iterator[Finding]:
+    yield _writable("home", home(), "HDTOOL_HOME")
+    yield _compiled()
+    yield from _hub()
+
+
+def store_findings() -> Iterator[Finding]:
+    items = stored_items()
+    for item in items:
+        yield _store(item)
+    if not items:
+        advice = "hdtool build-model-db --model MODEL --from answers.jsonl"
+        yield Finding("stores", "none: drafts come from the conversation and the history alone", NOTE, advice)
+
+
+def _writable(name: str, folder: Path, variable: str) -> Finding:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(name, f"{folder} cannot be written", MEND, f"correct the permissions, or set {variable}")
+    free = shutil.disk_usage(there).free
+    state, advice = (NOTE, f"make room, or set {variable} to a folder on another disk") if free < LITTLE else (OK, "")
+    return Finding(name, f"{folder}, {free / 1e9:.1f} GB free", state, advice)
+
+
+def _compiled() -> Finding:
+    """numba keeps compiled functions beside their files, or in a folder of the user where those are read-only."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
+    kept = sum(1 for place in places for part in _parts(place) for _ in part.rglob("*.nbi"))
+    if kept:
+        return Finding("compiled", f"{kept} functions kept in {places[-1]}")
+    return Finding("compiled", "none yet: the first answer compiles the drafter, which takes a minute", NOTE)
+
+
+def _parts(place: Path) -> Iterator[Path]:
+    """The folders of hdtool; in a checkout there are others beside them, such as an environment."""
+    own = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
+    yield from own or [place]
+
+
+def _hub() -> Iterator[Finding]:
+    from huggingface_hub import constants, get_token
+
+    cache = Path(constants.HF_HUB_CACHE)
+    models = sum(1 for _ in cache.glob("models--*"))
+    found = _writable("hub cache", cache, "HF_HOME")
+    yield replace(found, found=f"{found.found}, {counted(models, 'model')}")
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "HF_HUB_OFFLINE is set: nothing is downloaded", NOTE, "unset HF_HUB_OFFLINE to download")
+    elif get_token() is None:
+        yield Finding("hub", "no token: gated and private models cannot be downloaded", NOTE, "hf auth login")
+    else:
+        yield Finding("hub", "a token is there")
+
+
+def _store(item: StoredItem) -> Finding:
+    if item.fault:
+        return Finding(item.name, item.fault, MEND, f"build it again, or hdtool stores remove {item.name}")
+    tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
+    if item.kind == "model" and not item.model:
+        command = f"hdtool build-model-db --model MODEL --from {item.folder}"
+        return Finding(item.name, f"names no model, so none finds it{tokens}", NOTE, command)
+    whose = item.model.name if item.model else f"any model of the tokenizer {item.tokenizer}"
+    return Finding(item.name, f"{whose}{tokens}")
+
+
+BYTES_IN_FLOAT32 = 2.0
+"""Most checkpoints have 16-bit numbers, and processors compute in 32 bits."""
+
+
+def model_findings(config: ModelConfig) -> Iterator[Finding]:
+    """The findings up to the first one without which the others cannot be made."""
+    try:
+        folder = place_of(config)
+        yield Finding("files", str(folder))
+        settings = load_settings(config)
+        refuse_by_configuration(settings)
+        if reason := without_trees(settings):
+            yield Finding("family", f"{settings.model_type}, which verifies chains of drafts, as this one {reason}")
+        else:
+            yield Finding("family", f"{settings.model_type}, which can verify draft trees as far as its settings show")
+        if library := library_of(settings):
+            require_libraries(config.name, settings, None)
+            yield Finding("quantized", f"by {library}, whose packages are there")
+        yield from _weights(config, folder)
+        yield from _tokenizer(config)
+    except HdtoolError as error:
+        yield Finding("model", str(error), MEND)
+
+
+def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
+    if file := gguf_file(config):
+        slow = slow_weights(GGUFHeader.read(file)) if pick_device("auto").type == "cpu" else None
+        if slow:
+            yield Finding("weights", f"in the GGUF file; {slow}", NOTE, "take a file in Q8_0, Q4_K_M or Q4_0")
+        else:
+            yield Finding("weights", "in the GGUF file; they are read once, when they are first needed")
+        return
+    files = weight_files(folder)
+    if not files:
+        yield _no_weights(config)
+        return
+    size = sum(file.stat().st_size for file in files)
+    found = f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
+    needed, available = size * BYTES_IN_FLOAT32, available_memory()
+    if pick_device("auto").type == "cpu" and available and needed > available:
+        advice = "take --dtype bfloat16, --quantization q8_0 or int8, or a smaller model"
+        yield Finding("weights", f"{found}, {needed / 1e9:.1f} GB in float32: more than the memory", NOTE, advice)
+    else:
+        yield Finding("weights", found)
+
+
+def _no_weights(config: ModelConfig) -> Finding:
+    if config.model and Path(config.model).expanduser().is_dir():
+        advice = "get the folder again, whole: model.safetensors, or all shards of its index"
+        return Finding("weights", "missing or not whole", MEND, advice)
+    return Finding("weights", "not downloaded yet", NOTE, f"hf download {config.model}, or the first answer does it")
+
+
+def _tokenizer(config: ModelConfig) -> Iterator[Finding]:
+    tokenizer = load_tokenizer(config)
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    yield Finding("tokenizer", f"{fingerprint.fingerprint}, {fingerprint.vocab_size:,} tokens")
+    if getattr(tokenizer, "chat_template", None):
+        yield Finding("chat template", "there: prompts are put into it")
+    else:
+        yield Finding("chat template", "none: prompts are continued as text, as by a base model", NOTE)
+    yield _model_store(config, checkpoint_of(config), fingerprint)
+    if corpus := corpus_index_for(fingerprint):
+        yield Finding("corpus index", _described(corpus))
+    else:
+        advice = f"hdtool build-corpus-db --model {shlex.quote(config.name)} texts/"
+        yield Finding("corpus index", "none", NOTE, advice)
+
+
+def _model_store(config: ModelConfig, model: Checkpoint | None, tokenizer: TokenizerFingerprint) -> Finding:
+    if found := model_store_for(model, tokenizer):
+        return Finding("model store", _described(found))
+    advice = f"hdtool build-model-db --model {shlex.quote(config.name)} --from answers.jsonl"
+    return Finding("model store", "none of this model" if model else "none, as the weights are not here", NOTE, advice)
+
+
+def _described(folder: Path) -> str:
+    return f"{folder}, {read_manifest(folder).counts['tokens']:,} tokens"
+
+
+PROMPT = "def read(path):"
+TOKENS = 10
+NODES = 8
+"""Draft tokens of each step: their number is not left to measured passes, which may say that none pay."""
+
+
+def decoding_findings() -> Iterator[Finding]:
+    try:
+        (plain, _), (drafted, steps) = decoded("ar"), decoded("hd")
+    except Exception as error:  # libraries that do not fit raise many kinds
+        advice = "install the versions of constraints.txt, and report this with the output of hdtool doctor --json"
+        yield Finding("decoding", f"the embedded model cannot be used ({reason_of(error)})", MEND, advice)
+        return
+    if drafted != plain:
+        advice = "report this with the output of hdtool doctor --json"
+        yield Finding("decoding", "the embedded model gives another answer with drafts than without", MEND, advice)
+        return
+    yield Finding("decoding", f"the embedded model gives {len(plain)} tokens in {steps} steps, as without drafts")
+
+
+def decoded(method: str) -> tuple[list[int], int]:
+    """An answer of the embedded model and the number of its steps; no proof or cost curve is kept."""
+    decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
+    stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+    answerer = Answerer(
+        ModelConfig(dtype="float32", threads=torch.get_num_threads()),
+        decoding,
+        SamplingConfig(),
+        store_set=stores,
+    )
+    for answer in answerer.all_answers([Prompt.from_text(PROMPT)]):
+        for _ in answer:
+            pass
+    return answer.output_ids, answer.stats.steps

@@ -1,0 +1,297 @@
+"""The plan of a benchmark and its execution: from settings and questions to a folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from itertools import chain, cycle, islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hdtool.builders.evaluation.bench import Bench, hash_of, turns_of
+from hdtool.builders.evaluation.contenders import Contender, DraftingContender, GenerateContender
+from hdtool.builders.evaluation.llama_cpp_peer import (
+    KEY,
+    LlamaCppContender,
+    check_file,
+    check_same_model,
+    describe_build,
+    files_of,
+    why_not,
+)
+from hdtool.builders.evaluation.replay import with_own_history
+from hdtool.builders.evaluation.scores import baseline_of
+from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
+from hdtool.data.conversation_shapes import question_id
+from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.prompts import Prompt, of_all_categories
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.runtime.budget.cost_curve import MeasuredCosts
+from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
+from hdtool.runtime.config import (
+    LLAMA_CPP,
+    METHODS,
+    OTHER_FILE,
+    PEERS,
+    WITHOUT_GRAMMARS,
+    BenchConfig,
+    DecodeConfig,
+    ModelConfig,
+    SamplingConfig,
+    StoresConfig,
+)
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
+from hdtool.runtime.environment import compute_with, describe_environment, dtype_name
+from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
+from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
+from hdtool.runtime.stores.store_set import StoreSet
+
+OWN = (
+    "Explain in a few sentences why leaves turn red in autumn, and what happens to the tree in winter.",
+    "Write a Python function that returns the words of a text with their counts, most frequent first.",
+    "A train covers 60 km in 45 minutes. How far does it travel in 2 hours at the same speed? Show each step.",
+    "Write a short letter to a neighbour who has looked after the garden during the holidays.",
+)
+"""Asked if the questions that are not measured do not suffice."""
+
+
+def questions_to_warm_up(
+    measured: Sequence[Prompt], spare: Sequence[Prompt], count: int, fits: Callable[[Prompt], bool]
+) -> list[Prompt]:
+    """Questions that are not measured: ``spare`` ones of different categories that fit the model, then our own.
+
+    An equal text among the measured questions excludes a question, whatever its id.
+    """
+    asked = {question.messages[-1]["content"] for question in measured}
+    others = [question for question in spare if question.messages[-1]["content"] not in asked]
+    own = [
+        Prompt.from_text(text, id=f"warm-up {number}") for number, text in enumerate(OWN, start=1) if text not in asked
+    ]
+    usable = filter(fits, of_all_categories(others, len(others)))
+    return list(islice(chain(usable, cycle(filter(fits, own))), count))
+
+
+GENERATE = set(PEERS) - set(LLAMA_CPP)
+PROMPT_LOOKUP_TOKENS = 10
+"""Tokens that ``generate`` drafts by prompt lookup: the number in the documentation of transformers."""
+
+
+class Lineup:
+    """Makes the contenders.
+
+    hdtool's methods share the loaded target. ``generate`` runs on the same model, unless hdtool replaced its linear
+    layers, as it does for small models on CPUs: then ``generate`` runs on a stock model that shares the weights.
+    llama.cpp reads the weights from a GGUF file itself.
+    """
+
+    def __init__(
+        self, loaded: Loaded, store_set: StoreSet, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig
+    ) -> None:
+        self._loaded = loaded
+        self._store_set = store_set
+        self._config = replace(model, device=str(loaded.target.device), dtype=dtype_name(loaded.target.dtype))
+        self._decoding = decoding
+        self._sampling = sampling
+
+    def contenders(
+        self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
+    ) -> dict[str, Contender]:
+        """Contenders by name, in the order of the names; ``llama_cpp`` has the files of its rows."""
+        found: dict[str, Contender] = {}
+        stock = self._stock() if set(names) & GENERATE else None
+        for name in names:
+            if stock is not None and name in GENERATE:
+                found[name] = self._peer(name, stock, assistant)
+            elif name in LLAMA_CPP:
+                file, lookup = (llama_cpp or {})[name], name == "llama.cpp-pld"
+                found[name] = LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
+            else:
+                new = partial(self._new_drafter, replace(self._decoding, method=name))
+                most = self._decoding.max_new_tokens
+                found[name] = DraftingContender(
+                    self._loaded, new(), self._sampling, most, new, self._decoding.draft_tokens
+                )
+        return found
+
+    @cached_property
+    def _costs(self) -> MeasuredCosts:
+        """Passes are timed once for all drafters."""
+        target = self._loaded.target
+        return MeasuredCosts(target.log, cost_here(target), only_timed_sizes=target.captures)
+
+    def _new_drafter(self, config: DecodeConfig) -> Drafter:
+        """A drafter with an empty history of its own."""
+        target = self._loaded.target
+
+        def budget() -> FixedBudget | MeasuredBudget:
+            return (
+                MeasuredBudget(target.log, self._costs)
+                if config.draft_tokens is None
+                else FixedBudget(config.draft_tokens)
+            )
+
+        return drafter_within(budget, config, with_own_history(self._store_set, config), target)
+
+    def _peer(self, name: str, stock: PreTrainedModel, assistant: str | None) -> Contender:
+        drafting: dict[str, Any] = {}
+        if name == "generate-pld":
+            drafting = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+        elif name == "generate-assisted":
+            drafting = self._assistant_options(
+                stock, replace(self._config, model=assistant, gguf_file=None, quantization=None)
+            )
+        return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
+
+    def _stock(self) -> PreTrainedModel:
+        own: PreTrainedModel = self._loaded.target.model
+        if not has_compiled_layers(own):
+            return own
+        stock = load_stock(self._config)
+        share_weights(stock, own)
+        return stock
+
+    def _assistant_options(self, stock: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
+        tokenizer = load_tokenizer(config)
+        own, other = TokenizerFingerprint.of(self._loaded.tokenizer), TokenizerFingerprint.of(tokenizer)
+        if own != other:
+            raise ModelError(
+                f"{config.model} cannot assist {self._loaded.name}: its tokenizer is another one "
+                f"({other.vocab_size:,} tokens, the model's has {own.vocab_size:,}): "
+                "name a draft model of the same family"
+            )
+        assistant = load_stock(config)
+        found = {"assistant_model": assistant}
+        if assistant.config.get_text_config().vocab_size == stock.config.get_text_config().vocab_size:
+            return found
+        # The embeddings are padded to different sizes, which transformers takes for different tokenizers.
+        return found | {"tokenizer": self._loaded.tokenizer, "assistant_tokenizer": tokenizer}
+
+
+FREE = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
+"""Settings that change no answer and no time; the hash of the questions depends on the choice among them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All settings of a measurement."""
+
+    questions: Sequence[Prompt]
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    decoding: DecodeConfig = field(default_factory=DecodeConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    store_set: StoresConfig = field(default_factory=StoresConfig)
+    chat: bool | None = None
+    spare: Sequence[Prompt] = ()
+    """Questions that are not measured, for the warm-up."""
+
+    def options(self) -> dict[str, Any]:
+        """The settings as ``run.json`` records them; a run with equal settings is resumed."""
+        # The threads of the benchmark replace those of the model.
+        parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
+        named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
+        # As JSON has them: a run that was read has lists.
+        listed = {name: list(value) for name, value in named.items() if isinstance(value, tuple)}
+        return named | listed | {"chat": self.chat, "questions": hash_of(self.questions)}
+
+    def at(self, temperature: float) -> Plan:
+        """The same plan at another temperature, with its results in a subfolder."""
+        place = Path(self.bench.out) / f"temperature-{temperature:g}"
+        sampling = replace(self.sampling, temperature=temperature)
+        bench = replace(self.bench, out=str(place))
+        if not sampling.is_greedy:
+            methods = self.bench.methods and tuple(name for name in self.bench.methods if name not in LLAMA_CPP)
+            bench = replace(bench, methods=methods, llama_cpp_file=None)
+        return replace(self, bench=bench, sampling=sampling)
+
+    def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
+        """Measure what the folder lacks; ``on_progress`` receives the number of answers so far, and of all.
+
+        Each turn of a question counts once for each contender and round, those of the warm-up too.
+        """
+        folder = Path(self.bench.out)
+        before = Run.read(folder)
+        if before is not None:
+            options = self.options()
+            # A complete run of an earlier version is shown as it is; one that lacks settings is not resumed.
+            refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
+            found = read_results(folder)
+            if found.complete:
+                return found
+            refuse_other_options(folder, before, options)
+        with locked(folder):
+            self._measure(folder, on_progress)
+        return read_results(folder)
+
+    def _measure(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+        files = files_of(self.model, self.bench.llama_cpp_file)
+        obstacles = {name: why_not(name, files, self.model, self.sampling) for name in LLAMA_CPP}
+        for name in self.bench.methods or ():
+            if reason := obstacles.get(name):
+                raise ModelError(f"{name} {reason}")
+        other = files.get(OTHER_FILE)
+        if other:
+            check_file(other)
+        grammars = any(question.grammar for question in self.questions)
+        if grammars and (named := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
+            raise OptionError(f"{named[0]} cannot be measured on answers that follow a grammar: leave it out")
+        compute_with(self.bench.threads)
+        loaded = load(self.model)
+        letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
+        store_set = StoreSet.for_tokenizer(
+            loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint, identified=True
+        )
+        if other:
+            check_same_model(other, loaded)
+        runnable = [name for name, reason in obstacles.items() if not reason]
+        trained = methods_with_drafters(self.decoding, loaded.target.model)
+        has_corpus = store_set.corpus is not None
+        methods = self.bench.chosen(has_corpus=has_corpus, trained=trained, llama_cpp=runnable, grammars=grammars)
+        baseline_of(methods, self.bench.baseline)
+        rows = {name: files[name] for name in methods if name in LLAMA_CPP}
+        build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None
+        llama_cpp = {"llama_cpp": build["version"], KEY: build} if build else {}
+        run = Run(
+            self.options(),
+            methods,
+            len(self.questions),
+            describe_environment(loaded, store_set) | llama_cpp,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        ids = [question_id(question.id) for question in self.questions]
+        results = ResultFolder(folder, run, ids)
+        lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
+        contenders = lineup.contenders(methods, self.bench.assistant, rows)
+        most = self.decoding.max_new_tokens
+        progress = _Progress(on_progress)
+        bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters, progress.advance)
+        bench.check(self.questions)
+        warm_up = questions_to_warm_up(self.questions, self.spare, self.bench.warm_up, bench.fits)
+        left = self.questions[results.answered :]
+        progress.begin(len(contenders) * (sum(map(turns_of, warm_up)) + self.bench.rounds * sum(map(turns_of, left))))
+        bench.warm_up(warm_up)
+        for answers in bench.answers(self.questions, results.answered):
+            results.add(answers)
+
+
+class _Progress:
+    """Counts the answers of a benchmark."""
+
+    def __init__(self, on_progress: Callable[[int, int], None]) -> None:
+        self._on_progress = on_progress
+        self._done = self._total = 0
+
+    def begin(self, total: int) -> None:
+        self._total = total
+        self._on_progress(0, total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._on_progress(self._done, self._total)

@@ -1,0 +1,342 @@
+"""The contenders of a benchmark: hdtool's methods, and ``generate`` of transformers."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.errors import CostError, ModelError, OptionError
+from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config import SHAPES, ModelConfig, SamplingConfig
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.generate_settings import generate_options, refuse_settings
+from hdtool.runtime.grammar import Guide, guided, masks_of
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.library import cache_in
+from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
+from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sequence import Finish, Stats, Step, room_for
+from hdtool.runtime.text_stream import text_of
+
+INCHES, DOTS = (7.0, 4.2), 150
+
+
+def draw_cost(curve: CostCurve, path: Path) -> None:
+    """Milliseconds over draft nodes, a line for each context, as a PNG."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
+
+    figure: Any = Figure(figsize=INCHES, layout="constrained")
+    axes = figure.subplots()
+    for place, (context, times) in enumerate(zip(curve.contexts, curve.milliseconds, strict=True)):
+        color = colormaps["viridis"](0.9 * place / max(1, len(curve.contexts) - 1))
+        axes.plot(curve.nodes, times, marker="o", markersize=3.5, color=color, label=f"{context:,}")
+    axes.set(xlabel="draft nodes in the pass", ylabel="milliseconds", xlim=(0, None), ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title="context, tokens", fontsize="small", title_fontsize="small")
+    axes.set_title(f"A forward pass of {curve.model} in {curve.dtype}\n{curve.device}", fontsize="medium")
+    with picture_file(path).replaced() as stream:
+        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+
+
+def picture_file(path: Path) -> OutputFile:
+    """The plot, replaced only if hdtool drew the old one."""
+    return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
+
+
+SEED = 0
+
+
+def load_shape(shape: str, config: ModelConfig) -> Loaded:
+    """A model of a known shape, or of a configuration on disk, with the tokenizer of the model in ``config``."""
+    tokenizer = load_tokenizer(config)
+    if config.quantization:
+        raise OptionError(
+            f"--quantization {config.quantization} has no effect on a shape, whose weights are random: leave it out"
+        )
+    settings = _settings(shape)
+    refuse_by_configuration(settings)
+    text = settings.get_text_config(decoder=True)
+    if text.vocab_size < len(tokenizer):
+        text.vocab_size = len(tokenizer)
+    device = pick_device(config.device)
+    use_planless_attention(device)
+    try:
+        dtype = pick_dtype(config.dtype, device)
+        torch.manual_seed(SEED)
+        with device:  # made in place: a copy would need twice the memory
+            model: Any = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+            )
+        if device.type == "cpu":
+            compile_linear_layers(model)
+        target = Target(model)
+        if device.type == "cpu":
+            target.compiled = compile_cpu(target)
+    except torch.OutOfMemoryError:
+        raise ModelError(f"{shape} does not fit into the memory of its device: take a smaller shape or dtype") from None
+    return Loaded(f"{shape}, random weights", target, tokenizer)
+
+
+def _settings(shape: str) -> Any:
+    if shape in SHAPES:
+        return LlamaConfig(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    path = Path(shape).expanduser()
+    if not path.exists():
+        raise OptionError(f"shape is {shape!r}: it must be one of {', '.join(SHAPES)}, or the path of a config.json")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{shape} is no configuration of a model ({reason}): name a config.json") from None
+
+
+def weights_read(target: Target) -> int:
+    """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens."""
+    model: Any = target.model
+    whole = sum(int(weight.nbytes) for weight in model.parameters())
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return whole if head is not None and head.weight is table else whole - int(table.nbytes)
+
+
+T = TypeVar("T")
+
+
+class Contender(Protocol):
+    """Answers a prompt and measures the answer."""
+
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        """The answer to a prompt, held to the grammar of ``guide``, which is for this answer alone.
+
+        A ``prediction`` is what the answer will probably look like, for contenders that can draft from it.
+        """
+        ...
+
+    def fresh(self) -> Contender:
+        """The same contender, without anything that it learned from the prompts before."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftingContender:
+    """One of hdtool's methods."""
+
+    loaded: Loaded
+    drafter: Drafter
+    sampling: SamplingConfig
+    max_new_tokens: int
+    new_drafter: Callable[[], Drafter]
+    draft_tokens: int | None = None
+
+    def fresh(self) -> DraftingContender:
+        return replace(self, drafter=self.new_drafter())
+
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        stats = Stats()
+        drafter = guided(self.drafter, guide, self.draft_tokens)
+        decoding = steps_of(
+            self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
+        )
+        counted = stats.counted(decoding, drafter)
+        steps, seconds = timed(self.loaded.target.device, lambda: list(counted))
+        output_ids = [token for step in steps for token in step.tokens]
+        return AnsweredTurn(
+            text_of(self.loaded.tokenizer, output_ids),
+            output_ids,
+            [len(step.tokens) for step in steps],
+            seconds,
+            finish=str(steps[-1].finish),
+            nodes=sum(len(step.tree) for step in steps),
+            draft_seconds=stats.draft_seconds,
+            model_seconds=stats.verify_seconds,
+            drafted_by=[int(source) for step in steps for source in step.sources],
+            sources=stats.sources_json(),
+        )
+
+
+def steps_of(
+    loaded: Loaded,
+    drafter: Drafter,
+    sampling: SamplingConfig,
+    most: int,
+    prompt: list[int],
+    masks: Sequence[LogitsProcessor] = (),
+    prediction: Sequence[int] = (),
+) -> Iterator[Step]:
+    """The steps of an answer of at most so many tokens; ``masks`` are those of a grammar.
+
+    Without prefix caching: one contender would profit from a prompt that another one read before it.
+    """
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most, first=masks)
+    return decode(
+        loaded.target,
+        prompt,
+        sampler,
+        max_new_tokens=most,
+        stops=stops,
+        drafter=drafter,
+        prediction=prediction,
+        prefix_caching=False,
+    )
+
+
+class GenerateContender:
+    """``generate`` of transformers, with the same stop tokens, length and temperature.
+
+    Greedy answers equal plain decoding. Sampled ones differ: transformers draws tokens in its own way.
+    """
+
+    def __init__(
+        self, loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, **drafting: Any
+    ) -> None:
+        """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it drafts nothing."""
+        self._loaded = loaded
+        self._model: Any = model
+        self._seed = sampling.seed
+        self._most = max_new_tokens
+        self._drafting = drafting
+        refuse_settings(model.generation_config)
+        self._sampling = sampling
+        self._assistant: Any = drafting.get("assistant_model")
+        self._learned: Any = copy.deepcopy(self._assistant.generation_config) if self._assistant else None
+        """Settings of the draft model: some schedules adapt their number of draft tokens from answer to answer."""
+        self._begun: Any = copy.deepcopy(self._learned)
+
+    def fresh(self) -> GenerateContender:
+        other = copy.copy(self)
+        other._learned = copy.deepcopy(self._begun)
+        return other
+
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        if self._assistant:
+            self._assistant.generation_config = self._learned
+        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        torch.manual_seed(self._seed % 2**63)
+        passes = Passes(len(prompt))
+        generated = partial(
+            generate_ids,
+            self._loaded,
+            self._sampling,
+            prompt,
+            room,
+            model=self._model,
+            masks=masks_of(guide),
+            **self._drafting,
+        )
+        # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
+        with passes.counted(self._model, wanted=bool(self._drafting)):
+            output_ids, seconds = timed(self._model.device, generated)
+        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=bool(self._drafting))
+
+
+def generate_ids(
+    loaded: Loaded,
+    sampling: SamplingConfig,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    model: PreTrainedModel | None = None,
+    masks: Sequence[LogitsProcessor] = (),
+    **options: Any,
+) -> list[int]:
+    """The answer of ``model.generate``, without the prompt; ``model`` replaces the target of ``loaded``."""
+    generator: Any = model or loaded.target.model
+    ids = torch.tensor([prompt], device=generator.device)
+    if generator.generation_config.stop_strings:
+        options = {"tokenizer": loaded.tokenizer, **options}
+    if masks:
+        options = {"logits_processor": LogitsProcessorList(masks), **options}
+    options |= generate_options(sampling, generator.generation_config, loaded.stops, max_new_tokens)
+    output = generator.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
+
+
+class Passes:
+    """Counts the tokens of each forward pass of a peer."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self._known = [prompt_length]
+        """Tokens of the conversation at the start of each pass."""
+        self.drafted = 0
+        self._first = True
+
+    def note(self, known: int, drafted: int) -> None:
+        """Another pass after the first: the tokens of the conversation before it, and those that it verifies."""
+        self._known.append(known)
+        self.drafted += drafted
+
+    def tokens(self, answered: int) -> list[int]:
+        """The tokens of each pass, of ``answered`` tokens in total."""
+        ends = [*self._known[1:], self._known[0] + answered]
+        return [end - start for start, end in zip(self._known, ends, strict=True)]
+
+    def answer(
+        self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
+    ) -> AnsweredTurn:
+        """The answer that the passes gave; without drafts, each gave one token."""
+        ended = output_ids[-1] in loaded.stops
+        return AnsweredTurn(
+            text_of(loaded.tokenizer, output_ids),
+            output_ids,
+            self.tokens(len(output_ids)) if drafts else [1] * len(output_ids),
+            seconds,
+            finish=str(Finish.STOP if ended else at_the_end),
+            nodes=self.drafted,
+        )
+
+    @contextmanager
+    def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
+        """Count the passes inside ``generate`` by the lengths of their inputs."""
+        hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if wanted else None
+        try:
+            yield
+        finally:
+            if hook:
+                hook.remove()
+
+    def _note_inputs(self, model: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        rows = options["input_ids"].shape[1]
+        if self._first:
+            self._first = False
+            self.drafted += rows - self._known[0]
+        else:
+            # The last token is not in the KV cache yet: it is the first input of the pass.
+            self.note(cache_in(options).get_seq_length() + 1, rows - 1)
+
+
+def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
+    """The result of an action and its seconds; the device is synchronized before and after."""
+    _synchronize(device)
+    started = time.perf_counter()
+    found = action()
+    _synchronize(device)
+    return found, time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,243 @@
+"""llama.cpp as a contender of a benchmark, on GGUF files of the model, and what is measured by it: build and files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdtool.builders.evaluation.contenders import Passes, timed
+from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.errors import ModelError, reason_of
+from hdtool.data.gguf_header import GGUFHeader
+from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
+from hdtool.runtime.grammar import Guide
+from hdtool.runtime.kernels.vector_code import has_feature
+from hdtool.runtime.model.gguf.converted_folder import gguf_file
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sequence import room_for
+
+PACKAGE = "llama-cpp-python"
+ON_OWN_FILE = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
+DRAFTED_ON_CPU, DRAFTED_ON_GPU = 2, 10
+"""Tokens that its prompt lookup drafts: the numbers in the documentation of llama-cpp-python."""
+LEAST_CONTEXT = 2048
+"""Tokens of the KV cache to begin with; a longer question loads the model again, outside of the measured time."""
+
+CPU_FEATURES = {
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "F16C": "f16c",
+    "FMA": "fma",
+    "BMI2": "bmi2",
+    "AVX_VNNI": "avxvnni",
+    "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512vnni",
+    "AVX512_BF16": "avx512bf16",
+    "AMX_INT8": "amx-int8",
+    "NEON": "neon",
+    "DOTPROD": "dotprod",
+    "MATMUL_INT8": "i8mm",
+    "SVE": "sve",
+}
+"""Extensions of processors by the name that llama.cpp's system_info prints, with LLVM's name."""
+GPU = "GPU offload"
+KEY = "llama_cpp_build"
+"""The name of the description among the surroundings of a run."""
+UNKNOWN = "unknown quantization"
+
+
+def files_of(model: ModelConfig, other: str | None = None) -> dict[str, Path]:
+    """The GGUF file of each row of llama.cpp that has one: that of the model, or the one named beside it."""
+    own = gguf_file(model)
+    found = dict.fromkeys(ON_OWN_FILE, own) if own else {}
+    return found | ({OTHER_FILE: Path(other).expanduser()} if other else {})
+
+
+def why_not(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
+    """Why a row of llama.cpp cannot take part, as the end of a sentence; empty if it can."""
+    if name not in files:
+        return f"runs on GGUF files, and {model.name} is none: name one with --model"
+    if not find_spec("llama_cpp"):
+        return f"needs {PACKAGE}, not installed here: pip install {PACKAGE}"
+    if not sampling.is_greedy or sampling.repetition_penalty not in (None, 1.0):
+        return "is measured with greedy answers alone: leave it out, or --temperature and --repetition-penalty"
+    return ""
+
+
+class LlamaCppContender:
+    """llama.cpp, plain or with its prompt lookup: greedy answers to the same ids, with the same end tokens and length.
+
+    Its products round activations to few bits, so that answers may differ from those in float32.
+    """
+
+    def __init__(self, loaded: Loaded, file: Path, max_new_tokens: int, *, lookup: bool) -> None:
+        self._loaded = loaded
+        self._file = file
+        self._most = max_new_tokens
+        self._looks_up = lookup
+        self._context = 0
+        self._llama: Any = None
+        self._passes = Passes(0)
+
+    def fresh(self) -> LlamaCppContender:
+        return self  # each answer begins with an empty KV cache, and nothing else is kept
+
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
+        assert guide is None, "its grammars are its own, so the answers could not be compared"
+        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        self._provide(len(prompt) + room)
+        # Without this, it would keep the part of the KV cache that the prompt shares with the one before.
+        self._llama.reset()
+        self._passes = passes = Passes(len(prompt))
+        output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
+        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=self._looks_up)
+
+    def _generated(self, prompt: list[int], room: int) -> list[int]:
+        found: list[int] = []
+        for token in self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            found.append(int(token))
+            if len(found) == room or token in self._loaded.stops:
+                break
+        return found
+
+    def _provide(self, tokens: int) -> None:
+        """Load the model, unless it is loaded with a KV cache of so many tokens."""
+        if self._context >= tokens:
+            return
+        from llama_cpp import Llama
+
+        self._context = max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length())
+        threads, on_gpu = torch.get_num_threads(), self._loaded.target.device.type == "cuda"
+        self._llama = None  # its memory is needed
+        try:
+            self._llama = Llama(
+                str(self._file),
+                n_ctx=self._context,
+                n_threads=threads,
+                n_threads_batch=threads,
+                n_gpu_layers=-1 if on_gpu else 0,
+                # Its drafts are verified by all logits; unless they are asked for, it has no room for long prompts.
+                logits_all=self._looks_up,
+                draft_model=self._lookup(DRAFTED_ON_GPU if on_gpu else DRAFTED_ON_CPU) if self._looks_up else None,
+                verbose=False,
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ModelError(
+                f"llama.cpp cannot load {self._file} ({reason_of(error)}): leave llama.cpp out of --methods, or "
+                f"install another {PACKAGE}"
+            ) from error
+
+    def _lookup(self, most: int) -> Any:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        draft: Any = LlamaPromptLookupDecoding(num_pred_tokens=most)
+
+        def counted(context: Any, **options: Any) -> Any:
+            found = draft(context, **options)
+            self._passes.note(len(context), len(found))
+            return found
+
+        return counted
+
+
+def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]:
+    """The installed llama.cpp and the file of each of its rows, as JSON has them."""
+    import llama_cpp
+
+    features = features_of(llama_cpp.llama_print_system_info().decode())
+    lacking = [name for name, known in CPU_FEATURES.items() if has_feature(known) and name not in features]
+    if on_gpu:
+        # The features of the CPU matter little then.
+        lacking = [] if llama_cpp.llama_supports_gpu_offload() else [GPU]
+    own_version = getattr(llama_cpp, "llama_version", None)  # since 2026
+    return {
+        "version": str(llama_cpp.__version__),
+        "llama_cpp_version": own_version().decode() if own_version else None,
+        "features": features,
+        "lacking": lacking,
+        "files": {
+            name: {"file": file.name, "quantization": quantization_of(GGUFHeader.read(file))}
+            for name, file in files.items()
+        },
+    }
+
+
+def features_of(system_info: str) -> list[str]:
+    """The features that system_info says a build has, as in ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
+    found = []
+    for part in system_info.split("|"):
+        name, equals, value = part.rpartition(":")[2].partition("=")
+        if equals and value.strip() not in ("", "0"):
+            found.append(name.strip())
+    return found
+
+
+def quantization_of(header: GGUFHeader) -> str:
+    """The name of a file's quantization, as in Q4_K_M; that of most of its weights where the file doesn't say it."""
+    from gguf import GGMLQuantizationType, LlamaFileType
+
+    try:
+        named = LlamaFileType(header.values.get("general.file_type", -1))
+        if named is not LlamaFileType.GUESSED:
+            return named.name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:  # absent, or newer than the library
+        pass
+    weights = Counter[int]()
+    for tensor in header.tensors:
+        weights[tensor.kind] += tensor.numbers
+    try:
+        return GGMLQuantizationType(weights.most_common(1)[0][0]).name
+    except (ValueError, IndexError):
+        return UNKNOWN
+
+
+def notes_of(surroundings: Mapping[str, Any]) -> list[str]:
+    """What a reader must know to judge the rows of llama.cpp in a run; nothing without such rows."""
+    build = surroundings.get(KEY)
+    if build is None:
+        return []
+    files = ", ".join(f"{name} on {of['file']} ({of['quantization']})" for name, of in build["files"].items())
+    own = f" (llama.cpp {build['llama_cpp_version']})" if build["llama_cpp_version"] else ""
+    notes = [files, f"llama-cpp-python {build['version']}{own}, built with {', '.join(build['features']) or 'no SIMD'}"]
+    if build["lacking"]:
+        notes.append(
+            f"This build of llama.cpp is not its fastest: it lacks {', '.join(build['lacking'])}, which this machine "
+            f"has. Build it with CMAKE_ARGS=-D{'GGML_CUDA' if GPU in build['lacking'] else 'GGML_NATIVE'}=ON"
+        )
+    return notes
+
+
+def check_file(file: Path) -> None:
+    """Refuse what is no GGUF file, before a model is loaded."""
+    if not file.is_file():
+        raise ModelError(f"--llama-cpp-file names {file}, which is no file: name a GGUF file of the same model")
+    GGUFHeader.read(file)
+
+
+def check_same_model(file: Path, loaded: Loaded) -> None:
+    """Refuse a file whose sizes are not those of the loaded model."""
+    header, config = GGUFHeader.read(file), loaded.target.model.config.get_text_config()
+    sizes = {
+        "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),
+        "columns": (header.values.get(f"{header.architecture}.embedding_length"), config.hidden_size),
+    }
+    for what, (found, wanted) in sizes.items():
+        if found is not None and found != wanted:
+            raise ModelError(
+                f"--llama-cpp-file names {file}, a model of {found} {what}, and {loaded.name} has {wanted}: name a "
+                "GGUF file of the same model"
+            )
+    tokens = header.values.get("tokenizer.ggml.tokens")
+    # Files are padded, tokenizers are not.
+    if isinstance(tokens, int) and tokens < len(loaded.tokenizer):
+        raise ModelError(
+            f"--llama-cpp-file names {file}, with {tokens:,} tokens, and the tokenizer of {loaded.name} has "
+            f"{len(loaded.tokenizer):,}: name a GGUF file of the same model"
+        )

@@ -1,0 +1,239 @@
+"""An engine without a model: it answers what was recorded, so that drafts are judged by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hdtool.data.chat import conversation_text, encode_text, has_chat_template
+from hdtool.data.conversation import Rankings
+from hdtool.data.errors import PromptError, RecordError
+from hdtool.data.progress import Tally
+from hdtool.data.prompts import Message
+from hdtool.data.records import Recorded, Trace
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engine import PassLog, Verified, Want
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.load import load_stops, load_tokenizer
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
+from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """One recorded answer and its context."""
+
+    conversation: str
+    category: str
+    number: int
+    """Within its conversation, from 0."""
+    prompt: list[int]
+    answer: list[int]
+    """Ends with the token that ends a turn, unless the answer was cut off."""
+    most: int | None = None
+    """The limit of the answer's length: near the limit, the loop clips draft trees."""
+    rankings: Rankings | None = None
+    """The target's best tokens at each position, if they were recorded."""
+
+
+class TurnReader:
+    """Rebuilds the contexts of recorded answers with the tokenizer of the model that gave them."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Container[int], end: int | None, chat: bool | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._stops = stops
+        self._end = end
+        self._chat = has_chat_template(tokenizer) if chat is None else chat
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, chat: bool | None = None) -> TurnReader:
+        tokenizer = load_tokenizer(model)
+        return cls(tokenizer, load_stops(model, tokenizer), tokenizer.eos_token_id, chat)
+
+    def turns(self, trace: Trace) -> list[RecordedTurn]:
+        try:
+            return self._turns(trace)
+        except PromptError as error:
+            raise RecordError(f"{trace.where}: {error}") from None
+
+    def usable(self, traces: Iterable[Trace], tally: Tally) -> Iterator[tuple[Trace, list[RecordedTurn]]]:
+        """The traces with their turns; those whose contexts cannot be rebuilt are counted in ``tally``."""
+        for trace in traces:
+            try:
+                yield trace, self._turns(trace)
+            except PromptError as error:
+                tally.refuse(trace.where, error)
+
+    def _turns(self, trace: Trace) -> list[RecordedTurn]:
+        return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
+
+    def _turn(self, trace: Trace, number: int, recorded: Recorded) -> RecordedTurn:
+        asked = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
+        prompt = self._ids(asked)
+        if not prompt:
+            raise PromptError("there is nothing before the answer: leave the conversation out")
+        if recorded.ids is None:
+            answer, most = self._answer(asked, prompt, trace.messages[: recorded.place + 1]), None
+        else:
+            answer, most = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
+        return RecordedTurn(trace.id, trace.category, number, prompt, answer, most, recorded.rankings)
+
+    def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
+        """The tokens of an answer recorded as text, which counts as complete."""
+        text = messages[-1]["content"]
+        whole = conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else asked + text
+        ids = self._ids(whole)
+        answer = ids[len(prompt) :]
+        ended = self._ending_of(answer)
+        # A template may render a given answer differently, or not mark its end.
+        if ids[: len(prompt)] != prompt or (self._chat and ended is None):
+            answer = encode_text(self.tokenizer, text, special=False)
+            ended = self._ending_of(answer)
+        if ended is not None:
+            return answer[: ended + 1]
+        if self._end is None:
+            raise PromptError("this tokenizer knows no token that ends an answer: name a model that has one")
+        return [*answer, self._end]
+
+    def _ids(self, text: str) -> list[int]:
+        return encode_text(self.tokenizer, text, special=not self._chat)
+
+    def _ending_of(self, answer: list[int]) -> int | None:
+        return next((place for place, token in enumerate(answer) if token in self._stops), None)
+
+    def _checked(self, ids: Sequence[int], text: str) -> list[int]:
+        """The recorded ids; raises unless they decode to the recorded text."""
+        if max(ids) >= len(self.tokenizer) or text_of(self.tokenizer, ids) != text:
+            raise PromptError(
+                "the ids of an answer do not spell its text with this tokenizer: name the model that answered, "
+                "with --model"
+            )
+        return list(ids)
+
+
+class RecordedLogits:
+    """A row for the root and for each node; minus infinity for all tokens and nodes that were not recorded."""
+
+    def __init__(self, turns: Iterable[RecordedTurn]) -> None:
+        """Has room for the tokens of these turns."""
+        self._vocabulary = 1 + max(
+            (int(max(*turn.prompt, *turn.answer, turn.rankings.tokens.max())) for turn in turns if turn.rankings),
+            default=0,
+        )
+        self._logits = torch.full((1 + LARGEST_TREE, self._vocabulary), -torch.inf)
+        self._rows = self._logits.numpy()
+        self._filled = 0
+
+    def after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
+        """Those of a tree below ``done`` tokens of an answer, valid until the next call."""
+        self._rows[: self._filled] = -torch.inf
+        self._filled = 1 + nodes
+        for place, row in enumerate([0, *(node + 1 for node in path)], done):
+            self._rows[row, rankings.tokens[place]] = rankings.logprobs[place]
+        return self._logits[: self._filled]
+
+
+NO_LOGITS = torch.empty(0)
+NOTHING = -1
+"""The arg-max where nothing is recorded; no tree drafts it."""
+
+
+class RecordingEngine:
+    """Computes the arg-max of a recorded answer, and its logits as far as they are recorded.
+
+    What a pass takes here is what an engine spends on the host: the mask and the positions of a tree.
+    """
+
+    captures, changes, vocabulary = False, 0, 2**31 - 1
+
+    def __init__(self, logits: RecordedLogits | None = None) -> None:
+        self.device, self.log, self.busy = torch.device("cpu"), PassLog(), Lock()
+        self.cache = self.allocate()
+        self._masks = AttentionMasks([AttentionWindow(FULL)], torch.float32, self.device)
+        self._logits = logits
+        self._turn: RecordedTurn
+
+    def answer(self, turn: RecordedTurn) -> None:
+        """Answer as this turn did from now on."""
+        self._turn = turn
+
+    def context_limit(self, prompt_length: int) -> int | None:
+        return None
+
+    def reads_in_pieces(self, length: int) -> bool:
+        return False
+
+    def is_unchanged(self, *, goes_on: bool) -> bool:
+        return True
+
+    def notice_changes(self) -> None:
+        pass
+
+    def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
+        return Cache((), slots, capacity)
+
+    def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
+        cache.slots[slot].cut(start)
+        cache.slots[slot].extend(tokens, None)
+        return self._verified([], self._turn.answer[:1], 0, 0)
+
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+        (tree,), slot = trees, cache.slots[0]
+        started, length = time.perf_counter(), slot.length
+        self._masks.of_tree(tree, length, reused=True)
+        (length + tree.depths).tolist()
+        self.log.add(time.perf_counter() - started, len(tree))
+        slot.tree = tree
+        done = length + 1 - len(self._turn.prompt)
+        path, tokens, _ = follow(tree, self._turn.answer[done:])
+        return [self._verified(path, tokens, done, len(tree))]
+
+    def _verified(self, path: list[int], tokens: Sequence[int], done: int, nodes: int) -> Verified:
+        argmax = np.full(1 + nodes, NOTHING, np.int64)
+        argmax[[0, *(node + 1 for node in path)]] = tokens
+        logits, rankings = NO_LOGITS, self._turn.rankings
+        if self._logits and rankings:
+            logits = self._logits.after(rankings, done, path, nodes)
+        return Verified(logits, argmax=argmax, finite=np.ones_like(argmax))
+
+    @property
+    def takes_trees(self) -> bool:
+        return True
+
+    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        return tree
+
+    def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
+        raise AssertionError("recorded logits are finite")
+
+    def wait(self) -> None:
+        pass
+
+    def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
+        cache.slots[slot].commit(path)
+
+    def note_overflow(self) -> None:
+        pass
+
+
+def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
+    """The accepted path of a tree: the recorded tokens as far as the tree holds them, and the bonus token."""
+    path: list[int] = []
+    node = ROOT
+    for token in truth[:-1]:  # the last token can only be the bonus token
+        child = tree.child(node, token)
+        if child is None:
+            break
+        path.append(child)
+        node = child
+    return Accepted(path, list(truth[: len(path) + 1]))

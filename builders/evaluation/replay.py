@@ -1,0 +1,347 @@
+"""Replay: the drafts of a method compared with recorded answers, without the model.
+
+A recorded answer decides for every draft whether the model would have accepted it, as long as the method drafts
+from tokens alone. Methods that read logits get those of accepted positions, if the recording has rankings; after
+rejected nodes it has none, so their figures are lower bounds. As in the loop, the pass over the prompt is a step with
+one token, and the token that ends an answer counts. The drafter starts each turn with its whole prompt. Where the
+method has a history, it grows with the answers, as it does for a user.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
+from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import HISTORY_LETTER
+from hdtool.runtime.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import Step
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+
+Ints = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedTurn:
+    """The steps in which a method would have made a recorded answer. The first step is the pass over the prompt."""
+
+    conversation: str
+    category: str
+    number: int
+    prompt_tokens: int
+    tokens: Ints
+    """The answer."""
+    sources: Ints
+    """Per token: the ``SourceName`` that drafted it; NONE for a bonus token."""
+    accept_lengths: Ints
+    """Per step: the accepted tokens and the bonus token."""
+    nodes: Ints
+    """Per step: the size of its draft tree."""
+    draft_seconds: Floats
+    """Per step: drafting, the tree's mask and its positions."""
+    observe_seconds: Floats
+    """Per step: the drafter's ``observe``."""
+    drafted: Ints
+    """Drafted nodes per source."""
+    hits: Ints
+    """Steps in which a source drafted anything, per source."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        return len(self.tokens) / len(self.accept_lengths)
+
+    @property
+    def contexts(self) -> Ints:
+        """Per step: the tokens in the KV cache before its pass."""
+        return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """Counts of one source."""
+
+    drafted: int
+    accepted: int
+    hits: int
+    unique: int
+    """Distinct accepted tokens."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens per second, computed from the cost of forward passes."""
+
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+    @property
+    def pays(self) -> bool:
+        return self.speedup > 1
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """All turns of one method."""
+
+    method: str
+    turns: tuple[ReplayedTurn, ...]
+    source_seconds: Mapping[SourceName, float]
+    history: bool = False
+    """Whether the method drafted from the answers before."""
+    warm_tokens: int = 0
+    """Tokens of answers that were replayed before and are not counted."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:
+        """The parts of one method's replay, in the order given."""
+        seconds = dict.fromkeys((source for part in parts for source in part.source_seconds), 0.0)
+        for part in parts:
+            for source, taken in part.source_seconds.items():
+                seconds[source] += taken
+        return replace(parts[0], turns=tuple(turn for part in parts for turn in part.turns), source_seconds=seconds)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @cached_property
+    def steps(self) -> int:
+        return sum(len(turn.accept_lengths) for turn in self.turns)
+
+    @cached_property
+    def nodes(self) -> int:
+        return sum(int(turn.nodes.sum()) for turn in self.turns)
+
+    @property
+    def drafted_steps(self) -> int:
+        """All steps but the passes over prompts, for which nothing is drafted."""
+        return self.steps - len(self.turns)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.nodes / max(1, self.drafted_steps)
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted tokens over drafted nodes."""
+        return (self.tokens - self.steps) / max(1, self.nodes)
+
+    def draft_us(self, percentile: float) -> float:
+        """A percentile of a step's drafting time, mask and positions included, in microseconds."""
+        return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
+
+    def observe_us(self, percentile: float) -> float:
+        return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
+
+    def by_category(self) -> dict[str, ReplayResult]:
+        """One result per category, without the times of the sources."""
+        names = dict.fromkeys(turn.category for turn in self.turns)
+        return {
+            name: replace(self, turns=tuple(turn for turn in self.turns if turn.category == name), source_seconds={})
+            for name in names
+        }
+
+    def by_source(self) -> dict[SourceName, SourceShare]:
+        """The counts of each source that drafted anything or took any time."""
+        drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
+        hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
+        tokens = np.concatenate([turn.tokens for turn in self.turns])
+        origins = np.concatenate([turn.sources for turn in self.turns])
+        shares = {}
+        for source in SourceName:
+            seconds = self.source_seconds.get(source, 0.0)
+            if source and (drafted[source] or seconds):
+                taken = tokens[origins == source]
+                shares[source] = SourceShare(
+                    int(drafted[source]), len(taken), int(hits[source]), len(np.unique(taken)), seconds
+                )
+        return shares
+
+    def predict(self, curve: CostCurve) -> Prediction:
+        """Tokens per second with passes of this cost; the pass over a prompt counts as one without drafts."""
+        plain = drafting = 0.0
+        for turn in self.turns:
+            places = turn.prompt_tokens + np.arange(len(turn.tokens))
+            plain += float(curve.of_passes(np.zeros(len(places)), places).sum())
+            passes = curve.of_passes(turn.nodes, turn.contexts)
+            drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
+        return Prediction(self.tokens / drafting, self.tokens / plain)
+
+
+def _percentile(seconds: Sequence[Floats], percentile: float) -> float:
+    every = np.concatenate(seconds)
+    return float(np.percentile(every, percentile)) * 1e6 if len(every) else 0.0
+
+
+WARM_UP = 1000
+"""Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method with its settings."""
+
+    name: str
+    config: DecodeConfig
+    """With ``curve`` and no number of draft nodes, the curve decides how many pay."""
+    curve: CostCurve | None = None
+
+    @property
+    def has_history(self) -> bool:
+        return has_history(self.config)
+
+    @property
+    def needs_logits(self) -> bool:
+        return bool(METHODS[self.config.method].logits)
+
+    def budget(self) -> FixedBudget | CostBudget:
+        if self.config.draft_tokens is None and self.curve:
+            return CostBudget(self.curve)
+        return FixedBudget(FIXED_BUDGET if self.config.draft_tokens is None else self.config.draft_tokens)
+
+
+def has_history(config: DecodeConfig) -> bool:
+    return HISTORY_LETTER in config.drafts_from
+
+
+def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
+    """The stores with an empty history in memory, if the settings have one, whatever history they had."""
+    return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
+
+
+def play(
+    contender: Contender,
+    turns: Sequence[RecordedTurn],
+    store_set: StoreSet,
+    on_turn: Callable[[], None] = lambda: None,
+    warm: Sequence[RecordedTurn] = (),
+) -> ReplayResult:
+    """Replay recorded answers one after another with a fresh drafter and a history of its own.
+
+    Those of ``warm`` come first and are not counted; ``on_turn`` is called after each of both.
+    """
+    before = accumulate((len(turn.answer) for turn in turns), initial=0)
+    start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP]
+    _replayed(contender, start, store_set, lambda: None)  # its drafter and its history are discarded
+    return _replayed(contender, turns, store_set, on_turn, warm)
+
+
+def _replayed(
+    contender: Contender,
+    turns: Sequence[RecordedTurn],
+    store_set: StoreSet,
+    on_turn: Callable[[], None],
+    warm: Sequence[RecordedTurn] = (),
+) -> ReplayResult:
+    budget = contender.budget()
+    made = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
+    drafter = _Observed(made, budget)
+    engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
+
+    def played(some: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
+        for turn in some:
+            yield _play_turn(engine, drafter, turn)
+            on_turn()
+
+    warmed = sum(len(turn.tokens) for turn in played(warm))
+    before = dict(drafter.seconds)
+    done = tuple(played(turns))
+    seconds = {source: taken - before.get(source, 0.0) for source, taken in drafter.seconds.items()}
+    return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
+
+
+class _Observed(WrappedDrafter):
+    """Tells a budget by given costs the length of the context, and measures what learning takes."""
+
+    def __init__(self, drafter: Drafter, budget: Budget) -> None:
+        super().__init__(drafter)
+        self._start_step = budget.start_step if isinstance(budget, CostBudget) else None
+        self.learning: list[float] = []
+        """Seconds of each step of the current answer."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.learning.clear()
+        super().begin(prompt)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        if self._start_step:
+            self._start_step(len(context) - 1)
+        return super().draft(context)
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        started = time.perf_counter()
+        super().observe(accepted, verified)
+        self.learning.append(time.perf_counter() - started)
+
+
+class _AtEnd:
+    """Ends an answer at its last recorded token, whichever it is."""
+
+    def __init__(self, sampler: Sampler, length: int) -> None:
+        self._context, self._length = sampler.context, length
+
+    def __contains__(self, token: object) -> bool:
+        return len(self._context) == self._length
+
+
+def _play_turn(engine: RecordingEngine, drafter: _Observed, turn: RecordedTurn) -> ReplayedTurn:
+    engine.answer(turn)
+    sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+    # Without a limit, the model would have drafted beyond the end of the answer.
+    most = turn.most or length + LARGEST_TREE + 1
+    stops = _AtEnd(sampler, len(turn.prompt) + length)
+    steps = list(
+        decode(engine, turn.prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prefix_caching=False)
+    )
+    seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
+    seconds[0] = 0.0
+    return _replayed_turn(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
+
+
+def _replayed_turn(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
+    trees, paths = [step.tree for step in steps], [step.path for step in steps]
+    drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
+    origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]
+    times = np.array(seconds)
+    return ReplayedTurn(
+        conversation=turn.conversation,
+        category=turn.category,
+        number=turn.number,
+        prompt_tokens=len(turn.prompt),
+        tokens=np.array(turn.answer, np.int32),
+        sources=np.array([source for step in origins for source in step], np.uint8),
+        accept_lengths=np.array([len(step) for step in origins], np.int32),
+        nodes=np.array([len(tree) for tree in trees], np.int32),
+        draft_seconds=times[:, 0],
+        observe_seconds=times[:, 1],
+        drafted=drafted.sum(axis=0),
+        hits=(drafted > 0).sum(axis=0),
+    )

@@ -1,0 +1,281 @@
+"""The figures of a report in their order, each with title, caption, alternative text and table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import Any
+
+from hdtool.builders.evaluation.report import plots
+from hdtool.builders.evaluation.report.plots import Draw
+from hdtool.builders.evaluation.report.tables import (
+    Case,
+    Coverage,
+    Durations,
+    Repeats,
+    Shares,
+    Sizes,
+    Speeds,
+    Table,
+    Trials,
+)
+from hdtool.builders.evaluation.scores import in_words
+
+BENCH = "hdtool bench --report DIR"
+TEMPERATURES = "hdtool bench --temperatures 0.1,0.4,0.7,1.0 --report DIR"
+STORES = "hdtool replay --report DIR with a model store and a corpus index"
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """The data of a report; parts without data are empty."""
+
+    tables: tuple[Table, ...] = ()
+    speedups: Speeds | None = None
+    durations: Durations | None = None
+    temperatures: Speeds | None = None
+    shares: tuple[Shares, ...] = ()
+    shares_are_measured: bool = False
+    """Whether the answers of a benchmark gave them, not a replay."""
+    subsets: tuple[Trials, ...] = ()
+    orders: Trials | None = None
+    coverage: tuple[Coverage, ...] = ()
+    repeats: Repeats | None = None
+    sizes: Sizes | str = "it was not asked for"
+    """A text gives the reason why there is no data."""
+    case: Case | None = None
+    replayed: str = ""
+    """How many draft tokens the replays had, for the captions of their figures."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot and its texts."""
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    """Alternative text."""
+    draw: Draw
+    table: Table | None = None
+    """The same data in numbers, unless another table has them."""
+    height: float = 3.6
+
+
+def figures_of(data: ReportData) -> Iterator[Figure]:
+    """The figures that there is data for."""
+
+    def replayed(figure: Figure) -> Figure:
+        return replace(figure, caption=f"{figure.caption} {data.replayed}".rstrip())
+
+    if data.speedups:
+        yield _speedups(data.speedups)
+    if data.durations:
+        yield _durations(data.durations)
+    if data.temperatures:
+        yield _temperatures(data.temperatures)
+    shares = map(_shares, data.shares)
+    yield from shares if data.shares_are_measured else map(replayed, shares)
+    for trials in data.subsets:
+        yield replayed(_trials(trials, "subsets", "The sources of"))
+    if data.orders:
+        yield replayed(_trials(data.orders, "orders", "The order of the sources of"))
+    yield from map(replayed, map(_coverage, data.coverage))
+    if data.repeats:
+        yield from _repeats(data.repeats)
+    if isinstance(data.sizes, Sizes):
+        yield replayed(_sizes(data.sizes))
+
+
+def missing(data: ReportData) -> Iterator[tuple[str, str]]:
+    """The figures without data, each with the command that would add it."""
+    needs: Sequence[tuple[str, Any, str]] = (
+        ("speed-up per task and method", data.speedups, BENCH),
+        ("generation time against tokens", data.durations, BENCH),
+        ("speed over temperatures", data.temperatures, TEMPERATURES),
+        ("draft and verify success per source", data.shares, STORES),
+        ("order of the sources", data.orders, STORES),
+        ("tokens that only one source had accepted", data.coverage, STORES),
+        ("repeated 4-grams", data.repeats, "answers of four tokens or more"),
+    )
+    yield from ((name, command) for name, part, command in needs if not part)
+    if isinstance(data.sizes, str):
+        yield "drafting time against the size of the corpus index", f"{STORES} ({data.sizes})"
+
+
+def _speedups(data: Speeds) -> Figure:
+    rows = len(data.places) * (0.11 * len(data.methods) + 0.14)
+    legend = 0.2 * -(-len(data.methods) // 4)
+    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.places)}
+    values = "; ".join(f"{task}: {name} {data.methods[name][at]:.2f}" for at, (task, name) in enumerate(best.items()))
+    return Figure(
+        "speed-up",
+        "Speed-up per task",
+        f"Tokens per second over those of {in_words(data.baseline)}, the mean over the questions of a task.",
+        f"Bars; the fastest on each task: {values}",
+        partial(plots.speedups, data),
+        height=max(2.6, rows + legend + 0.6),
+    )
+
+
+def _durations(data: Durations) -> Figure:
+    lines = {method: data.line(method) for method in data.answers}
+    values = ", ".join(f"{method} {slope * 1e3:.2f}" for method, (slope, _) in lines.items())
+    return Figure(
+        "generation-time",
+        "Generation time against generated tokens",
+        "A point for each answer; the slope of a line is what one more token takes.",
+        f"Points and lines; milliseconds a token: {values}",
+        partial(plots.durations, data),
+        Table.of(
+            "Generation time",
+            {"method": "", "ms a token": ".3f", "ms before the first": ".1f", "answers": ","},
+            ((name, 1e3 * slope, 1e3 * start, len(data.answers[name])) for name, (slope, start) in lines.items()),
+        ),
+        height=3.8,
+    )
+
+
+def _temperatures(data: Speeds) -> Figure:
+    columns = [f"{temperature:g}" for temperature in data.places]
+    values = "; ".join(f"{name}: {', '.join(f'{speed:.0f}' for speed in row)}" for name, row in data.methods.items())
+    return Figure(
+        "temperatures",
+        "Speed over temperatures",
+        "Tokens per second, the mean over all questions. "
+        "The higher the temperature, the fewer draft tokens are accepted.",
+        f"Lines over temperatures {', '.join(columns)}. {values}",
+        partial(plots.temperatures, data),
+        Table.of(
+            "Tokens per second over temperatures",
+            {"method": "", **dict.fromkeys(columns, ",.1f")},
+            ((name, *row) for name, row in data.methods.items()),
+        ),
+    )
+
+
+def _shares(data: Shares) -> Figure:
+    steps = max(1, data.steps)
+    found = data.sources.items()
+    values = "; ".join(
+        f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.won:.0%} of these, "
+        f"and {share.verified:.0%} of its tokens are accepted"
+        for name, share in found
+    )
+    columns = {
+        "source": "",
+        "drafts in": ".1%",
+        "of these, accepted from in": ".1%",
+        "tokens drafted": ",",
+        "accepted": ",",
+        "of the drafted": ".1%",
+    }
+    return Figure(
+        f"sources-{data.method}",
+        f"Draft and verify success of {data.method}",
+        "How often a source had something to draft, how often some of that was accepted, and how much of it.",
+        f"Bars. {values}",
+        partial(plots.shares, data),
+        Table.of(
+            f"Sources of {data.method}",
+            columns,
+            ((name, one.hits / steps, one.won, one.drafted, one.accepted, one.verified) for name, one in found),
+            f"Of {data.steps:,} steps.",
+        ),
+    )
+
+
+def _trials(data: Trials, name: str, title: str) -> Figure:
+    values = ", ".join(f"{row.sources} {row.tokens_per_step:.2f}" for row in data.rows)
+    return Figure(
+        f"{name}-{data.method}",
+        f"{title} {data.method}",
+        "Tokens per step on recorded answers, and what drafting took in the median step. "
+        f"The best, {'+'.join(data.best.sources)}, has a thick edge.",
+        f"Bars; tokens per step: {values}",
+        partial(plots.trials, data),
+        Table.of(
+            f"{title} {data.method}",
+            {"sources": "", "tokens per step": ".3f", "nodes a step": ".1f", "drafting, µs a step": ".0f"},
+            map(astuple, data.rows),
+            "Drafting: the median of the steps, the tree's mask included.",
+        ),
+    )
+
+
+def _coverage(data: Coverage) -> Figure:
+    found = data.sources.items()
+    values = "; ".join(f"{name} {one.positions:,}, of which {one.alone:,} from no other" for name, one in found)
+    words = ", ".join(f"{name} {one.words:,} ({one.words_alone:,})" for name, one in found)
+    columns = ("accepted", "from no other", "different tokens", "of these, from no other")
+    return Figure(
+        f"coverage-{data.method}",
+        f"Token coverage of {data.method}",
+        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.nobody:,} were "
+        "accepted from none. Filled: where neither of the others, alone, had the same token accepted. Different "
+        f"tokens of the vocabulary (from no other source): {words}.",
+        f"Bars. {values}",
+        partial(plots.coverage, data),
+        Table.of(
+            f"Token coverage of {data.method}",
+            {"only source": "", **dict.fromkeys(columns, ",")},
+            ((name, *astuple(one)) for name, one in found),
+            f"Of {data.positions:,} tokens; {data.nobody:,} were accepted from none.",
+        ),
+    )
+
+
+def _repeats(data: Repeats) -> Iterator[Figure]:
+    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.places.items())
+    yield Figure(
+        "repeated-4-grams",
+        "Temporal locality: 4-grams seen before",
+        "The share of an answer's 4-grams that occur earlier in the same conversation, in answers to earlier ones, or "
+        "in a store.",
+        f"Lines over the generations; on average: {means}",
+        partial(plots.repeats, data),
+        Table.of(
+            "4-grams seen before, percent",
+            {"up to generation": ",", **dict.fromkeys(data.places, ".1f")},
+            (
+                (last, *(100 * values[at] for values in data.places.values()))
+                for at, last in enumerate(data.generations)
+            ),
+        ),
+    )
+    shares = list(zip(data.distances, data.within, strict=True))
+    yield Figure(
+        "4-gram-distances",
+        "Distance to the last occurrence of a 4-gram",
+        "All answers one after another: the share of 4-grams that occurred at most so many tokens before.",
+        f"A rising line: {', '.join(f'{share:.0%} within {distance:,}' for distance, share in shares[6::4])}",
+        partial(plots.distances, data),
+        Table.of(
+            "4-grams that occurred at most so many tokens before",
+            {"tokens": ",", "percent": ".1f"},
+            ((distance, 100 * share) for distance, share in shares),
+        ),
+    )
+
+
+def _sizes(data: Sizes) -> Figure:
+    values = "; ".join(
+        f"{row.tokens:,} tokens: {row.draft_us:.0f} µs, {row.tokens_per_step:.2f} tokens per step" for row in data.rows
+    )
+    columns = {
+        "tokens": ",",
+        "tokens per step": ".3f",
+        "drafting, µs p50": ".0f",
+        "p90": ".0f",
+        "in the corpus index, mean": ".0f",
+    }
+    return Figure(
+        "database-size",
+        f"Drafting time of {data.method} against the size of the corpus index",
+        "Replays with the corpus index over 1/16, 1/8, 1/4, 1/2 and all of its documents, all sources in use.",
+        f"Lines. {values}",
+        partial(plots.sizes, data),
+        Table.of(f"Size of the corpus index of {data.method}", columns, map(astuple, data.rows)),
+    )

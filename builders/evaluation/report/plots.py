@@ -1,0 +1,278 @@
+"""The plots: each function draws one data class on a pair of axes, in the colours of a theme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hdtool.builders.evaluation.report.tables import Coverage, Durations, Repeats, Shares, Sizes, Speeds, Trials
+from hdtool.builders.evaluation.scores import PLAIN
+from hdtool.data.output_files import PNG_METADATA
+from hdtool.runtime.source_names import registered, source_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 5.4
+"""Inches: on the screen of a phone the text is still readable."""
+DOTS = 200
+"""Dots per inch."""
+
+METHOD_COLOURS = {
+    "generate": ("#aaaacc", "#887788"),
+    "generate-pld": ("#5a5a78", "#77aaff"),
+    "generate-assisted": ("#776611", "#aaaa99"),
+    "llama.cpp": ("#883300", "#ee3311"),
+    "llama.cpp-pld": ("#dd9999", "#ffaa99"),
+    "llama.cpp-file": ("#b56a27", "#ca0924"),
+    "ar": ("#999988", "#80803a"),
+    "pld": ("#33bbee", "#22ddff"),
+    "lade": ("#2277ff", "#2266dd"),
+    "sam": ("#116677", "#118899"),
+    "suffix": ("#550022", "#ff1188"),
+    "rest": ("#bb3377", "#ffaaff"),
+    "hd-paper": ("#ee9922", "#aa9911"),
+    "logitspec": ("#00bbaa", "#11eebb"),
+    "medusa": ("#ee77ee", "#ccbbff"),
+    "amphista": ("#6611ee", "#aa66ff"),
+    "hd": ("#ff4400", "#ee8800"),
+    "tr": ("#aaaa11", "#ffee99"),
+    "racer": ("#119933", "#88ff11"),
+    "hd+logitspec": ("#225533", "#009966"),
+    "hd+amphista": ("#000055", "#7722aa"),
+    "hydra": ("#99cc88", "#aa4455"),
+    "hd+hydra": ("#ddbb77", "#aaff88"),
+    "mtp": ("#11dd00", "#4411ff"),
+    "hd+mtp": ("#ff00ff", "#ffff22"),
+    "drafter": ("#dd1144", "#ff00dd"),
+    "hd+drafter": ("#8800aa", "#339900"),
+}
+"""On light and on dark pages: no two are closer than 20 by CIEDE2000, which lines and bars side by side need."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a page."""
+
+    name: str
+    background: str
+    foreground: str
+    muted: str
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The colours of all registered sources by name, with that of bonus tokens last."""
+        known = sorted(registered().items(), key=lambda entry: not entry[0])
+        return {source.name: source.light if self.name == "light" else source.dark for _, source in known}
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, self.foreground)
+
+    def method(self, name: str) -> str:
+        light, dark = METHOD_COLOURS.get(name, (self.foreground, self.foreground))
+        return light if self.name == "light" else dark
+
+
+LIGHT = Theme("light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
+DARK = Theme("dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
+THEMES = (LIGHT, DARK)
+
+Draw = Callable[["Axes", Theme], None]
+
+
+def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
+    """A PNG of one pair of axes, ``height`` inches high."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    # From matplotlib's defaults: a user's own style must not change the figures.
+    with style.context(["default", _settings(theme)]):
+        figure = Figure((WIDTH, height), dpi=DOTS, layout="constrained")
+        draw(figure.add_subplot(), theme)
+        out = BytesIO()
+        # This entry replaces matplotlib's own, which holds its version: the same figures give the same file.
+        figure.savefig(out, format="png", metadata=PNG_METADATA)
+    return out.getvalue()
+
+
+def _settings(theme: Theme) -> dict[Any, Any]:
+    """The settings of matplotlib for one figure."""
+    background, foreground = theme.background, theme.foreground
+    return {
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), foreground),
+        "grid.color": theme.muted,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 10,
+        "legend.fontsize": 9,
+        "legend.frameon": False,
+        "lines.linewidth": 2,
+        "lines.markersize": 5,
+    }
+
+
+MARKERS = "osD^vPX<>"
+
+
+def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
+    count = len(data.methods)
+    places = np.arange(len(data.places))
+    height = 0.84 / count
+    for number, (method, factors) in enumerate(data.methods.items()):
+        at = places - 0.42 + height * (number + 0.5)
+        bars = axes.barh(at, factors, height * 0.92, color=theme.method(method), label=method)
+        axes.bar_label(bars, fmt="{:.2f}", fontsize=7, color=theme.foreground, padding=2)
+    axes.axvline(1, color=theme.foreground, linewidth=1)
+    axes.set_yticks(places, data.places)
+    axes.set_ylim(len(places) - 0.45, -0.55)
+    axes.grid(False, axis="y")
+    other = f"plain decoding ({PLAIN})" if data.baseline == PLAIN else data.baseline
+    axes.set_xlabel(f"times the tokens per second of {other}")
+    axes.margins(x=0.08)
+    _legend(axes, min(4, count))
+
+
+def durations(data: Durations, axes: Axes, theme: Theme) -> None:
+    for method, marker in zip(data.answers, cycle(MARKERS), strict=False):
+        tokens, seconds = np.array(data.answers[method], np.float64).T
+        slope, start = data.line(method)
+        colour = theme.method(method)
+        axes.plot(tokens, seconds, marker, color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
+        ends = np.array([tokens.min(), tokens.max()])
+        axes.plot(ends, start + slope * ends, color=colour, label=f"{method}, {slope * 1e3:.2f} ms a token")
+    axes.set(xlabel="tokens of the answer", ylabel="seconds", ylim=(0, None))
+    _legend(axes, 2)
+
+
+def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
+    for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
+        axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
+    axes.set_xticks(data.places)
+    axes.set(xlabel="temperature", ylabel="tokens per second", ylim=(0, None))
+    _legend(axes, min(4, len(data.methods)))
+
+
+def shares(data: Shares, axes: Axes, theme: Theme) -> None:
+    """Three bars per source: how often it drafts, how often some of that is accepted, and how much of it."""
+    names = list(data.sources)
+    places = np.arange(len(names))
+    colours = [theme.source(name) for name in names]
+    drafts = [100 * share.hits / data.steps if data.steps else 0 for share in data.sources.values()]
+    wins = [100 * share.won for share in data.sources.values()]
+    accepted = [100 * share.verified for share in data.sources.values()]
+    looks: Sequence[tuple[list[float], dict[str, Any], str]] = (
+        (drafts, {"fill": False}, "steps in which it drafts"),
+        (wins, {"fill": False, "hatch": "////"}, "of these, with a token accepted"),
+        (accepted, {}, "of its tokens, accepted"),
+    )
+    for number, (values, look, label) in enumerate(looks):
+        bars = axes.bar(places + 0.27 * (number - 1), values, 0.24, color=colours, edgecolor=colours, **look)
+        axes.bar_label(bars, fmt="%.0f", fontsize=9, color=theme.foreground, padding=2)
+        axes.bar(0, 0, color=theme.foreground, edgecolor=theme.foreground, label=label, **look)
+    axes.set_xticks(places, names)
+    axes.grid(False, axis="x")
+    axes.set(ylabel="percent", ylim=(0, 108))
+    _legend(axes, 2)
+
+
+def trials(data: Trials, axes: Axes, theme: Theme) -> None:
+    """A bar for each choice of sources, labelled with their letters in order."""
+    rows = data.rows
+    best = data.best
+    for place, row in enumerate(rows):
+        bar = axes.bar(place, row.tokens_per_step, 0.7, color=theme.muted, edgecolor=theme.foreground, linewidth=0.8)
+        if row is best:
+            bar[0].set(linewidth=2.2)
+        width = 0.7 / len(row.sources)
+        for number, letter in enumerate(row.sources):  # the colours of the sources at the foot of the bar
+            left = place - 0.35 + width * number
+            axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
+        _label(axes, f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs", (place, row.tokens_per_step), 2, fontsize=8)
+    axes.set_xticks(range(len(rows)), [" ".join(row.sources) for row in rows])
+    axes.grid(False, axis="x")
+    axes.set_ylabel("tokens per step (plain decoding: 1)")
+    axes.set_ylim(1, 1 + 1.22 * (max(1.05, best.tokens_per_step) - 1))
+    axes.set_xlabel(f"sources of {data.method} (C context, M model, S corpus)")
+
+
+def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
+    """Per source, the tokens accepted when it is the only one, and those that no other had."""
+    names = list(data.sources)
+    for place, (name, found) in enumerate(data.sources.items()):
+        colour = theme.source(name)
+        axes.bar(place, found.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
+        axes.bar(place, found.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
+        share = found.alone / data.positions if data.positions else 0.0
+        text = f"{found.positions:,}\n{found.alone:,} alone\n({share:.1%} of all)"
+        _label(axes, text, (place, found.positions), 3, fontsize=9)
+    axes.set_ylim(0, 1.35 * max(1, *(found.positions for found in data.sources.values())))
+    axes.bar(0, 0, color=theme.background, edgecolor=theme.foreground, linewidth=1.5, label="accepted")
+    axes.bar(0, 0, color=theme.foreground, label="accepted from no other source")
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(False, axis="x")
+    axes.set_ylabel("tokens of the answers")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _legend(axes, 2)
+
+
+PLACES = {
+    "this conversation": "context",
+    "earlier answers": "history",
+    "model store": "model",
+    "corpus index": "corpus",
+    "none of them": "none",
+}
+"""The source that gives each place of a 4-gram its colour."""
+
+
+def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
+    for (name, values), marker in zip(data.places.items(), cycle(MARKERS), strict=False):
+        colour = theme.source(PLACES[name])
+        axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
+    axes.set(xlabel="generation, in the order in which they were made", ylabel="4-grams seen before, percent")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    _legend(axes, 2)
+
+
+def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
+    axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.source("context"))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
+    axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))
+
+
+def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
+    tokens = [row.tokens / 1e6 for row in data.rows]
+    colour = theme.source("corpus")
+    axes.plot(tokens, [row.draft_us for row in data.rows], "o-", color=colour, label="drafting, median of the steps")
+    axes.plot(tokens, [row.draft_us_p90 for row in data.rows], "o--", color=colour, label="90th percentile")
+    axes.plot(
+        tokens, [row.corpus_us for row in data.rows], "s:", color=theme.foreground, label="in the corpus index, mean"
+    )
+    for row, place in zip(data.rows, tokens, strict=True):
+        rate, top = f"{row.tokens_per_step:.2f}", (place, row.draft_us_p90)
+        axes.annotate(rate, top, (0, 6), textcoords="offset points", ha="center")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{place:.2g}" for place in tokens])
+    axes.minorticks_off()
+    axes.set_xlabel("million tokens in the corpus index (over the lines: tokens per step)")
+    axes.set(ylabel="µs a step", ylim=(0, 1.15 * max(row.draft_us_p90 for row in data.rows)))
+    _legend(axes, 2)
+
+
+def _label(axes: Axes, text: str, place: tuple[float, float], points: int, fontsize: int) -> None:
+    """A text above a place in the plot."""
+    axes.annotate(text, place, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
+
+
+def _legend(axes: Axes, columns: int) -> None:
+    """Above the axes, so that it covers no data."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, borderaxespad=0, columnspacing=1.2)

@@ -1,0 +1,156 @@
+"""The scores of a benchmark, task by task, computed as Spec-Bench computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from hdtool.data.bench_results import Results
+from hdtool.data.conversation_shapes import AnsweredQuestion
+from hdtool.data.errors import OptionError
+from hdtool.data.prompts import tasks_of
+from hdtool.runtime.config import METHODS, PEERS, DecodeConfig, SamplingConfig
+
+OVERALL = "overall"
+PLAIN = "ar"
+DEFAULT = DecodeConfig().method
+
+
+@dataclass(frozen=True)
+class Score:
+    """The scores of one method on the questions of one task."""
+
+    questions: int
+    tokens_per_second: float
+    """The mean over questions, not weighted by length."""
+    speedup: float
+    """Tokens per second over those of the baseline."""
+    tokens_per_step: float
+    """The mean over all steps of all questions."""
+    identical: int | None
+    """Questions answered with the same tokens as the reference in all turns; None where not comparable."""
+    nodes_per_step: float
+    draft_us_per_step: float | None
+    """None for ``generate``, which does not report it."""
+    model_ms_per_step: float | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All methods on all tasks, and over all tasks, which come last."""
+
+    baseline: str
+    reference: str | None
+    """The method that the answers of the others are compared with."""
+    tasks: dict[str, dict[str, Score]]
+
+    @property
+    def comparisons(self) -> tuple[str, ...]:
+        """What speeds are stated against: plain decoding, which shows what drafting brings, then the baseline."""
+        return tuple(dict.fromkeys(name for name in (PLAIN, self.baseline) if name in self.tasks[OVERALL]))
+
+    def speedup(self, task: str, method: str, other: str) -> float:
+        """Tokens per second of a method over those of another."""
+        found = self.tasks[task]
+        return found[method].tokens_per_second / found[other].tokens_per_second
+
+    def headline(self) -> str:
+        """The speed of the default method, or of the fastest one if that was not measured."""
+        whole = self.tasks[OVERALL]
+        drafting = [name for name in whole if name in METHODS and name != PLAIN] or list(whole)
+        method = DEFAULT if DEFAULT in whole else max(drafting, key=lambda name: whole[name].tokens_per_second)
+        said = [f"{method} answers {whole[method].tokens_per_second:,.1f} tokens/s"]
+        if PLAIN in whole and method != PLAIN:
+            gain = self.speedup(OVERALL, method, PLAIN)
+            said = [f"{method} answers {gain:.2f} times as fast as {in_words(PLAIN)}"]
+            said[0] += "" if gain > 1 else ": drafting does not pay here"
+        if self.baseline not in (method, PLAIN):
+            alone = f"plain decoding alone {self.speedup(OVERALL, PLAIN, self.baseline):.2f}" if PLAIN in whole else ""
+            unknown = f"without {PLAIN} among the methods, what drafting brings is not known"
+            gain = self.speedup(OVERALL, method, self.baseline)
+            said.append(f"Against {self.baseline} it is {gain:.2f} times as fast; {alone or unknown}")
+        return ". ".join(said) + "."
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``--json`` prints it; names stay as they are once they have shipped."""
+        return {
+            "baseline": self.baseline,
+            "reference": self.reference,
+            "tasks": {
+                task: {method: _rounded(score) for method, score in scores.items()}
+                for task, scores in self.tasks.items()
+            },
+        }
+
+
+def scores_of(results: Results, baseline: str | None = None) -> Scores:
+    """The scores over all questions that every method has answered; there must be at least one."""
+    methods = results.run.methods
+    against = baseline_of(methods, baseline)
+    greedy = SamplingConfig(temperature=results.run.options["temperature"]).is_greedy
+    reference = next((name for name in ("ar", "generate")[: 1 + greedy] if name in methods), None)
+    tasks = {}
+    for task, places in _places(results.answers[methods[0]]).items():
+        answers = {method: [rows[place] for place in places] for method, rows in results.answers.items()}
+        right = answers[reference] if reference else None
+        speed = mean_speed(answers[against])
+        tasks[task] = {
+            method: _score(rows, speed, right if greedy or method not in PEERS else None)
+            for method, rows in answers.items()
+        }
+    return Scores(against, reference, tasks)
+
+
+def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
+    """The method that speed-ups refer to."""
+    if wanted is None:
+        return "generate" if "generate" in methods else methods[0]
+    if wanted not in methods:
+        raise OptionError(f"baseline is {wanted}, which is not measured here: name one of {', '.join(methods)}")
+    return wanted
+
+
+def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
+    """The indexes of the questions of each task."""
+    tasks: dict[str, list[int]] = {}
+    for place, task in enumerate(tasks_of([question.category for question in questions])):
+        tasks.setdefault(task, []).append(place)
+    tasks.pop("", None)
+    return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}
+
+
+def in_words(method: str) -> str:
+    """A method that speeds are stated against."""
+    return f"plain decoding on the same engine ({PLAIN})" if method == PLAIN else method
+
+
+def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
+    """Tokens per second, the mean over questions."""
+    return fmean(answer.tokens_per_second for answer in answers)
+
+
+def _score(answers: Sequence[AnsweredQuestion], baseline: float, right: Sequence[AnsweredQuestion] | None) -> Score:
+    turns = [turn for answer in answers for turn in answer.turns]
+    steps = [tokens for turn in turns for tokens in turn.step_tokens]
+    drafting, in_model = (
+        [seconds for turn in turns if (seconds := getattr(turn, name)) is not None]
+        for name in ("draft_seconds", "model_seconds")
+    )
+    return Score(
+        questions=len(answers),
+        tokens_per_second=mean_speed(answers),
+        speedup=mean_speed(answers) / baseline,
+        tokens_per_step=fmean(steps),
+        identical=None
+        if right is None
+        else sum(one.output_ids == other.output_ids for one, other in zip(answers, right, strict=True)),
+        nodes_per_step=sum(turn.nodes for turn in turns) / len(steps),
+        draft_us_per_step=sum(drafting) / len(steps) * 1e6 if drafting else None,
+        model_ms_per_step=sum(in_model) / len(steps) * 1e3 if in_model else None,
+    )
+
+
+def _rounded(score: Score) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(score).items()}

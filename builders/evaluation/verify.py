@@ -1,0 +1,223 @@
+"""Verification of losslessness: a method against plain decoding, and plain decoding against ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from hdtool.builders.evaluation.contenders import generate_ids, steps_of
+from hdtool.data.errors import HdtoolError, reason_of
+from hdtool.data.prompts import Grammar
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.model.placement import HIGHER, logits_after, logits_step_by_step, more_precise
+from hdtool.runtime.model.quantization import quantized_layers
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sequence import room_for
+
+
+class Oracle(StrEnum):
+    """The reference that an answer is compared with."""
+
+    PLAIN = "plain"
+    """hdtool's loop without drafts: the method must give the same tokens."""
+    GENERATE = "generate"
+    """``model.generate`` of transformers: hdtool's greedy loop must give the same tokens."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position at which two answers differ."""
+
+    prompt: str
+    oracle: Oracle
+    asked: list[int]
+    before: list[int]
+    """The tokens that both answers share before it."""
+    expected: int | None
+    found: int | None
+    """The token of each side; None where an answer has ended."""
+    grammar: Grammar | None = None
+    """What the answers must match."""
+
+    @property
+    def position(self) -> int:
+        """Counted from the first token of the answer, from 0."""
+        return len(self.before)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The comparisons of one prompt."""
+
+    prompt: str
+    tokens: int
+    steps: int
+    differences: list[Difference]
+
+    def equals(self, oracle: Oracle) -> bool:
+        return all(difference.oracle is not oracle for difference in self.differences)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The logits of both tokens of a difference, in one precision."""
+
+    dtype: str
+    expected: float
+    found: float
+    """Logits, after penalties and temperature."""
+    gap: float
+    """The distance of the two scores: of their logits, with the Gumbel noise where tokens are sampled."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Whether rounding explains a difference, with the evidence."""
+
+    difference: Difference
+    working: Measure | None = None
+    precise: Measure | None = None
+    rounding: float | None = None
+    """The largest change of a logit between the two precisions at this position."""
+    chosen: int | None = None
+    """The token that the more precise computation chooses."""
+    near_tie: bool = False
+    reason: str = ""
+    """Why there is no evidence, if so."""
+
+
+class Verifier:
+    """Checks the answers of a loaded model with one drafter and one sampling configuration."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        sampling: SamplingConfig,
+        drafter: Drafter,
+        max_new_tokens: int,
+        draft_tokens: int | None = None,
+    ) -> None:
+        """``draft_tokens`` bounds the trees that follow a grammar; the drafter bounds its own."""
+        refuse_settings(loaded.target.model.generation_config)
+        self._loaded = loaded
+        self._model = loaded.target.model
+        self._sampling = sampling
+        self._drafter = drafter
+        self._most, self._draft_tokens = max_new_tokens, draft_tokens
+
+    @property
+    def oracles(self) -> list[Oracle]:
+        """``generate`` samples in another way, so it is an oracle of greedy decoding only."""
+        return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
+
+    def check(
+        self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
+    ) -> Check:
+        """Answer a prompt with and without drafts and compare token for token; answers match the grammar."""
+        plain, _ = self._decoded(ids, NoDraft(), grammar)
+        drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
+        pairs = [(Oracle.PLAIN, plain, drafted)]
+        if Oracle.GENERATE in self.oracles:
+            room, _ = room_for(self._loaded.target, ids, self._most)
+            masks = masks_of(self._loaded.guide(grammar))
+            expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
+            pairs.append((Oracle.GENERATE, expected, plain))
+        found = [_difference(prompt, oracle, ids, grammar, expected, answer) for oracle, expected, answer in pairs]
+        return Check(prompt, len(plain), steps, [difference for difference in found if difference])
+
+    def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
+        """Recompute the logits at each difference in the working precision and in the next higher one."""
+        differences = list(differences)
+        places = [[*difference.asked, *difference.before] for difference in differences]
+        working = [self._as_decoded(place) for place in places]
+        names = [str(self._model.dtype).removeprefix("torch.")] * 2
+        try:
+            if quantized_layers(self._model):  # there is no more precise form of these
+                again = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
+                names[1] += ", token by token"
+            else:
+                again = self._precisely(places) if places else []
+                names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
+        except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision, or custom code that refuses it
+            reason = f"it cannot be recomputed: {reason_of(error)}"
+            return [Explanation(difference, reason=reason) for difference in differences]
+        return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
+
+    def _decoded(
+        self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
+    ) -> tuple[list[int], int]:
+        guide = self._loaded.guide(grammar)
+        drafter = guided(drafter, guide, self._draft_tokens)
+        masks = masks_of(guide)
+        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
+        return [token for step in steps for token in step.tokens], len(steps)
+
+    def _as_decoded(self, ids: list[int]) -> torch.Tensor:
+        """The logits after ``ids``; with activations in 8 bits, those of the passes that round them."""
+        target = self._loaded.target
+        if target.compiled and target.compiled.activations_are_int8:
+            return target.prefill(target.allocate(), 0, ids).logits[0].clone()
+        return logits_after(self._model, ids)
+
+    def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
+        """On the model's device, or on the CPU if the device has too little memory."""
+        try:
+            with more_precise(self._model, self._model.device):
+                return [logits_after(self._model, place) for place in places]
+        except torch.OutOfMemoryError:
+            with more_precise(self._model, torch.device("cpu")):
+                return [logits_after(self._model, place) for place in places]
+
+    def _explained(
+        self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
+    ) -> Explanation:
+        guide = self._loaded.guide(difference.grammar)
+        if guide:
+            guide.follow(difference.before)
+        sampler, _ = self._loaded.sampler(
+            self._sampling, difference.asked, max_new_tokens=self._most, first=masks_of(guide)
+        )
+        sampler.context += difference.before
+        rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
+        chosen = sampler.chooser(precise.cpu()[None])(0)
+        if difference.expected is None or difference.found is None:
+            return Explanation(difference, chosen=chosen, reason="one of the answers ends here")
+        pair = difference.expected, difference.found
+        perturbed = sampler.perturbed_scores(fine)
+        lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # behind the chosen token
+        there = rough.isfinite() & fine.isfinite()
+        rounding = float((rough - fine)[there].abs().max())
+        return Explanation(
+            difference,
+            working=_measure(names[0], rough, pair, sampler),
+            precise=_measure(names[1], fine, pair, sampler),
+            rounding=rounding,
+            chosen=chosen,
+            # Either pass may be off by this much, in opposite directions.
+            near_tie=lag <= 2 * rounding,
+        )
+
+
+def _difference(
+    prompt: str, oracle: Oracle, asked: list[int], grammar: Grammar | None, expected: list[int], found: list[int]
+) -> Difference | None:
+    if expected == found:
+        return None
+    shared = 0
+    while shared < min(len(expected), len(found)) and expected[shared] == found[shared]:
+        shared += 1
+    wanted, chosen = (answer[shared] if shared < len(answer) else None for answer in (expected, found))
+    return Difference(prompt, oracle, asked, found[:shared], wanted, chosen, grammar)
+
+
+def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:
+    perturbed_scores = sampler.perturbed_scores(scores)
+    expected, found = (float(scores[token]) for token in pair)
+    return Measure(dtype, expected, found, float((perturbed_scores[pair[0]] - perturbed_scores[pair[1]]).abs()))

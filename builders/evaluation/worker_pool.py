@@ -1,0 +1,158 @@
+"""Replay in several processes.
+
+A job is one contender on one part of the conversations. Parts have a fixed size and each starts with a fresh
+drafter, so the results do not depend on the number of processes. With a history, conversations depend on those
+before, so one job has all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count
+from multiprocessing import active_children, get_context
+from threading import current_thread, main_thread
+from typing import Any
+
+import torch
+
+from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.data.errors import HdtoolError
+from hdtool.runtime.config import METHODS
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.stores.store_set import StoreSet
+
+CONVERSATIONS_PER_JOB = 128
+MIN_TOKENS_FOR_WORKERS = 250_000
+"""With fewer tokens over all contenders, starting processes takes longer than the replay."""
+POLL_SECONDS = 0.1
+
+Conversation = Sequence[RecordedTurn]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    contender: Contender
+    turns: list[RecordedTurn]
+    warm: list[RecordedTurn]
+    """Replayed before, not counted."""
+
+    def play(self, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
+        return play(self.contender, self.turns, store_set, on_turn, self.warm)
+
+
+def replay(
+    contenders: Sequence[Contender],
+    conversations: Sequence[Conversation],
+    store_set: StoreSet,
+    *,
+    workers: int | None = None,
+    on_progress: Progress = lambda done: None,
+    warm: Sequence[Conversation] = (),
+) -> dict[str, ReplayResult]:
+    """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
+
+    Those of ``warm`` are replayed before them, and before each part, and are not counted.
+    """
+    jobs = _jobs(contenders, conversations, warm)
+    for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
+        drafter_within(contender.budget, contender.config, store_set)
+    if workers is None:
+        tokens = sum(len(turn.answer) for job in jobs for turn in (*job.warm, *job.turns))
+        workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
+    processes = min(len(jobs), workers)
+    if processes == 1:
+        played = count(1)
+        done = [job.play(store_set, lambda: on_progress(next(played))) for job in jobs]
+    else:
+        done = _in_processes(jobs, store_set, processes, on_progress)
+    names = [contender.name for contender in contenders]
+    return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
+
+
+def turns_in(
+    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
+) -> int:
+    """The number of turns of a replay, those that are not counted included."""
+    return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
+
+
+def _jobs(
+    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
+) -> list[Job]:
+    jobs = []
+    for contender in contenders:
+        size = len(conversations) if contender.has_history else CONVERSATIONS_PER_JOB
+        # The other methods keep nothing from one conversation to the next.
+        before = warm if METHODS[contender.config.method].history else ()
+        for start in range(0, len(conversations), max(1, size)):
+            part = conversations[start : start + size]
+            jobs.append(Job(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))
+    return jobs
+
+
+def _in_processes(
+    jobs: Sequence[Job], store_set: StoreSet, processes: int, on_progress: Progress
+) -> list[ReplayResult]:
+    context = get_context("spawn")  # a fork would copy the locks of torch's threads
+    turns_done = context.Value("q", 0)
+    other_children = set(active_children())
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (store_set, turns_done))
+    try:
+        with _sigint_ignored():
+            futures = [pool.submit(_run, job) for job in jobs]
+        pending: set[Future[ReplayResult]] = set(futures)
+        while pending:
+            done, pending = wait(pending, POLL_SECONDS)
+            for future in done:
+                future.result()  # raises the error of a failed job
+            on_progress(turns_done.value)
+        return [future.result() for future in futures]
+    except BrokenProcessPool:
+        raise HdtoolError(
+            "a process of the replay was ended from outside, as happens where memory is short: try --workers 1"
+        ) from None
+    except BaseException:
+        for process in set(active_children()) - other_children:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: dict[str, Any] = {}
+"""The stores and the shared counter of a worker process."""
+
+
+@contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """Processes started in this block ignore Ctrl-C; the parent handles it and terminates them."""
+    if current_thread() is not main_thread():  # where signals cannot be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
+    torch.set_num_threads(1)
+    _worker.update(store_set=store_set, turns_done=turns_done)
+
+
+def _run(job: Job) -> ReplayResult:
+    return job.play(_worker["store_set"], _count_turn)
+
+
+def _count_turn() -> None:
+    with _worker["turns_done"].get_lock():
+        _worker["turns_done"].value += 1

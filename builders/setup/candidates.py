@@ -1,0 +1,241 @@
+"""The held-out conversations replayed with one source after another: what each adds, and the speed to expect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.builders.evaluation.contenders import steps_of, timed
+from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.replay import Contender, Prediction, ReplayResult
+from hdtool.builders.evaluation.worker_pool import replay, turns_in
+from hdtool.data.errors import HdtoolError, StoreError
+from hdtool.data.progress import bar
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import FolderCheck, checksum, read_manifest
+from hdtool.data.stores.store_files import MODEL, check_destination, holds_manifest
+from hdtool.runtime.budget.cost_curve import CostCurve
+from hdtool.runtime.config import METHODS, DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DRAFTER, HEADS, HIERARCHIES, HISTORY_LETTER, MTP, NO_HISTORY, SOURCE_NAMES
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
+from hdtool.runtime.drafters.trained.proposal import MODEL as DRAFT_MODEL
+from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
+from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
+from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.stores.store_set import StoreSet
+
+
+def with_offered(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
+    """The settings with the heads and the drafter that lie in the folder of a model, if there are any."""
+    target = fingerprint(loaded.target.model)
+    heads, drafter = list[str](), decoding.drafter
+    places = [place for place in sorted(folder.iterdir()) if (place / SETTINGS).is_file()] if folder else []
+    for place in places:
+        try:
+            if settings_of(place)["target"] == target:
+                heads.append(str(place))
+            continue
+        except HdtoolError:
+            pass  # it holds something else
+        try:
+            if PublishedDrafter.named(str(place)).kind != DRAFT_MODEL:
+                drafter = drafter or str(place)
+        except HdtoolError:
+            continue
+    return replace(decoding, heads=(*decoding.heads, *heads), drafter=drafter)
+
+
+def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
+    """The hierarchies with a trained drafter that is there and fits; a note says why another one does not."""
+    found = []
+    tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
+    there = methods_with_drafters(decoding, loaded.target.model)
+    for method in HIERARCHIES:
+        if method not in there:
+            continue
+        try:
+            trained_drafter(replace(decoding, method=method), loaded.target, tokenizer)
+            found.append(method)
+        except HdtoolError as error:
+            print(f"note: {method} is left out: {error}", file=sys.stderr)
+    return found
+
+
+def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
+    """The options that a command needs for a method: its name, and where its drafter is."""
+    kind = METHODS[method].trained
+    heads = [part for folder in decoding.heads for part in ("--heads", folder)] if kind in (HEADS, MTP) else []
+    drafter = ["--drafter", decoding.drafter] if kind == DRAFTER and decoding.drafter else []
+    return ("--method", method, *heads, *drafter)
+
+
+@cache
+def _digest(path: Path, changed: int) -> str:
+    """The checksum of a file that was ``changed`` at a time, computed once: a corpus may be large."""
+    return checksum(path)
+
+
+@dataclass(frozen=True)
+class OwnStores:
+    """Stores of a set-up by kind. A store is its own if it holds all texts that the set-up builds it from."""
+
+    folders: Mapping[str, Path]
+    inputs: Mapping[str, Callable[[], Sequence[Path]]]
+    """The texts of each store; those of logs are known once they were read."""
+    model: str
+    replace: bool
+    """Whether stores of other origin may be replaced."""
+
+    def built(self, kind: str) -> Manifest | None:
+        """The manifest of the store, if it is this set-up's; more texts may have been added to it since."""
+        folder, inputs = self.folders[kind], self.inputs[kind]()
+        if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
+            return None
+        manifest = read_manifest(folder, check=not self.replace)
+        held = {share.sha256 for share in manifest.sources}
+        return manifest if all(_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
+
+    def check(self) -> None:
+        """Refuse folders that no build may write to, and to replace any store that this set-up did not build."""
+        for kind, folder in self.folders.items():
+            check_destination(folder)
+            if check := self.replacement_check(kind):
+                check(folder)
+
+    def fate(self, kind: str) -> str:
+        """What the set-up does with the place of a store that ``check`` has admitted, to be followed by the place."""
+        folder = self.folders[kind]
+        if not holds_manifest(folder):
+            return "goes to"
+        if self.built(kind):
+            return "was built before and stays in"
+        rankings = kind == MODEL and read_manifest(folder, check=False).holds_rankings_alone
+        return "joins the rankings in" if rankings else "replaces the store in"
+
+    def replacement_check(self, kind: str) -> FolderCheck | None:
+        """Raises if the store of a kind has another origin and must stay."""
+        return None if self.replace else partial(self._refuse_other, kind)
+
+    def _refuse_other(self, kind: str, folder: Path) -> None:
+        if holds_manifest(folder) and not self.built(kind) and not read_manifest(folder).holds_rankings_alone:
+            raise StoreError(
+                f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
+                "extends it without a set-up"
+            )
+
+    def require(self) -> None:
+        """Raise if another command has replaced a store since it was built."""
+        for kind, folder in self.folders.items():
+            if not self.built(kind):
+                raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")
+
+
+PROMPT_LENGTHS = (16, 128, 1024)
+"""Tokens of the prompts whose prefill is timed."""
+PREFILLS = 2
+"""The fastest of so many prefills counts."""
+ANSWER_TOKENS = 24
+"""Length of the plain answer that shows the host's part of a step."""
+
+Floats = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds of answers that a cost curve does not hold."""
+
+    lengths: tuple[int, ...]
+    """Tokens of measured prompts."""
+    prefill_seconds: tuple[float, ...]
+    host_seconds: float
+    """Of each step, outside the forward pass."""
+
+    @classmethod
+    def measured(cls, loaded: Loaded) -> Overhead:
+        target, vocabulary = loaded.target, loaded.target.config.vocab_size
+        limit = target.context_limit(max(PROMPT_LENGTHS))
+        lengths = tuple(length for length in PROMPT_LENGTHS if limit is None or length < limit)
+        fastest = []
+        for length in lengths:
+            prefill = partial(target.prefill, target.allocate(), 0, some_context(length, vocabulary))
+            fastest.append(min(timed(target.device, prefill)[1] for _ in range(PREFILLS)))
+        answer = steps_of(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
+        steps = list(answer)[1:]  # the first one is the prefill
+        host = float(np.median([step.seconds - step.verify_seconds for step in steps])) if steps else 0.0
+        return cls(lengths, tuple(fastest), host)
+
+    def predict(self, result: ReplayResult, curve: CostCurve) -> Prediction:
+        """Tokens per second of a replayed method and of plain decoding: means over answers, as `bench` prints them."""
+        prompts = np.array([turn.prompt_tokens for turn in result.turns])
+        # The first step of a turn is the pass over its prompt.
+        prefills = self._prefills(prompts) - curve.of_passes(np.zeros(len(prompts)), prompts)
+        drafted, plain = [], []
+        for turn, prefill in zip(result.turns, prefills, strict=True):
+            tokens, steps = len(turn.tokens), len(turn.nodes)
+            places = turn.prompt_tokens + np.arange(tokens)
+            one_by_one = curve.of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
+            trees = curve.of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
+            plain.append(tokens / one_by_one)
+            drafted.append(tokens / (trees + turn.draft_seconds.sum() + turn.observe_seconds.sum()))
+        return Prediction(fmean(drafted), fmean(plain))
+
+    def _prefills(self, prompts: Floats) -> Floats:
+        """Seconds of prompts of these lengths, interpolated; longer ones continue the last slope."""
+        found: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
+        if len(self.lengths) > 1:
+            rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]
+            slope = max(0.0, rise) / (self.lengths[-1] - self.lengths[-2])
+            found = found + slope * np.maximum(0, prompts - self.lengths[-1])
+        return found
+
+
+def replayed(
+    conversations: Sequence[Sequence[RecordedTurn]],
+    store_set: StoreSet,
+    curve: CostCurve,
+    overhead: Overhead,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Tokens per step by source, and tokens per second of all sources but the history, which begins empty."""
+    stores = {"M": store_set.model, "S": store_set.corpus}
+    letters = "C" + "".join(letter for letter, store in stores.items() if store)
+    contenders = [_cold(letters[: place + 1], curve) for place in range(len(letters))]
+    cold = contenders[-1].name
+    contenders.append(Contender(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
+    with bar(turns_in(contenders, conversations, ()), "turns", quiet=quiet) as shown:
+        played = replay(contenders, conversations, store_set, on_progress=shown.to)
+    predicted = overhead.predict(played[cold], curve)
+    return {
+        "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in played.items()},
+        "accepted": {str(source): share.accepted for source, share in played[cold].by_source().items()},
+        "draft_tokens_per_step": round(played[cold].nodes_per_step, 1),
+        "tokens_per_second": predicted.tokens_per_second,
+        "plain_tokens_per_second": predicted.plain_tokens_per_second,
+    }
+
+
+def replayed_with_model_store(
+    conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve, *, quiet: bool
+) -> float:
+    """Tokens per step of the conversation and the model store alone."""
+    contender = _cold("CM", curve)
+    with bar(turns_in([contender], conversations, ()), "turns", quiet=quiet) as shown:
+        played = replay([contender], conversations, store_set, on_progress=shown.to)
+    return round(played[contender.name].tokens_per_step, 3)
+
+
+def _cold(letters: str, curve: CostCurve) -> Contender:
+    """Sources without a history, by the name of the last one."""
+    return Contender(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)

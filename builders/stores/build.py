@@ -1,0 +1,266 @@
+"""Build a model store from a model's answers: their most frequent n-grams.
+
+One pass for each batch of tokens, each after the token that begins a text, if there is one.
+
+The documents are streamed to disk first; then every shard is sorted, several at once, so that memory is
+bounded by the size of a shard and not by that of the corpus.
+
+The answers are streamed to disk first, as the text in which the most frequent sequences of two to five tokens are
+counted, several lengths at once. The record of the store gets the answers and the n-grams, those of each length while
+longer ones are still counted; the flat arrays of look-ups are compiled from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hdtool.builders.stores.engine import Engine, LocalEngine, ShardFiles
+from hdtool.builders.stores.sequences import Answers, DocumentFile, table_size
+from hdtool.data.errors import StoreError
+from hdtool.data.progress import bar
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import FolderCheck, building
+from hdtool.data.stores.store_files import Document, Source, stored_documents, token_type
+from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.kernels.topk import topk
+from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.stores.corpus_index import KIND as CORPUS
+from hdtool.runtime.stores.model_store import (
+    DISTINCT,
+    HASH_HIGH,
+    HASH_LOW,
+    KEY_WIDTH,
+    LONGEST_PROBE,
+    NGRAMS,
+    PART,
+    PHRASE,
+    PHRASES,
+    RANKED,
+    START,
+    STOP,
+    TOTAL,
+    Group,
+    ModelRecord,
+    halves,
+    sequence_hash,
+    slot_of,
+    writing,
+)
+from hdtool.runtime.stores.model_store import KIND as MODEL
+from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
+
+DOUBLINGS = 3
+"""How often the hash table is doubled at most, for keys that lie too close together."""
+
+
+def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
+    """The arrays of a store by part."""
+    by_length = [record.group(kind) for kind in NGRAMS if kind != PHRASES]
+    return {**_hashed(by_length), **_by_token(record.group(PHRASES), record.end)}
+
+
+def _hashed(by_length: list[Group]) -> dict[str, Ints]:
+    """The prefixes of all lengths as a hash table, and what comes next after each."""
+    keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
+    key = row = 0
+    for group in by_length:
+        own = keys[key : key + len(group.heads)]
+        own[:, START], own[:, STOP] = group.starts + row, group.stops + row
+        own[:, TOTAL], own[:, DISTINCT] = group.totals, group.distinct
+        key, row = key + len(group.heads), row + len(group.counts)
+    rows = np.concatenate([np.column_stack([group.tokens, group.counts]) for group in by_length])
+    heads = [group.heads for group in by_length]
+    return {"slots": _table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
+
+
+def _table(keys: Ints, heads: list[Ints]) -> Ints:
+    """The hash table of all prefixes, so large that a search for each ends within ``LONGEST_PROBE`` slots.
+
+    Keys with equal hashes are neighbours in any table: after some doublings the rest is left out.
+    """
+    size = table_size(len(keys))
+    for _ in range(DOUBLINGS + 1):
+        slots = np.full(size, -1, np.int32)
+        firsts = np.cumsum([0, *map(len, heads)])
+        if not sum(_fill(slots, keys, own, first) for own, first in zip(heads, firsts, strict=False)):
+            break
+        size *= 2
+    return slots
+
+
+@compiled
+def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
+    """Enter prefixes into the hash table, the keys from ``first`` on; the number of those without a slot."""
+    mask, left_out = len(slots) - 1, 0
+    for number in range(len(heads)):
+        prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
+        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(prefix_hash)
+        slot, probes = slot_of(prefix_hash, mask), 1
+        while slots[slot] >= 0 and probes < LONGEST_PROBE:
+            slot = (slot + 1) & mask
+            probes += 1
+        if slots[slot] < 0:
+            slots[slot] = first + number
+        else:
+            left_out += 1
+    return left_out
+
+
+def _by_token(phrases: Group, end: int) -> dict[str, Ints]:
+    """Phrases, and for each token where those begin that follow it."""
+    sizes = np.zeros(end + 1, np.int32)
+    sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
+    rows = np.column_stack([phrases.tokens, phrases.counts])
+    return {"heads": np.cumsum(sizes, dtype=np.int32), "phrases": rows.astype(np.int32)}
+
+
+BATCH = 256
+"""Tokens of a pass."""
+WHOLE = 1_000_000
+"""Probabilities are in millionths."""
+
+
+def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
+    """A row for each token: the best tokens after it, then their probabilities; -1 and 0 where nothing is known."""
+    target, begin = loaded.target, loaded.tokenizer.bos_token_id
+    rows: Ints = np.full((vocabulary, 2 * RANKED), -1, np.int32)
+    rows[:, RANKED:] = 0
+    readable = min(vocabulary, target.vocabulary)
+    with bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as shown, torch.inference_mode():
+        for start in range(0, readable, BATCH):
+            ids = torch.arange(start, min(readable, start + BATCH), device=target.device)[:, None]
+            if begin is not None:
+                ids = torch.cat([torch.full_like(ids, begin), ids], 1)
+            logits = target.model(input_ids=ids, use_cache=False).logits[:, -1, :readable].float()
+            best, scores = topk(logits, RANKED)
+            probs = np.exp(scores - logits.logsumexp(-1, keepdim=True).cpu().numpy())
+            usable = np.isfinite(probs)
+            rows[start : start + len(ids), :RANKED] = np.where(usable, best, -1)
+            rows[start : start + len(ids), RANKED:] = np.where(usable, probs * WHOLE, 0)
+            shown.to(start + len(ids))
+    return rows
+
+
+LEAST_TOKENS = 2
+"""A shard holds at least a token and an end."""
+
+
+def build_corpus_index(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: TokenizerFingerprint,
+    sources: Sequence[Source],
+    *,
+    shard_bytes: int = BuildConfig.shard_bytes,
+    engine: Engine | None = None,
+    check: FolderCheck | None = None,
+) -> Manifest:
+    """Write the index of all documents to ``folder``, replacing the one there in one step.
+
+    ``engine`` sorts the shards; without one, a process for each core does. ``check`` raises if the
+    store at ``folder`` must stay.
+    """
+    end = tokenizer.vocab_size
+    width = token_type(end)
+    with building(folder, check) as build:
+        with DocumentFile(build.path("documents"), end, sources) as file:
+            shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
+        if not shards:
+            raise StoreError("the corpus holds no text at all: name files that do")
+        text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
+        files = ShardFiles(text, suffixes, heads, prefixes, width, end)
+        files.create()
+        (engine or LocalEngine()).sort(files, shards)
+        np.array(shards, np.int64).tofile(build.path("shards"))
+        tokens = sum(shard.suffixes for shard in shards)
+        counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
+        options = {"token_bytes": width.itemsize, "shard_bytes": shard_bytes}
+        return build.commit(Manifest(CORPUS, tokenizer, counts, options, file.shares()))
+
+
+def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:
+    """Stream the documents to disk, in shards of at most ``most`` tokens and ends."""
+    borders = [(0, 0)]  # tokens and ends, and ends, before each shard
+    for document in documents:
+        for at in range(0, len(document.ids), most - 1):
+            piece = document.ids[at : at + most - 1]
+            if file.size - borders[-1][0] + len(piece) + 1 > most:
+                borders.append((file.size, file.documents))
+            file.add(piece, document.source)
+    shards: list[ShardPlace] = []
+    prefix = 0
+    for (start, ends), (stop, more_ends) in pairwise([*borders, (file.size, file.documents)]):
+        if suffixes := stop - more_ends - (start - ends):  # none without documents
+            shards.append(ShardPlace(start, stop - start, start - ends, suffixes, prefix))
+            prefix += sampled_prefixes_in(suffixes)
+    return shards
+
+
+def build_model_store(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: TokenizerFingerprint,
+    sources: Sequence[Source],
+    *,
+    top_k: int = BuildConfig.top_k,
+    per_key: int = BuildConfig.per_key,
+    once_per_document: bool = True,
+    engine: Engine | None = None,
+    model: Checkpoint | None = None,
+    rankings: Ints | None = None,
+    check: FolderCheck | None = None,
+) -> Manifest:
+    """Write the store of all documents to ``folder``, replacing the one there in one step.
+
+    The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
+    of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
+    equals the one with the smaller tokens comes first. ``model`` gave the answers, and ``rankings``
+    are its own, of the vocabulary; with them, a store without any document can be built. ``check`` raises if the store
+    at ``folder`` must stay.
+    """
+    end = tokenizer.vocab_size
+    with building(folder, check) as build:
+        text = build.scratch("documents")
+        with DocumentFile(text, end, sources) as file:
+            for document in documents:
+                file.add(document.ids, document.source)
+        if not file.longest and (sources or rankings is None):
+            raise StoreError("the answers hold no text at all: name files that do")
+        if file.longest <= PHRASE and file.documents:
+            raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
+        kind = token_type(end)
+        # An empty file cannot be mapped.
+        tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
+        mined = (engine or LocalEngine()).mine(Answers(tokens, end, once_per_document), top_k, per_key)
+        ngrams = len(NGRAMS) * min(top_k, len(tokens))
+        with writing(build.path(PART), end, tokens.nbytes, file.documents + ngrams) as record:
+            record.put_documents(stored_documents(tokens, end))
+            for number, group in zip(NGRAMS, mined, strict=True):
+                record.put_ngrams(number, group)
+        arrays = compiled_arrays(ModelRecord.opened(build.path(PART), end))
+        if rankings is not None:
+            arrays["rankings"] = rankings
+        for part, array in arrays.items():
+            array.tofile(build.path(part))
+        shares = file.shares()
+        counts = {
+            "tokens": sum(share.tokens for share in shares),
+            "documents": file.documents,
+            "keys": len(arrays["keys"]),
+            "continuations": len(arrays["rows"]),
+            "phrases": len(arrays["phrases"]),
+            **({"rankings": len(rankings)} if rankings is not None else {}),
+        }
+        options = {
+            "token_bytes": tokens.itemsize,
+            "top_k": top_k,
+            "per_key": per_key,
+            "once_per_document": once_per_document,
+        }
+        return build.commit(Manifest(MODEL, tokenizer, counts, options, shares, model=model))

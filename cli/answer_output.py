@@ -1,0 +1,132 @@
+"""Answers as a stream, as JSON and as a line of figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from logging import getLogger
+from typing import Any
+
+from hdtool.cli.result_tables import rounded
+from hdtool.data.progress import show_bars
+from hdtool.runtime.answerer import Answer
+from hdtool.runtime.sequence import Finish, Stats
+from hdtool.runtime.source_names import SourceName, registered
+from hdtool.runtime.stores.store_set import StoreSet
+
+
+def colors_shown() -> bool:
+    """Colours need a terminal or FORCE_COLOR; NO_COLOR switches them off."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def painted(text: str, source: SourceName) -> str:
+    color = registered()[source].terminal
+    return f"\033[{color}m{text}\033[0m" if text and color else text
+
+
+def legend(drafted: Iterable[SourceName]) -> str:
+    """The colours of some sources."""
+    named = [painted(str(source), source) for source in drafted]
+    return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
+
+
+def print_sources(store_set: StoreSet) -> None:
+    """Print the stores that are drafted from, if any."""
+    if store_set.databases:
+        print(f"drafting from {store_set}", file=sys.stderr)
+
+
+def stream(answer: Answer, *, show: bool = True, color: bool = False) -> None:
+    """Compute an answer and print it as it grows; Ctrl-C ends it and keeps its tokens."""
+    pieces = (painted(*piece) for piece in answer.by_source()) if color else iter(answer)
+    try:
+        for piece in pieces:
+            if show:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.interrupt()
+    if show:
+        print(flush=True)
+
+
+def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
+    """Each answer with the number of its prompt; answers to later turns share it."""
+    number, before = 0, None
+    for answer in answers:
+        number += answer.prompt is not before
+        before = answer.prompt
+        yield number, answer
+
+
+def record(answer: Answer) -> dict[str, Any]:
+    """The answer as ``--json`` prints it; names stay as they are once they have shipped."""
+    stats = answer.stats
+    return {
+        "id": answer.prompt.id,
+        "category": answer.prompt.category,
+        "prompt": answer.question,
+        "text": answer.text,
+        "output_ids": answer.output_ids,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "tokens": stats.tokens,
+        "steps": stats.steps,
+        **rounded(stats, tokens_per_step=3, seconds=6, tokens_per_second=2),
+        **rounded(stats, draft_us_per_step=1, verify_ms_per_step=4, outside_us_per_step=1),
+        "finish": stats.finish,
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+        "sources": stats.sources_json(),
+    }
+
+
+ENDINGS = {
+    Finish.LENGTH: "; stopped at --max-new-tokens",
+    Finish.CONTEXT: "; stopped at the end of the context",
+    Finish.INTERRUPT: "; interrupted",
+}
+
+
+def summary(stats: Stats) -> str:
+    """The figures of an answer in a line."""
+    ending = ENDINGS.get(stats.finish, "") if stats.finish else ""
+    return (
+        f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
+        f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
+        f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
+        + "".join(f"\n{_contribution(stats, source)}" for source in stats.sources)
+    )
+
+
+def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
+    """The figures of a batch of answers, whose times overlap."""
+    return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
+
+
+def _contribution(stats: Stats, source: SourceName) -> str:
+    drafted, accepted = stats.drafted[source], stats.accepted[source]
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    rejected = f" and {drafted - accepted:,} rejected" if source is SourceName.PREDICTION else ""
+    return (
+        f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted{rejected}, "
+        f"in {stats.hits[source]:,} of {stats.steps:,} steps, {stats.source_us_per_step(source):.0f} µs a step"
+    )
+
+
+def quiet_libraries(*, quiet: bool = False) -> None:
+    """Keep the libraries' own progress bars, notes and warnings off a command's output; with ``quiet`` any bar."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    show_bars(not quiet)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        getLogger(library).setLevel("ERROR")

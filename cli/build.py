@@ -1,0 +1,170 @@
+"""Commands that build: stores of n-grams, corpora and drafting heads."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from hdtool.cli import options
+from hdtool.cli.command import HEADS, INPUT, OUTPUT, option
+from hdtool.cli.options import only, without
+from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
+from hdtool.data.stores.store import FolderCheck, refuse_replacing
+from hdtool.data.stores.store_files import CORPUS, MODEL, check_destination
+from hdtool.runtime.config import BuildConfig, HeadsConfig, ModelConfig, TrainConfig
+
+
+def build_model_db(
+    *,
+    inputs: Annotated[
+        list[str] | None,
+        option(
+            INPUT, "The model's answers: a history store, a file of collect, or any input of build-corpus-db.", "--from"
+        ),
+    ] = None,
+    loading: options.ModelOfStore,
+    rankings: options.Rankings = False,
+    out: options.StoreOut = None,
+    namespace: options.Namespace = None,
+    replace: options.Replace = False,
+    config: Annotated[BuildConfig, without("shard_bytes", "workers")],
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Build a model store from a model's answers.
+
+    Keeps the most frequent sequences, by their first 1 to 4 tokens. Of conversations, only the model's turns are read.
+    In hdtool's home, each model has a store of its own. Without answers, --rankings alone makes a store.
+    """
+    if not inputs and not rankings:
+        raise OptionError("nothing to build from: give the model's answers with --from, or --rankings")
+    check = None if replace else refuse_replacing
+    _build(MODEL, inputs or [], loading, config, out, namespace, check, rankings=rankings, quiet=quiet, as_json=as_json)
+
+
+def build_corpus_db(
+    *,
+    inputs: options.Inputs,
+    loading: options.Tokenizer,
+    out: options.StoreOut = None,
+    namespace: options.Namespace = None,
+    replace: options.Replace = False,
+    config: Annotated[BuildConfig, without("top_k", "per_key")],
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Build a corpus index from texts.
+
+    The index is a suffix array over the tokens of all inputs. Each turn of a conversation is a document.
+    """
+    check = None if replace else refuse_replacing
+    _build(CORPUS, inputs, loading, config, out, namespace, check, quiet=quiet, as_json=as_json)
+
+
+def _build(
+    kind: str,
+    inputs: list[str],
+    loading: ModelConfig,
+    config: BuildConfig,
+    out: Path | None,
+    namespace: str | None,
+    check: FolderCheck | None,
+    *,
+    rankings: bool = False,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    from hdtool.builders.stores.build import build_corpus_index, build_model_store
+    from hdtool.builders.stores.edit_store import note_on_models
+    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.cli.store_output import engine_for, rankings_for, reading, report
+    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
+    from hdtool.runtime.model.load import load_tokenizer
+
+    if out:  # a folder that was named is refused before the tokenizer is loaded
+        _check_folder(out, check)
+    quiet_libraries(quiet=quiet)
+    tokenizer = load_tokenizer(loading)
+    fingerprint = TokenizerFingerprint.of(tokenizer)
+    model = checkpoint_of(loading) if kind == MODEL else None
+    folder = out
+    if folder is None:
+        folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
+        _check_folder(folder, check)
+    build: Callable[..., Manifest]
+    on_models = None
+    if kind == MODEL:
+        found = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
+        build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=found)
+        command = shlex.join(
+            ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
+        )
+        on_models = partial(note_on_models, config=loading, checkpoint=model, command="" if loading.model else command)
+    else:
+        build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
+    with (
+        engine_for(config, quiet=quiet) as engine,
+        reading(
+            inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet, on_models=on_models
+        ) as (sources, documents),
+    ):
+        manifest = build(folder, documents, fingerprint, sources, engine=engine, check=check)
+    report(folder, manifest, as_json=as_json)
+
+
+def _check_folder(folder: Path, check: FolderCheck | None) -> None:
+    check_destination(folder)
+    if check:
+        check(folder)
+
+
+def _folder_at_home(
+    kind: str, model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None, name: str
+) -> Path:
+    from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+
+    if kind != MODEL:
+        return corpus_index_at_home(tokenizer, namespace)
+    if model:
+        return model_store_at_home(model, tokenizer, namespace)
+    raise ModelError(
+        f"{name} has no weights on this machine, and hdtool's home keeps model stores by the weights of their models: "
+        "name the folder with --out and draft from it with --model-db, or get the weights first"
+    )
+
+
+def train_heads(
+    *,
+    inputs: Annotated[
+        list[str],
+        option(INPUT, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
+    ],
+    out: Annotated[Path, option(OUTPUT, "Folder of the heads; the same command resumes an interrupted training.")],
+    hidden_states: Annotated[
+        Path | None,
+        option(OUTPUT, "File for the model's hidden states: computed once, read by each epoch and each training."),
+    ] = None,
+    chat: options.Chat = None,
+    loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
+    medusa: Annotated[bool, option(HEADS, "The same as --kind medusa.", "--medusa")] = False,
+    heads: HeadsConfig,
+    config: TrainConfig,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train drafting heads (Amphista, Medusa, Hydra, MTP).
+
+    The model itself does not change. Its own answers to prompts like yours, as hdtool collect writes them, are the best
+    training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
+    """
+    from hdtool.builders.heads.train import train
+    from hdtool.cli.answer_output import quiet_libraries
+
+    quiet_libraries(quiet=quiet)
+    chosen = heads.plain if medusa else heads.resolved
+    for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states, quiet=quiet):
+        print(line, file=sys.stderr)

@@ -1,0 +1,66 @@
+"""``hdtool chat``: the command and its loop."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from hdtool.cli import options
+from hdtool.cli.options import without
+from hdtool.data.errors import HdtoolError, PromptError
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+
+if TYPE_CHECKING:
+    from hdtool.cli.chat_session import ReadMessage, Session
+
+
+def chat(
+    *,
+    loading: Annotated[ModelConfig, without().as_argument()],
+    system: options.System = None,
+    decoding: Annotated[DecodeConfig, without("batch_size", max_new_tokens=1024)],
+    store_set: Annotated[StoresConfig, without("namespace")],
+    sampling: SamplingConfig,
+    stats: options.Stats = False,
+    color: options.Color = False,
+) -> None:
+    """Hold a conversation with a language model.
+
+    Answers stream to standard output and their speed, not their text, depends on drafting. The KV cache of earlier
+    turns is kept. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the commands.
+    """
+    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.cli.chat_session import Session, message_reader
+    from hdtool.data.chat import has_chat_template
+    from hdtool.runtime.answerer import Answerer
+
+    quiet_libraries()
+    answerer = Answerer(loading, decoding, sampling, store_set=store_set)
+    if not has_chat_template(answerer.loaded.tokenizer):
+        raise PromptError(
+            f"{loading.name} has no chat template, so it cannot hold a conversation: name an instruction-tuned model, "
+            "or use hdtool generate"
+        )
+    print_sources(answerer.store_set)
+    session = Session(answerer, system, stats=stats, color=color)
+    print(f"{loading.name}: /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    _converse(session, message_reader())
+
+
+def _converse(session: Session, read: ReadMessage) -> None:
+    """Read and answer messages until the input ends."""
+    from hdtool.cli.chat_session import is_interactive
+
+    while not session.is_over:
+        try:
+            message = read()
+        except EOFError:
+            return
+        try:
+            session.take(message)
+        except HdtoolError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            session.is_interrupted = True
+        if session.is_interrupted and not is_interactive():
+            raise KeyboardInterrupt  # Ctrl-C ends a script as a whole

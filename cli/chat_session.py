@@ -1,0 +1,260 @@
+"""A chat in the terminal: its lines, turns and saved conversation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from hdtool.cli.answer_output import colors_shown, legend, stream, summary
+from hdtool.data.conversation import turns_in
+from hdtool.data.errors import ContextError, PromptError
+from hdtool.data.input_files import faults_named
+from hdtool.data.output_files import OutputFile, json_object
+from hdtool.data.prompts import Message, Prompt
+from hdtool.data.row_readers import RowError
+from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.sequence import Finish, Stats
+from hdtool.runtime.source_names import SourceName
+
+ReadMessage = Callable[[], str]
+"""Returns the next message; raises EOFError at the end of the input."""
+PROMPT = "> "
+
+
+def is_interactive() -> bool:
+    """Whether both ends are a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def message_reader() -> ReadMessage:
+    """The line editor in a terminal, else lines of standard input."""
+    return _line_editor() if is_interactive() else _next_line
+
+
+def _line_editor() -> ReadMessage:
+    """An editor in which Enter sends, Alt-Enter begins a line, and a paste may have many lines.
+
+    Messages are remembered until the program ends, and not written to the disk.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(PROMPT, multiline=True, key_bindings=keys)
+
+    def read() -> str:
+        while True:
+            with suppress(KeyboardInterrupt):  # Ctrl-C discards the line
+                return session.prompt()
+
+    return read
+
+
+def _next_line() -> str:
+    line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+    if not line:
+        raise EOFError
+    try:
+        return line.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise PromptError("standard input is not UTF-8 text: pipe messages in as text, one per line") from None
+
+
+WRITER = {"saved_by": "hdtool chat"}
+
+
+def write_chat(path: Path, model: str, messages: Sequence[Message], own: set[Path]) -> None:
+    """Write a conversation; a file that is there is replaced only if it is in ``own``, to which the file is added."""
+
+    def is_ours(place: Path) -> bool:
+        return place.resolve() in own and json_object(place).get("saved_by") == WRITER["saved_by"]
+
+    advice = "choose another name, or move it away"
+    file = OutputFile(path, "a conversation that was saved or loaded since the start", is_ours, PromptError, advice)
+    file.write(json.dumps({**WRITER, "model": model, "messages": messages}, ensure_ascii=False) + "\n")
+    own.add(path.resolve())
+
+
+def read_chat(path: Path) -> list[Message]:
+    """The messages of a conversation; raises if the file holds none, or several."""
+    with faults_named(path, PromptError):
+        row = json_object(path)
+    if "messages" not in row:
+        raise PromptError(f"{path} is not one conversation with messages: name a file that /save wrote")
+    try:
+        turns = turns_in(row["messages"], "messages")
+    except RowError as fault:
+        raise PromptError(f"{path}: {fault}: correct it, or name a file that /save wrote") from None
+    if not turns:
+        raise PromptError(f"{path} holds no messages: name a file that /save wrote")
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+SLASH = "/"
+ADVICE = "/undo takes back the last turn, /clear begins a new conversation"
+NOTES = {
+    Finish.LENGTH: "the answer stopped at --max-new-tokens",
+    Finish.CONTEXT: f"the answer stopped at the end of the model's context: {ADVICE}",
+    Finish.INTERRUPT: "interrupted: the answer so far is part of the conversation",
+}
+
+
+class Session:
+    """One conversation after another with one model."""
+
+    def __init__(self, answerer: Answerer, system: str | None = None, *, stats: bool = False, color: bool = False):
+        self.messages: list[Message] = []
+        self.is_over = False
+        self.is_interrupted = False
+        """Whether Ctrl-C ended the last answer."""
+        self._answerer = answerer
+        self._shows_stats = stats
+        self._colored = False
+        self._explained: set[SourceName] = set()
+        """The sources whose colours a legend has shown."""
+        self._stats: list[Stats] = []
+        """Of the answers since the start of the program."""
+        self._files: set[Path] = set()
+        """Files that this session wrote or read, and may replace."""
+        self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
+            "help": (self._help, "", "list the commands"),
+            "stats": (self._show_stats, "", "figures of the last answer, and of all answers"),
+            "color": (self._switch_color, "", "colour tokens by the source that drafted them, or stop it"),
+            "system": (self._set_system, "[TEXT]", "set the system message, or remove it"),
+            "undo": (self._undo, "", "take back the last message and its answer"),
+            "retry": (self._retry, "", "answer the last message again, with the next seed"),
+            "clear": (self._clear, "", "begin a new conversation with the same system message"),
+            "save": (self._save, "FILE", "write the conversation as JSONL, which build-model-db reads"),
+            "load": (self._load, "FILE", "go on with a saved conversation"),
+            "exit": (self._exit, "", "leave, as Ctrl-D does"),
+        }
+        if system is not None:
+            self._set_system(system)
+        if color:
+            self._switch_color("")
+
+    def take(self, text: str) -> None:
+        """Answer a message, or run a command."""
+        if text.startswith(SLASH):
+            self._run(text)
+        elif text.strip():
+            self._ask([*self.messages, {"role": "user", "content": text}])
+
+    def _run(self, text: str) -> None:
+        name, _, argument = text[1:].strip().partition(" ")
+        if name not in self._commands:
+            raise PromptError(
+                f"there is no command /{name}: /help lists them; a message that begins with / needs a space before it"
+            )
+        run, takes, _ = self._commands[name]
+        argument = argument.strip()
+        if argument and not takes:
+            raise PromptError(f"/{name} takes nothing after it, got {argument}: leave it out")
+        if takes == "FILE" and not argument:
+            raise PromptError(f"/{name} needs the name of a file: /{name} {takes}")
+        run(argument)
+
+    def _ask(self, messages: list[Message]) -> None:
+        """Answer the last of these messages; they are the conversation from then on, unless nothing was answered."""
+        self.is_interrupted = False
+        try:
+            answer = next(self._answerer.answers(Prompt(tuple(messages))))
+            stream(answer, color=self._colored)
+        except ContextError as error:
+            raise PromptError(f"the conversation is full ({error.found}): {ADVICE}") from None
+        self.is_interrupted = answer.interrupted
+        self._stats.append(answer.stats)
+        if self._colored and not self._explained.issuperset(drafted := answer.stats.that_drafted):
+            self._explained.update(drafted)
+            print(legend(sorted(self._explained)), file=sys.stderr)
+        if answer.interrupted and not answer.text:
+            return _note("interrupted: the message is not part of the conversation")
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        if note := answer.stats.finish and NOTES.get(answer.stats.finish):
+            _note(note)
+        if self._shows_stats:
+            print(summary(answer.stats), file=sys.stderr)
+        return None
+
+    def _help(self, _: str) -> None:
+        lines = {f"/{name} {takes}".strip(): text for name, (_, takes, text) in self._commands.items()}
+        print("\n".join(f"{usage:{max(map(len, lines))}}  {text}" for usage, text in lines.items()))
+        print("Enter sends, Alt-Enter begins a new line, Ctrl-C ends an answer, Ctrl-D leaves")
+
+    def _show_stats(self, _: str) -> None:
+        if not self._stats:
+            raise PromptError("there are no figures yet: ask something first")
+        last, every = self._stats[-1], Stats.total(self._stats)
+        print(f"{summary(last)}\n  prompt tokens kept from the turn before: {last.cached_tokens:,}")
+        if len(self._stats) > 1:
+            print(f"{len(self._stats)} answers: {summary(every)}")
+
+    def _switch_color(self, _: str) -> None:
+        if not self._colored and not colors_shown():
+            return _note("colours need a terminal or FORCE_COLOR")
+        self._colored = not self._colored
+        self._explained.clear()
+        print("colours on" if self._colored else "no colours", file=sys.stderr)
+        return None
+
+    @property
+    def _turns(self) -> list[Message]:
+        """The messages without the system message."""
+        return [message for message in self.messages if message["role"] != "system"]
+
+    def _set_system(self, text: str) -> None:
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *self._turns]
+
+    def _undo(self, _: str) -> None:
+        self.messages = self.messages[: self._last_question()]
+
+    def _retry(self, _: str) -> None:
+        question = self._last_question()
+        sampling = self._answerer.sampling
+        self._answerer.sampling = replace(sampling, seed=(sampling.seed + 1) % 2**64)
+        self._ask(self.messages[: question + 1])
+
+    def _last_question(self) -> int:
+        """The place of the last message of the user."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            raise PromptError("the conversation has no message yet: ask something first")
+        return places[-1]
+
+    def _clear(self, _: str) -> None:
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def _save(self, name: str) -> None:
+        if not self._turns:
+            raise PromptError("there is nothing to save yet: ask something first")
+        path = Path(name).expanduser()
+        write_chat(path, self._answerer.loaded.name, self.messages, self._files)
+        print(f"saved {len(self.messages)} messages in {path}", file=sys.stderr)
+
+    def _load(self, name: str) -> None:
+        path = Path(name).expanduser()
+        self.messages = read_chat(path)
+        self._files.add(path.resolve())
+        count = f"{len(self.messages)} message{'s' * (len(self.messages) > 1)}"
+        unanswered = "; the last one has no answer: /retry answers it" if self.messages[-1]["role"] == "user" else ""
+        print(f"loaded {count} of {path}{unanswered}", file=sys.stderr)
+
+    def _exit(self, _: str) -> None:
+        self.is_over = True
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

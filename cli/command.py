@@ -1,0 +1,262 @@
+"""The class of all commands: ``--help`` in panels with examples, and the check for options without effect."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TextIO, cast
+
+import typer
+from typer.core import TyperCommand
+
+from hdtool.cli.model_argument import refuse_unused, take_model
+from hdtool.data.prompts import Prompt, read_tools
+from hdtool.runtime.config import METHODS, GrammarConfig
+
+COLOR = re.compile("\033\\[[0-9;]*m")
+CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
+"""Other than line breaks, tabs and colours: text that holds one moves the cursor itself, as progress bars do."""
+ERASED = "\r\033[K"
+"""Erases the line of the cursor: a message replaces a bar, which is drawn again below it."""
+INDENT = "  "
+"""Indent of a continued line beyond that of its first line."""
+
+
+def broken(text: str, width: int, indent: str = INDENT) -> str:
+    """The text with its long lines broken between words; a longer word, such as a path, stays whole."""
+    if len(text) <= width or CONTROLS.search(COLOR.sub("", text)):
+        return text
+    return "\n".join(_broken_line(line, width, indent) for line in text.split("\n"))
+
+
+def printable(text: str, indent: str = INDENT) -> str:
+    """A text as standard output takes it: lines are broken where it is a terminal."""
+    return broken(text, width, indent) if (width := _width(sys.stdout)) else text
+
+
+def break_messages_between_words() -> None:
+    """Break long lines of everything that this process prints on standard error, if that is a terminal."""
+    if _width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _Messages):
+        sys.stderr = cast(TextIO, _Messages(sys.stderr))
+
+
+class _Messages:
+    """A stream for messages to people."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_on_bar = False
+        """Whether the line of the cursor holds a progress bar."""
+
+    def write(self, text: str) -> int:
+        erased = ERASED if self._is_on_bar and not text.startswith(("\r", "\n")) else ""
+        if text:
+            self._is_on_bar = text.startswith("\r") and not text.endswith("\n")
+        return self._stream.write(erased + (broken(text, width) if (width := _width(self._stream)) else text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _broken_line(line: str, width: int, indent: str) -> str:
+    if _length(line) <= width:
+        return line
+    words = re.findall("[ \t]*[^ \t]+", line)
+    margin = indent + line[: len(line) - len(line.lstrip())]
+    lines = words[:1]
+    for word in words[1:]:
+        if _length(lines[-1] + word) <= width:
+            lines[-1] += word
+        else:
+            lines.append(margin + word.lstrip())
+    return "\n".join(lines)
+
+
+def _length(text: str) -> int:
+    """Columns of a text, without its colours."""
+    return len(COLOR.sub("", text))
+
+
+def _width(stream: TextIO) -> int:
+    """Columns of a terminal, 0 for anything else."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+STORES = ("model_db", "corpus_db")
+NO_STORE = "none"
+
+
+def require_stores(parameters: Mapping[str, Any]) -> None:
+    """Raise StoreError if a store that was named is not there."""
+    named = [value for name in STORES if isinstance(value := parameters.get(name), str) and value != NO_STORE]
+    if named:
+        from hdtool.data.stores.home import store_folder
+        from hdtool.data.stores.store import read_manifest
+
+        for name in named:
+            read_manifest(store_folder(name))
+
+
+def structured(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
+    """Prompts with the grammar and the tools of the options, where a line does not have its own."""
+    grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
+    return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
+
+
+INPUT, MODEL, DRAFTING, SAMPLING, OUTPUT = "Input", "Model", "Drafting", "Sampling", "Output"
+STRUCTURE, SERVER = "Structured output", "Server"
+RARE = "Rarely used"
+BUILD, HEADS, TRAINING, MEASUREMENT = "Build", "Architecture of the heads", "Training", "Measurement"
+PANELS = (
+    "Arguments",
+    INPUT,
+    SERVER,
+    MODEL,
+    HEADS,
+    TRAINING,
+    DRAFTING,
+    SAMPLING,
+    STRUCTURE,
+    BUILD,
+    MEASUREMENT,
+    OUTPUT,
+    RARE,
+    "Options",
+)
+SHORT = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
+"""Short names of the options that are typed most."""
+RARELY_USED = {
+    "attn_implementation",
+    "body_seconds",
+    "device_map",
+    "fused_layers",
+    "generation_config",
+    "heads",
+    "history_prompts",
+    "lookahead",
+    "max_body_mib",
+    "max_waiting",
+    "order",
+    "prefix_cache_mib",
+    "prefix_caching",
+    "repetition_penalty",
+    "revision",
+    "shutdown_seconds",
+    "sources",
+    "tree",
+}
+"""Options that ``--help`` leaves out of long lists; ``--help-all`` shows them."""
+LONG_LIST = 25
+"""Most parameters that ``--help`` shows without leaving any out."""
+HELP_ALL = "help_all"
+NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class Command(TyperCommand):
+    """A command of hdtool."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.help = unbroken(self.help or "")
+        if not self.context_settings.get("ignore_unknown_options"):  # they may be short options of another program
+            for parameter in self.params:
+                parameter.opts[:0] = [SHORT[name] for name in parameter.opts if name in SHORT]
+
+    def get_help(self, ctx: Any) -> str:
+        return with_hyphens(super().get_help(ctx))
+
+    # typer's own panels need rich, which would double the time that a command takes to start.
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = self.get_params(ctx)
+        rare = rarely_used(one.name for one in parameters)
+        shows_all = HELP_ALL in ctx.meta
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in parameters:
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            panel = RARE if parameter.name in rare else getattr(parameter, "rich_help_panel", None) or usual
+            record = parameter.get_help_record(ctx)
+            if record and (shows_all or panel != RARE):
+                panels.setdefault(panel, []).append((record[0], unbroken(record[1])))
+        for panel in sorted(panels, key=PANELS.index):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
+        if shows_all and has_methods(one.name for one in parameters):
+            with formatter.section("Methods"):
+                formatter.write_dl([(name, unbroken(method.description)) for name, method in METHODS.items()])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            formatter.write(f"\nExamples:\n{self.epilog}\n")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            take_model(ctx.command_path, ctx.params)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        typed = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+        refuse_unused(typed, ctx.params)
+        require_stores(ctx.params)
+        return super().invoke(ctx)
+
+
+def unbroken(text: str) -> str:
+    """A text whose lines are not broken at its hyphens; ``with_hyphens`` restores them."""
+    return text.replace("-", NON_BREAKING_HYPHEN)
+
+
+def with_hyphens(text: str) -> str:
+    return text.replace(NON_BREAKING_HYPHEN, "-")
+
+
+def rarely_used(names: Iterable[str | None]) -> set[str]:
+    """The options of a command that its ``--help`` leaves out."""
+    given = {name for name in names if name} - {"help", HELP_ALL}
+    return given & RARELY_USED if len(given) > LONG_LIST else set()
+
+
+def has_methods(names: Iterable[str | None]) -> bool:
+    """Whether a command takes drafting methods."""
+    return not {"method", "methods"}.isdisjoint(names)
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+def help_all(names: Collection[str]) -> list[inspect.Parameter]:
+    """The parameter of ``--help-all``, for a command whose ``--help`` leaves something out."""
+    left_out = (["all options"] if rarely_used(names) else []) + (["the methods"] if has_methods(names) else [])
+    if not left_out:
+        return []
+    help = f"Show {' and '.join(left_out)}, and exit."
+    shown = Annotated[bool, option("Options", help, "--help-all", callback=_show_all, is_eager=True)]
+    return [inspect.Parameter(HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)]
+
+
+def option(panel: str, help: str, *names: str, values: Iterable[str] = (), **settings: Any) -> Any:
+    """An option in a panel of the help; ``values`` are completed, also in a list with commas."""
+    complete = completion(tuple(values)) if values else None
+    return typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete, **settings)
+
+
+def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A function that completes the last of several values with commas between them."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + value for value in values if value.startswith(last)]
+
+    return complete

@@ -1,0 +1,160 @@
+"""The model of a command, as its first argument or as ``--model``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from hdtool.data.demo import EMBEDDED, SMOLLM2
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import LOWEST_TEMPERATURE, METHODS, OPTION_METHODS, PEERS, SHAPE_PEERS, ShapeConfig
+
+
+class Conflict(NamedTuple):
+    """An option without effect where another one has a value."""
+
+    options: tuple[str, ...]
+    others: tuple[str, ...]
+    """The parameters that decide, together; commands without them are not concerned."""
+    values: tuple[object, ...]
+    """Values of the others with which the options have no effect; empty means any but None."""
+    reason: str
+
+
+PARTS_OF_AMPHISTA = ("auto_embedding", "positions", "adaptation", "sampled_token")
+CONFLICTS = (
+    Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
+    Conflict(("color",), ("as_json",), (True,), "with --json"),
+    Conflict(("history_prompts",), ("history",), ("none",), "with --history none"),
+    Conflict(("namespace",), ("out",), (), "with --out, which names the folder"),
+    Conflict(("model", "gguf_file", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
+    Conflict(("medusa",), ("kind",), ("hydra", "hydra++", "mtp"), "with another --kind"),
+    Conflict(
+        (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
+        ("medusa",),
+        (True,),
+        "with --medusa, whose heads have none of these parts",
+    ),
+    *(
+        Conflict(parts, ("kind",), (kind,), f"with --kind {kind}, which does not choose this part")
+        for kind, parts in {
+            "amphista": ("head_layers",),
+            "medusa": (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
+            "hydra": (*PARTS_OF_AMPHISTA, "mlp"),
+            "hydra++": PARTS_OF_AMPHISTA,
+            "mtp": (*PARTS_OF_AMPHISTA, "lm_head_rank", "head_layers"),
+        }.items()
+    ),
+    Conflict(("temperatures",), ("report",), (None,), "without --report"),
+    Conflict(("address",), ("engine",), ("local",), "without --engine ray"),
+)
+
+
+def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
+    """Refuse the first of the typed options that would change nothing; ``none`` for a store is always allowed."""
+    methods = _methods(settings)
+    known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
+    for option, users in OPTION_METHODS.items():
+        if option in typed and settings[option] != "none" and methods and known and not set(methods) & set(users):
+            _refuse(option, f"with method {', '.join(methods)} (it belongs to {', '.join(users)})")
+    if "temperature" in settings and settings["temperature"] < LOWEST_TEMPERATURE and not settings.get("temperatures"):
+        for option in ("top_k", "top_p"):
+            if option in typed:
+                _refuse(option, "with greedy decoding", "set --temperature above 0 or leave it out")
+    for conflict in CONFLICTS:
+        values = [settings[other] for other in conflict.others if other in settings]
+        holds = all(one in conflict.values if conflict.values else one is not None for one in values)
+        if holds and len(values) == len(conflict.others):
+            for option in conflict.options:
+                if option in typed:
+                    _refuse(option, conflict.reason)
+
+
+def _methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The methods that will run; empty where all of them may."""
+    if "method" in settings:
+        return (settings["method"],)
+    if listed := settings.get("methods"):
+        return method_names(listed) or ()
+    return ShapeConfig.methods if "shape" in settings and "methods" in settings else ()
+
+
+def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
+    """The names in options that may be repeated and hold several with commas between them."""
+    return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
+
+
+def _refuse(option: str, reason: str, advice: str = "leave it out") -> None:
+    raise OptionError(f"--{option.replace('_', '-')} has no effect {reason}: {advice}")
+
+
+MODEL_ARGUMENT = "model_argument"
+STANDARD_INPUT = "-"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""A word of this form may be a prompt, such as and/or; --prompt says so."""
+
+
+def model_argument() -> inspect.Parameter:
+    """The parameter of a command that takes its model as an argument."""
+    argument = typer.Argument(metavar="MODEL", help="The model, which --model names as well.")
+    return inspect.Parameter(
+        MODEL_ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
+    )
+
+
+def require_model(command: str, model: str | None) -> None:
+    if model is None:
+        raise OptionError(f"hdtool {command} needs a model: hdtool {command} MODEL")
+
+
+def take_model(command: str, given: MutableMapping[str, Any]) -> None:
+    """Move the first argument to the parameter that it is meant for: the model, or what comes after it."""
+    first = given.get(MODEL_ARGUMENT)
+    if first is None:
+        return
+    given[MODEL_ARGUMENT] = None
+    if "text" in given:
+        _take_model_or_prompt(command, first, given)
+    elif "more_logs" in given and given["model"] not in (None, first):
+        given["more_logs"] = [first, *(given["more_logs"] or ())]
+    else:
+        _set_model(first, given)
+
+
+def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, Any]) -> None:
+    """Two arguments are model and prompt. One is the prompt, unless an option gives the prompt and none the model."""
+    has_prompt = given["prompt"] is not None or given["prompts"] is not None
+    if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):
+        _set_model(first, given)
+    elif given["model"] is None and _names_model(first):
+        raise OptionError(
+            f"{first} is a model and there is no prompt: {command} {first} PROMPT, or hdtool chat {first}; "
+            f"{command} {first} - reads standard input, and --prompt {first} answers that text"
+        )
+    else:
+        given["text"] = first
+
+
+def _set_model(first: str, given: MutableMapping[str, Any]) -> None:
+    if given["model"] not in (None, first):
+        raise OptionError(
+            f"two models are named, {first} as an argument and {given['model']} by --model: leave one out"
+            + (" (a prompt of several words needs quotes)" if "text" in given else "")
+        )
+    given["model"] = first
+
+
+def _names_model(word: str) -> bool:
+    """Whether a word is evidently a model, and not a prompt."""
+    if word in (SMOLLM2, EMBEDDED) or HUB_NAME.fullmatch(word):
+        return True
+    try:
+        path = Path(word).expanduser()
+        return path.is_file() if path.suffix.lower() == ".gguf" else (path / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # texts that are no path
+        return False

@@ -1,0 +1,244 @@
+"""Options that several commands share, beside those of the runtime's settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from operator import getitem
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from hdtool.cli.command import (
+    BUILD,
+    DRAFTING,
+    HEADS,
+    HELP_ALL,
+    INPUT,
+    MEASUREMENT,
+    MODEL,
+    OUTPUT,
+    SAMPLING,
+    SERVER,
+    STRUCTURE,
+    TRAINING,
+    help_all,
+    option,
+)
+from hdtool.cli.model_argument import MODEL_ARGUMENT, method_names, model_argument
+from hdtool.data.errors import OptionError
+from hdtool.runtime.config import SOURCE_NAMES, ModelConfig
+from hdtool.runtime.config.model import Settings, option_of
+
+T = TypeVar("T")
+PANELS = {
+    "BenchConfig": MEASUREMENT,
+    "BenchConfig.assistant": MODEL,
+    "BenchConfig.num_prompts": INPUT,
+    "BenchConfig.num_prompts_per_task": INPUT,
+    "BenchConfig.threads": MODEL,
+    "BuildConfig": BUILD,
+    "BuildConfig.max_bad_fraction": INPUT,
+    "DecodeConfig": DRAFTING,
+    "DecodeConfig.batch_size": SAMPLING,
+    "DecodeConfig.max_new_tokens": SAMPLING,
+    "DecodeConfig.prefix_caching": SAMPLING,
+    "GrammarConfig": STRUCTURE,
+    "HeadsConfig": HEADS,
+    "ModelConfig": MODEL,
+    "ModelConfig.generation_config": SAMPLING,
+    "RecordingConfig": OUTPUT,
+    "ReplayConfig": DRAFTING,
+    "ReplayConfig.limit": INPUT,
+    "ReplayConfig.workers": MEASUREMENT,
+    "SamplingConfig": SAMPLING,
+    "ServerConfig": SERVER,
+    "SetupConfig": MEASUREMENT,
+    "SetupConfig.max_bad_fraction": INPUT,
+    "ShapeConfig": MEASUREMENT,
+    "ShapeConfig.limit": INPUT,
+    "StoresConfig": DRAFTING,
+    "TrainConfig": TRAINING,
+    "TrainConfig.max_bad_fraction": INPUT,
+    "VerifyConfig": INPUT,
+    "VllmConfig": DRAFTING,
+}
+"""Panels of the help by settings class, and by option where it differs."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of a settings class that a command has."""
+
+    names: tuple[str, ...] = ()
+    """Empty means all."""
+    left_out: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that differ from those of the class."""
+    helps: Mapping[str, Any] = field(default_factory=dict)
+    """Helps that differ from those of the class, or whole options."""
+    is_argument: bool = False
+    """Whether ``MODEL`` may be typed without ``--model``."""
+
+    def described(self, **helps: Any) -> Chosen:
+        return replace(self, helps=helps)
+
+    def as_argument(self) -> Chosen:
+        """The model as the first argument too: ``hdtool chat MODEL`` and ``hdtool chat --model MODEL``."""
+        return replace(self, is_argument=True)
+
+
+def only(*names: str, **defaults: Any) -> Chosen:
+    """These options alone, in this order."""
+    return Chosen(names, defaults=defaults)
+
+
+def without(*names: str, **defaults: Any) -> Chosen:
+    """All options but these."""
+    return Chosen(left_out=names, defaults=defaults)
+
+
+def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with an option for each field of the settings among its parameters."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type[Settings], dict[str, Field[Any]]]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        annotation = parameter.annotation
+        kind, *markers = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        if not isinstance(kind, type) or not issubclass(kind, Settings):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        chosen: Chosen = markers[0] if markers else Chosen()
+        known = {option_of(one): one for one in fields(kind) if one.metadata or one.name in chosen.helps}
+        names = [name for name in chosen.names or known if name not in chosen.left_out]
+        groups[parameter.name] = kind, {name: known[name] for name in names}
+        parameters += [_parameter(kind, name, known[name], chosen) for name in names]
+        if chosen.is_argument:
+            parameters.insert(0, model_argument())
+    parameters += help_all([parameter.name for parameter in parameters])
+
+    def command(**given: Any) -> Any:
+        for name in (MODEL_ARGUMENT, HELP_ALL):  # Command has used them
+            given.pop(name, None)
+        for name, (kind, taken) in groups.items():
+            values = {one.name: given.pop(option) for option, one in taken.items()}
+            given[name] = kind(**{field: _value(field, value) for field, value in values.items() if value is not None})
+        return function(**given)
+
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: Chosen) -> inspect.Parameter:
+    kind = get_type_hints(settings)[one.name]
+    default = chosen.defaults.get(name, inspect.Parameter.empty if one.default is MISSING else one.default)
+    if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+        kind, default = list[str] | None, None
+    if name in ("sources", "order"):
+        default = ",".join(SOURCE_NAMES[letter] for letter in default)
+    shown = chosen.helps.get(name, one.metadata.get("help"))
+    if isinstance(shown, str):
+        flags = [f"--{part.replace('_', '-')}" for part in (name, one.metadata["alias"]) if part]
+        panel = PANELS.get(f"{settings.__name__}.{name}", PANELS[settings.__name__])
+        names = flags if default is False or len(flags) > 1 else []
+        shown = option(panel, shown, *names, values=one.metadata["values"])
+    annotation = getitem(Annotated, (kind, shown))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _value(name: str, given: Any) -> Any:
+    return method_names(given) if name == "methods" else tuple(given) if isinstance(given, list) else given
+
+
+def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
+    """The numbers of an option that takes several with commas between them."""
+    try:
+        return None if listed is None else tuple(map(kind, listed.split(",")))
+    except ValueError:
+        raise OptionError(f"--{name} must be {expected}, got {listed}") from None
+
+
+INTERRUPTED = 130
+"""The exit code that shells use for a program ended by Ctrl-C."""
+
+PromptText = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT",
+        help="Prompt to answer; MODEL before it is optional. - reads standard input, the default without --prompts.",
+    ),
+]
+Prompt = Annotated[str | None, option(INPUT, "Text to answer, which may begin with a dash.")]
+System = Annotated[str | None, option(INPUT, "System message before the conversation.")]
+Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
+Prediction = Annotated[
+    Path | None,
+    option(
+        INPUT, "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it."
+    ),
+]
+Tools = Annotated[
+    Path | None, option(STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.")
+]
+Chat = Annotated[
+    bool | None, option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
+]
+_INPUT_FORMS = (
+    "Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, llm; Parquet, "
+    "text; also as .gz and .zst."
+)
+Inputs = Annotated[list[str], typer.Argument(help=_INPUT_FORMS)]
+OptionalInputs = Annotated[list[str] | None, typer.Argument(help=_INPUT_FORMS)]
+Rankings = Annotated[
+    bool,
+    option(
+        INPUT,
+        "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass for "
+        "each 256 tokens. Needs no answers.",
+        "--rankings",
+    ),
+]
+
+
+def store_of_name(name: str) -> Path:
+    """A store by its folder or its name in hdtool's home."""
+    from hdtool.data.stores.home import store_folder
+
+    return store_folder(name)
+
+
+StoreFolder = Annotated[
+    Path, typer.Argument(metavar="STORE", parser=store_of_name, help="Folder of a store, or its name in hdtool stores.")
+]
+StoreOut = Annotated[
+    Path | None, option(OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out")
+]
+Replace = Annotated[bool, option(OUTPUT, "Replace the store that is there.", "--replace")]
+Namespace = Annotated[
+    str | None,
+    option(
+        OUTPUT,
+        "Namespace of the store: the name of the tenant, or in vLLM the served model name, for which hdtool serve "
+        "finds it.",
+    ),
+]
+Stats = Annotated[bool, option(OUTPUT, "Print time, steps and sources of each answer to standard error.", "--stats")]
+Color = Annotated[
+    bool, option(OUTPUT, "Colour tokens by source in a terminal; NO_COLOR and FORCE_COLOR are respected.", "--color")
+]
+Json = Annotated[bool, option(OUTPUT, "Print one JSON object per answer and nothing else.", "--json")]
+JsonObject = Annotated[bool, option(OUTPUT, "Print one JSON object and nothing else.", "--json")]
+Report = Annotated[Path | None, option(OUTPUT, "Folder for a page with tables and figures: index.html and PNG files.")]
+Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
+
+# Models of which only the tokenizer is read
+_TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").described(
+    model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
+)
+Tokenizer = Annotated[ModelConfig, _TOKENIZER]
+ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
+REQUIRED_MODEL = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
+THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."

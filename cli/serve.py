@@ -1,0 +1,147 @@
+"""``hdtool serve``: our server, or vLLM's with our drafts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hdtool.cli.command import MODEL, OUTPUT, SERVER, option
+from hdtool.cli.options import without
+from hdtool.data.errors import OptionError, ServeError, install_command
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
+
+if TYPE_CHECKING:
+    from hdtool.runtime.integrations.vllm.launch import Launch
+
+OWN, VLLM = "hdtool", "vllm"
+LIBRARIES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+BATCH, LONGEST = 8, 4096
+Engine = Annotated[
+    str,
+    option(
+        SERVER, f"Engine: {OWN}, for few users at once on any device, or {VLLM}; each has options of its own.",
+        values=(OWN, VLLM),
+    ),
+]  # fmt: skip
+
+
+def serve(
+    *,
+    engine: Engine = OWN,
+    server: ServerConfig,
+    decoding: Annotated[DecodeConfig, without(batch_size=BATCH, max_new_tokens=LONGEST)],
+    stores: StoresConfig,
+    sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
+    loading: Annotated[ModelConfig, without().as_argument()],
+) -> None:
+    """Serve a model by the APIs of OpenAI and Anthropic.
+
+    Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
+    open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm
+    --help shows the options of the other engine.
+    """
+    if engine != OWN:
+        raise OptionError(f"--engine must be {OWN} or {VLLM}, got {engine}")
+    missing = [name for name in LIBRARIES if not find_spec(name)]
+    if missing:
+        raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
+
+    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.runtime.integrations.server.launch import Launch
+
+    quiet_libraries()
+    if loading.model is None:
+        print("serving the embedded toy model: hdtool serve MODEL names another", file=sys.stderr)
+    launch = Launch(loading, decoding, sampling, stores, server)
+    for tenant, store_set in launch.tenants.store_sets.items():
+        if tenant:
+            print(f"tenant {tenant}:", file=sys.stderr)
+        print_sources(store_set)
+    print(f"the server listens on {launch.address}", file=sys.stderr)
+    if warning := launch.warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    sys.stderr.flush()
+    launch.run()
+
+
+def engine_of(words: list[str]) -> str:
+    """The engine that a command line asks for."""
+    found = OWN
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--engine":
+            found = value if equals else "".join(words[place + 1 : place + 2])
+    return found
+
+
+PASSED_ON = {"ignore_unknown_options": True}
+"""For typer: unknown options are passed to vLLM."""
+
+
+def serve_vllm(
+    *,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [VLLM OPTIONS]",
+            help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
+        ),
+    ] = None,
+    model: Annotated[str | None, option(MODEL, "The model, if it is not the first argument.", "--model")] = None,
+    engine: Engine = VLLM,
+    serving: VllmConfig,
+    stores: StoresConfig,
+    dry_run: Annotated[bool, option(OUTPUT, "Print the command without running it.", "--dry-run")] = False,
+) -> None:
+    """Serve a model with vLLM and drafting.
+
+    Starts vLLM's OpenAI-compatible server with the stores that fit the model's tokenizer, and prints the command. All
+    options that are not listed here are passed to vLLM. Needs the extra vllm, pip install ".[vllm]".
+    """
+    if model is None:
+        model, *passed_on = arguments or [""]
+    else:
+        passed_on = arguments or []
+    if model.startswith("-"):
+        raise OptionError(
+            f"{model.partition('=')[0]} is in the place of the model: write hdtool serve MODEL --engine vllm "
+            "[VLLM OPTIONS]"
+        )
+    if not dry_run and not find_spec("vllm"):
+        raise ServeError(
+            f"vLLM is not installed here: {install_command('vllm')}, or have the command printed for another place by "
+            "--dry-run"
+        )
+
+    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.data import demo
+    from hdtool.runtime.integrations.vllm.launch import Launch
+
+    quiet_libraries()
+    launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
+    print_sources(launch.store_set)
+    if not dry_run and (folder := launch.open_history()):
+        print(f"keeping answers in {folder}", file=sys.stderr)
+    _show(launch, dry_run=dry_run)
+    if not dry_run:
+        launch.run()
+
+
+def _show(launch: Launch, *, dry_run: bool) -> None:
+    """Print the command, the server's address and a warning if it is reachable from outside."""
+    command, left_out = launch.printable
+    print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
+    if left_out:
+        advice = ": set them where the command runs" if dry_run else ""
+        print(
+            f"note: the printed command leaves out {', '.join(left_out)}{advice}; vLLM reads an API key from "
+            "VLLM_API_KEY in the environment and a hub token from HF_TOKEN",
+            file=sys.stderr,
+        )
+    print(launch.endpoint, file=sys.stderr)
+    if warning := launch.endpoint.warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)

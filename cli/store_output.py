@@ -1,0 +1,243 @@
+"""Output of the commands that build or show stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from hdtool.cli.result_tables import as_columns
+from hdtool.data.errors import StoreError
+from hdtool.data.input_files import find_inputs
+from hdtool.data.progress import Tally, bar, counted
+from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
+from hdtool.data.stores.store_files import printable
+from hdtool.runtime.config import BuildConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from hdtool.builders.stores.engine import Engine
+    from hdtool.data.stores.home import StoredItem
+    from hdtool.data.stores.store_files import Document, Source
+    from hdtool.runtime.kernels.compiled import Ints
+    from hdtool.runtime.stores.history_store import HistoryStore
+
+HEAD = ("name", "model", "tokenizer", "sources", "tokens", "size", "age")
+MODEL, SOURCES = HEAD.index("model"), HEAD.index("sources")
+LEAST = 12
+"""Columns of a cut cell."""
+GAP = 2
+UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
+ANY = "any"
+"""The model of a corpus index."""
+UNKNOWN = "unknown"
+"""The model of a store that does not name one."""
+
+
+def listed(items: list[StoredItem], home: str) -> str:
+    """A table that fits a terminal, and is whole where there is none."""
+    if not items:
+        return f"{home} holds no stores: hdtool build-model-db and hdtool build-corpus-db make them"
+    rows = [HEAD, *(_cells(item) for item in items)]
+    if sys.stdout.isatty():
+        rows = _fitted(rows, shutil.get_terminal_size().columns)
+    faults = [f"\n{item.name}: {item.fault}" for item in items if item.fault]
+    unnamed = [item for item in items if item.kind == "model" and not item.model and not item.fault]
+    advice = [
+        f"\n{item.name} names no model, so none finds it: hdtool build-model-db --model MODEL --from {item.folder}"
+        for item in unnamed
+    ]
+    total = f"\n{len(items)} in {home}, {amount(sum(item.bytes for item in items))}B in total"
+    return as_columns(rows, left=4, gap=GAP) + "".join(faults + advice) + total
+
+
+def in_words(item: StoredItem) -> str:
+    """One line about a store."""
+    whose = f" of {printable(item.model.name)}" if item.model else ""
+    tokens = f", {counted(item.tokens, 'token')}" if item.tokens is not None else ""
+    return f"{item.name}: {item.kind}{whose}{tokens}, {amount(item.bytes)}B in {item.folder}"
+
+
+def as_row(item: StoredItem) -> dict[str, Any]:
+    """A store as ``--json`` prints it."""
+    shown = asdict(item)
+    del shown["shared_name"]  # serves to refuse it
+    return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
+
+
+def amount(number: int) -> str:
+    """Three digits with a prefix: 1.2M."""
+    value, prefix = float(number), ""
+    for larger in "kMGT":
+        if value < 999.5:
+            break
+        value, prefix = value / 1000, larger
+    return f"{value:.0f}{prefix}" if value >= 9.95 or not prefix else f"{value:.1f}{prefix}"
+
+
+def age(seconds: float) -> str:
+    for size, unit in UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return "now"
+
+
+def _cells(item: StoredItem) -> tuple[str, ...]:
+    model = printable(item.model.name) if item.model else {"corpus": ANY, "model": UNKNOWN}.get(item.kind, "")
+    sources = [printable(PurePath(share.name).name) for share in item.sources]
+    shown = ", ".join(sources[:1]) + (f" +{len(sources) - 1}" if len(sources) > 1 else "")
+    return (
+        item.name,
+        model,
+        (item.tokenizer or "")[:8],
+        "cannot be opened" if item.fault else shown,
+        "" if item.tokens is None else amount(item.tokens),
+        f"{amount(item.bytes)}B",
+        age(time.time() - item.changed),
+    )
+
+
+def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
+    """The rows with the models and then the sources cut as far as a line is too long."""
+    for place in (MODEL, SOURCES):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        excess = sum(widths) + GAP * (len(widths) - 1) - width
+        if excess > 0:
+            most = max(LEAST, widths[place] - excess)
+            rows = [(*row[:place], _cut(row[place], most), *row[place + 1 :]) for row in rows]
+    return rows
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def verified(store: HistoryStore) -> int:
+    """The number of conversations, whose tokens are all as they were written."""
+    held = store.conversations()
+    whole = sum(1 for _ in store.answers(held))
+    if whole < len(held):
+        raise StoreError(
+            f"{store.folder} is damaged ({len(held) - whole:,} of {len(held):,} conversations changed since they were "
+            "written): delete it, or go on without them"
+        )
+    return whole
+
+
+def history_in_words(shown: dict[str, Any]) -> list[str]:
+    """The lines that only a history store has."""
+    lines = [
+        f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
+        f"model      {printable(shown['model'])}",
+        f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
+        f"holds      {counted(shown['entries'], 'conversation')}, {counted(shown['tokens'], 'token')}",
+        f"on disk    {shown['bytes']:,} bytes, at most {shown['options']['most_bytes']:,}",
+    ]
+    for row in shown["sources"]:
+        held = f"{counted(row['records'], 'conversation')}, {counted(row['tokens'], 'token')}"
+        spoken = f"{held}, {row['oldest']} to {row['newest']}"
+        lines.append(f"source     {printable(row['name'])}: {spoken}")
+    if "verified" in shown:
+        lines.append(f"verified   {counted(shown['verified'], 'conversation')}, as written")
+    return lines
+
+
+@contextmanager
+def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
+    """The build backend, open for the length of a build."""
+    if config.engine == "local":
+        from hdtool.builders.stores.engine import LocalEngine
+
+        yield LocalEngine(config.workers, quiet=quiet)
+        return
+    from hdtool.builders.stores.ray_engine import ray_engine
+
+    with ray_engine(config.address, config.workers, quiet=quiet) as engine:
+        yield engine
+
+
+@contextmanager
+def reading(
+    inputs: list[str],
+    tokenizer: Any,
+    fingerprint: TokenizerFingerprint,
+    engine: Engine,
+    kind: str,
+    tolerance: float,
+    *,
+    quiet: bool,
+    on_models: Callable[[Mapping[str, int]], str | None] | None = None,
+) -> Iterator[tuple[list[Source], Iterator[Document]]]:
+    """The sources of inputs for a kind of store, and their documents, which are read with a progress bar.
+
+    At the end, what could not be used is printed, and a note on the models that the records name.
+    """
+    from hdtool.builders.stores.edit_store import HistoryDocuments, history_folders
+    from hdtool.data.records import Reading
+
+    folders, others = history_folders(inputs)
+    history = HistoryDocuments(folders, fingerprint)
+    if not others:
+        yield history.sources, iter(history)
+        return
+    source = Reading(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
+    with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+        engine.prepare(source)
+        documents = history.with_others(engine.documents(source, tokenizer, shown))
+        yield [*history.sources, *source.sources], documents
+    print_left_out(source.tally)
+    if on_models and (note := on_models(source.tally.models)):
+        print(note, file=sys.stderr)
+
+
+def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
+    """What a model ranks highest after each token of its vocabulary."""
+    from hdtool.builders.stores.build import vocabulary_rankings
+    from hdtool.runtime.model.load import load
+
+    return vocabulary_rankings(load(loading), tokenizer.vocab_size, quiet=quiet)
+
+
+def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
+    """Print the records that cannot be used; more than the tolerance allows are an error."""
+    tally.check(tolerance)
+    for line in tally.left_out():
+        print(line, file=sys.stderr)
+
+
+def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
+    """Print what a command built."""
+    if as_json:
+        print(json.dumps(description(folder, manifest), ensure_ascii=False))
+        return
+    whose = f" of {manifest.model.label}" if manifest.model else ""
+    print(f"{folder}: {manifest.kind} store{whose}, {counts_in_words(manifest.counts)}, {manifest.bytes:,} bytes")
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """What a store holds; the names of its counts are plurals."""
+    return ", ".join(counted(count, name.removesuffix("s")) for name, count in counts.items())
+
+
+def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """A store as ``--json`` prints it; names stay as they are once they have shipped."""
+    return {
+        "store": str(folder),
+        "kind": manifest.kind,
+        "format": manifest.format,
+        "tokenizer": manifest.tokenizer.fingerprint,
+        "vocab_size": manifest.tokenizer.vocab_size,
+        "model": asdict(manifest.model) if manifest.model else None,
+        "tokens": manifest.counts["tokens"],
+        "entries": manifest.counts.get("continuations", manifest.counts["tokens"]),
+        "bytes": manifest.bytes,
+        "counts": manifest.counts,
+        "options": manifest.options,
+        "sources": [asdict(share) for share in manifest.sources],
+        "files": {part: asdict(file) for part, file in manifest.files.items()},
+    }

@@ -1,4 +1,0 @@
-"""The commands that build, change, show and list stores.
-
-Imports `data`, `builders`, `runtime` and `cli`, and nothing heavy before a command runs.
-"""

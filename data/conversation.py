@@ -1,0 +1,385 @@
+"""Conversations and their messages, from our own shape and from that of OpenAI's API.
+
+A request has ``messages`` (chat), ``prompt`` (completions) or ``input`` (responses). A response has ``choices``,
+``output`` or ``content``, or is a list of streamed chunks. Nothing else is read from them, no header and no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hdtool.data.row_readers import RowError, parsed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first half of a surrogate pair, as ``U+D83D at character 3``; None if the text is valid Unicode.
+
+    JSON escapes and broken bytes on a command line can give one; no tokenizer accepts it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X} at character {error.start}"
+    return None
+
+
+DIGITS = 4
+"""Of log-probabilities in files."""
+LOWEST = -9999.0
+"""In files, in place of minus infinity, which JSON lacks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rankings:
+    """A row for each token of an answer, which was chosen from it; best first."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+    def as_json(self) -> dict[str, Any]:
+        import numpy as np
+
+        rounded = np.maximum(self.logprobs.astype(float), LOWEST).round(DIGITS)
+        return {"tokens": self.tokens.tolist(), "logprobs": rounded.tolist()}
+
+    @classmethod
+    def of_json(cls, value: Any, positions: int) -> Rankings:
+        """Raises a ``RowError`` unless there is a row for each of so many positions."""
+        import numpy as np
+
+        try:
+            found = cls(np.array(value["tokens"], np.int32), np.array(value["logprobs"], np.float32))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise RowError("`rankings` need `tokens` and `logprobs`, with equally many numbers in each row") from None
+        shape = found.tokens.shape
+        if len(shape) != 2 or shape != found.logprobs.shape or shape[0] != positions or not shape[1]:
+            raise RowError(f"`rankings` need a row of tokens and one of logprobs for each of {positions} output_ids")
+        if found.tokens.min() < 0:
+            raise RowError("`rankings` hold a negative token")
+        return found
+
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
+
+CHAT = "chat"
+TEXT = "text"
+"""A plain text: a document, an answer or a prompt, as the command takes it."""
+QUESTIONS = "questions"
+"""Turns of the user, answered one after another, as in Spec-Bench's file of questions."""
+REQUEST = "request"
+"""A request whose answer is in another row."""
+ANSWERS = "answers"
+"""Answers whose questions are in other rows."""
+STOPPED = "stop"
+"""The ``finish`` of an answer that the model ended itself."""
+
+
+class Turn(NamedTuple):
+    """A message."""
+
+    role: str
+    text: str
+    ids: tuple[int, ...] | None = None
+    """The tokens of an answer, with the one that ends it, if they were recorded."""
+    finish: str = ""
+    """How a recorded answer ended: ``stop`` or a limit."""
+    rankings: Rankings | None = None
+    """Of a recorded answer."""
+
+    @property
+    def by_model(self) -> bool:
+        return self.role == ASSISTANT
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation or a plain text."""
+
+    turns: tuple[Turn, ...]
+    id: str = ""
+    category: str = ""
+    kind: str = CHAT
+    key: str = ""
+    """What questions or a request share with their answers."""
+    max_new_tokens: int | None = None
+    """The limit of recorded answers."""
+    prompted: int = 0
+    """The first turns that were sent to the model, its earlier answers included."""
+    model: str = field(default="", compare=False)
+    """The model that answered, as the record names it."""
+
+    @property
+    def answers(self) -> list[int]:
+        """The places of the model's answers: those with recorded tokens, else its turns after another role."""
+        if recorded := [place for place, turn in enumerate(self.turns) if turn.ids]:
+            return recorded
+        roles = [turn.role for turn in self.turns]
+        places = range(max(1, self.prompted), len(roles))
+        return [place for place in places if roles[place] == ASSISTANT != roles[place - 1]]
+
+    @property
+    def new_turns(self) -> tuple[Turn, ...]:
+        """The turns that earlier requests of the same conversation did not hold."""
+        earlier = [place for place, turn in enumerate(self.turns[: self.prompted]) if turn.by_model]
+        return self.turns[earlier[-1] + 1 if earlier else 0 :]
+
+
+def answered(asked: Conversation, answers: Conversation) -> Conversation:
+    """Questions or a request with their answers; raises a ``RowError`` if there are more answers than turns."""
+    turns: Sequence[Turn] = (*asked.turns, *answers.turns)
+    prompted = len(asked.turns)
+    if asked.kind == QUESTIONS:
+        if len(answers.turns) > len(asked.turns):
+            raise RowError(f"{len(answers.turns)} answers to a question of {len(asked.turns)} turns")
+        turns = [turn for pair in zip(asked.turns, answers.turns, strict=False) for turn in pair]
+        prompted = 0
+    category = asked.category or answers.category
+    model = asked.model or answers.model
+    return replace(asked, turns=tuple(turns), category=category, kind=CHAT, key="", prompted=prompted, model=model)
+
+
+NAMES = {
+    SYSTEM: ("system", "developer"),
+    USER: ("user", "human", "prompter"),
+    ASSISTANT: ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call"),
+    TOOL: ("tool", "function", "function_response", "observation", "ipython", "environment"),
+}
+"""Names of each role in the data sets and APIs that are read."""
+ROLE_OF = {name: role for role, names in NAMES.items() for name in names}
+TEXT_KEYS = ("value", "content", "text")
+CALL_KEYS = ("tool_calls", "function_call", "refusal")
+"""Keys of messages that may have no text."""
+UNSAID = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
+"""Types of parts that are not a part of the answer."""
+MEDIA = ("image", "audio", "video", "file", "document")
+"""One of them is in the type of each part that is not text."""
+ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
+"""Roles of the items of the Responses API that are no messages."""
+
+
+def turns_in(value: Any, name: str) -> list[Turn]:
+    """The turns of a list of messages."""
+    messages = _listed(value)
+    if not isinstance(messages, list):
+        raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
+    return [turn for message in messages if (turn := _turn(message)) is not None]
+
+
+def _listed(value: Any) -> Any:
+    """A list of messages that is a JSON text, or a table with a column for each key."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return parsed(value)
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        return [dict(zip(value, row, strict=False)) for row in zip(*value.values(), strict=False)]
+    return value
+
+
+def _turn(message: Any) -> Turn | None:
+    kind = message.get("type") if isinstance(message, dict) else None
+    if isinstance(kind, str) and kind in ITEM_ROLES:
+        return Turn(ITEM_ROLES[kind], content_text(message.get("output")))
+    if kind in UNSAID:
+        return None
+    if not isinstance(message, dict) or not any(key in message for key in (*TEXT_KEYS, *CALL_KEYS)):
+        raise _incomplete()
+    text = message_text(message)
+    if (named := message.get("from") or message.get("role")) is None:
+        raise _incomplete()
+    return Turn(role_of(named), text)
+
+
+def _incomplete() -> RowError:
+    return RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
+
+
+def role_of(name: Any) -> str:
+    """One of the four roles by any of its names."""
+    role = ROLE_OF.get(str(name).lower())
+    if role is None:
+        raise RowError(f"unknown role {str(name)[:40]!r}: expected one of {', '.join(ROLES)}")
+    return role
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a message; that of one that only calls a tool is empty."""
+    held = [message[key] for key in TEXT_KEYS if key in message]
+    text = content_text(next((text for text in held if text is not None), None))
+    refusal = message.get("refusal")
+    return refusal if not text and isinstance(refusal, str) else text
+
+
+def content_text(content: Any) -> str:
+    """The text of a content: a text, null, or parts, of which images and sounds have none."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "\n".join(_texts(content))
+    return text_in(content, "a turn's text")
+
+
+def _texts(parts: list[Any]) -> Iterator[str]:
+    for part in parts:
+        if not isinstance(part, dict):
+            raise RowError("a message in parts needs objects with a `text`")
+        if part.get("type") in UNSAID:
+            continue
+        text = part.get("text") if part.get("text") is not None else part.get("refusal")
+        if isinstance(text, dict):  # the Assistants API keeps notes beside a text
+            text = text.get("value")
+        if text is not None:
+            yield text_in(text, "the `text` of a message's part")
+
+
+def media_part(content: Any) -> str | None:
+    """The type of the first part of a content that is an image, a sound, a video or a file; None if there is none."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(media in kind for media in MEDIA):
+            return kind
+    return None
+
+
+def text_in(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{name} must be a text (found: {type(value).__name__})")
+    return value
+
+
+REQUEST_KEYS = ("request", "request_body", "inputs", "input", "kwargs")
+RESPONSE_KEYS = ("response", "response_body", "outputs", "output", "completion")
+BODY_KEYS = ("body", "json", "json_body")
+SYSTEM_KEYS = ("system", "instructions")
+DATA = "data:"
+"""The start of a line of a streamed response."""
+
+
+def is_request(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        "messages" in value or "prompt" in value or isinstance(value.get("input"), str | list)
+    )
+
+
+def is_response(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(chunk, dict) for chunk in value)
+    return isinstance(value, dict) and any(
+        key in value for key in ("choices", "output", "output_text", "message", "error", "response", "content")
+    )
+
+
+def body_of(value: Any) -> Any:
+    """The body of a request or a response, which a log may keep as text and within other fields."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        value = parsed(value)
+    if isinstance(value, dict) and not is_request(value):
+        for key in BODY_KEYS:
+            if key in value and (isinstance(value[key], dict) or _is_json(value[key])):
+                return body_of(value[key])
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("{")
+
+
+def request_turns(body: dict[str, Any]) -> list[Turn]:
+    """The turns of a request."""
+    system = next((content_text(body[key]) for key in SYSTEM_KEYS if body.get(key)), "")
+    return ([Turn(SYSTEM, system)] if system else []) + _asked(body)
+
+
+def _asked(body: dict[str, Any]) -> list[Turn]:
+    for key in ("messages", "input", "prompt"):
+        value = body.get(key)
+        if isinstance(value, str) and key != "messages":
+            return [Turn(USER, value)]
+        if isinstance(value, list) and value and isinstance(value[0], str | int | list):
+            if len(value) == 1 and isinstance(value[0], str):
+                return [Turn(USER, value[0])]
+            raise RowError(
+                f"`{key}` is a list of {'texts' if isinstance(value[0], str) else 'token ids'}: give one text"
+            )
+        if value is not None:
+            return turns_in(value, key)
+    raise RowError("a request without `messages`, `prompt` or `input`")
+
+
+def answer_turns(response: Any) -> list[Turn]:
+    """The answer of a response: none if the request failed or the response is empty."""
+    if isinstance(response, str):
+        text = _streamed(response) if response.lstrip().startswith(DATA) else response
+        return [Turn(ASSISTANT, text)]
+    if isinstance(response, list):
+        return _of_list(response)
+    if not isinstance(response, dict) or response.get("error"):
+        return []
+    if isinstance(choices := response.get("choices"), list):
+        return _of_choices(choices)
+    if isinstance(output := response.get("output"), list):
+        return [turn for turn in turns_in(output, "output") if turn.by_model]
+    for key in ("output_text", "output", "text", "response", "completion"):
+        if isinstance(response.get(key), str):
+            return [Turn(ASSISTANT, response[key])]
+    message = response.get("message", response)
+    if isinstance(message, dict) and ("content" in message or "tool_calls" in message):
+        return [Turn(ASSISTANT, message_text(message))]
+    raise RowError("a response without `choices`, `output` or `content`")
+
+
+def _of_list(parts: list[Any]) -> list[Turn]:
+    """Streamed chunks, or the messages of an answer."""
+    if any(isinstance(part, dict) and ("choices" in part or "delta" in part) for part in parts):
+        return [Turn(ASSISTANT, _joined(parts))]
+    return [turn for turn in turns_in(parts, "output") if turn.by_model]
+
+
+def _of_choices(choices: list[Any]) -> list[Turn]:
+    """The first choice that has a text; several choices are answers to one prompt."""
+    texts = [_choice_text(choice) for choice in sorted(choices, key=_index)]
+    if not texts:
+        return []
+    return [Turn(ASSISTANT, next((text for text in texts if text), ""))]
+
+
+def _index(choice: Any) -> int:
+    index = choice.get("index") if isinstance(choice, dict) else None
+    return index if isinstance(index, int) else 0
+
+
+def _choice_text(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        raise RowError("`choices` must be a list of objects")
+    if isinstance(message := choice.get("message"), dict):
+        return message_text(message)
+    return text_in(choice["text"], "the `text` of a choice") if choice.get("text") is not None else ""
+
+
+def _streamed(text: str) -> str:
+    lines = (line.strip().removeprefix(DATA).strip() for line in text.split("\n"))
+    return _joined(parsed(line) for line in lines if line.startswith("{"))
+
+
+def _joined(chunks: Iterable[Any]) -> str:
+    """The text of streamed chunks, of the first choice."""
+    texts: list[Any] = []
+    for chunk in chunks:
+        if not isinstance(chunk, dict):
+            raise RowError("a streamed response must be a list of objects")
+        delta = chunk.get("delta")
+        if isinstance(delta, str) and str(chunk.get("type")).endswith("output_text.delta"):
+            texts.append(delta)
+        elif isinstance(delta, dict):
+            texts.append(delta.get("text"))
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and _index(choice) == 0:
+                inner = choice.get("delta")
+                texts.append(inner.get("content") if isinstance(inner, dict) else choice.get("text"))
+    return "".join(text for text in texts if isinstance(text, str))

@@ -1,0 +1,209 @@
+"""Reads conversations from files of any known shape, and writes them in one canonical shape."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hdtool.data.conversation import ANSWERS, QUESTIONS, TEXT, Conversation, Turn, answered
+from hdtool.data.conversation_shapes import conversation_of
+from hdtool.data.errors import RecordError
+from hdtool.data.input_files import faults_named, rows_of
+from hdtool.data.output_files import LARGEST_JSON, OutputFile
+from hdtool.data.progress import TOLERANCE, Bar, Tally, counted
+from hdtool.data.row_readers import CountedFile, Row, RowError, packed, unpacked
+
+if TYPE_CHECKING:
+    from hdtool.data.stores.store_files import Source
+
+
+class Found(NamedTuple):
+    """A conversation and where it is."""
+
+    conversation: Conversation
+    where: str
+    """Its file and line, for messages."""
+    source: int
+    """The number of its input."""
+    row: Row
+
+
+class ConversationReader:
+    """Iterates over the conversations of inputs; requests and answers in separate rows are put together."""
+
+    def __init__(self, inputs: Sequence[Path], *, tolerance: float = TOLERANCE, text_lines: bool = False) -> None:
+        self.inputs = list(inputs)
+        self._tolerance = tolerance
+        self._text_lines = text_lines
+        self.sizes: list[int] = []
+        for path in self.inputs:
+            with faults_named(path):
+                self.sizes.append(path.stat().st_size)
+        self.hashes: dict[int, str] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.tally = Tally()
+        self.bytes_read = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The inputs and their hashes, for which each file is read once."""
+        from hdtool.data.stores.store_files import Source  # which imports numpy
+
+        for number, path in enumerate(self.inputs):
+            if number not in self.hashes:
+                with faults_named(path), path.open("rb") as file:
+                    self.hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
+        return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
+
+    def conversations(self) -> Iterator[Found]:
+        """All conversations; raises at the end if too many records cannot be used."""
+        self.restart()
+        # Requests and answers in separate rows wait for their other half by its key, in their order.
+        waiting: dict[tuple[bool, str], deque[Found]] = defaultdict(deque)
+        for found in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
+            half, is_answer = found.conversation, found.conversation.kind == ANSWERS
+            if not half.key:
+                yield found
+            elif others := waiting[not is_answer, half.key]:
+                other = others.popleft()
+                asked, answers = (other, found) if is_answer else (found, other)
+                try:
+                    whole = answered(asked.conversation, answers.conversation)
+                except RowError as fault:
+                    self.tally.refuse(found.where, fault)
+                else:
+                    yield found._replace(conversation=whole, source=answers.source)
+            else:
+                waiting[is_answer, half.key].append(found)
+        yield from chain.from_iterable(waiting.values())
+        self.tally.check(self._tolerance)
+
+    def of_input(self, source: int) -> Iterator[Found]:
+        """The conversations of one input, as its rows have them."""
+        path, size = self.inputs[source], self.sizes[source]
+        before = self.bytes_read
+        with faults_named(path), CountedFile(path) as raw:
+            for row in rows_of(raw, text_lines=self._text_lines):
+                self.bytes_read = before + row.consumed
+                where = f"{path}{row.place}"
+                try:
+                    conversation = conversation_of(row.value)
+                except ValueError as fault:
+                    self.tally.note(where, fault)
+                    continue
+                self.tally.good += 1
+                if conversation.model and any(turn.by_model for turn in conversation.turns):
+                    self.tally.name_model(conversation.model)
+                yield Found(conversation, where, source, row)
+        self.bytes_read = before + size
+
+
+ORIGIN = "converted_from"
+"""The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
+
+
+def canonical(found: Found) -> dict[str, Any]:
+    """A conversation as a JSON object: ``id``, what is known of it, ``messages`` or what else it is, its origin."""
+    conversation = found.conversation
+    row: dict[str, Any] = {"id": conversation.id or str(found.row.number)}
+    if conversation.category:
+        row["category"] = conversation.category
+    if conversation.model:
+        row["model"] = conversation.model
+    return row | _content(conversation) | {ORIGIN: found.where}
+
+
+def canonical_line(found: Found) -> bytes:
+    """A conversation as a line of a file; names that are not valid Unicode are escaped as JSON escapes them."""
+    return (json.dumps(canonical(found), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
+def _content(conversation: Conversation) -> dict[str, Any]:
+    turns = conversation.turns
+    if conversation.kind == TEXT:
+        return {"text": turns[0].text}
+    if conversation.kind == QUESTIONS:
+        return {"turns": [turn.text for turn in turns]}
+    content: dict[str, Any] = {"messages": [{"role": turn.role, "content": turn.text} for turn in turns]}
+    recorded = [turn for turn in turns if turn.ids]
+    if recorded:
+        if conversation.max_new_tokens is not None:
+            content["max_new_tokens"] = conversation.max_new_tokens
+        content["answers"] = [_answer(turn) for turn in recorded]
+    elif any(turn.by_model for turn in turns[: conversation.prompted]):
+        content["prompt_messages"] = conversation.prompted
+    return content
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    answer: dict[str, Any] = {"output_ids": list(turn.ids or ()), "finish": turn.finish}
+    return answer | {"rankings": turn.rankings.as_json()} if turn.rankings else answer
+
+
+def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
+    """The file that ``convert`` writes; only an earlier one of its own is replaced."""
+    return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError, private=private)
+
+
+def _is_canonical(path: Path) -> bool:
+    try:
+        with path.open("rb", buffering=0) as raw, unpacked(raw) as stream:
+            row = json.loads(stream.readline(LARGEST_JSON))
+    except (ValueError, RecursionError, EOFError, OSError):
+        return False
+    return isinstance(row, dict) and ORIGIN in row
+
+
+@dataclass
+class Written:
+    """What a file of conversations holds."""
+
+    conversations: int = 0
+    turns: int = 0
+    answers: int = 0
+    """Turns of the model that answer another role."""
+    texts: int = 0
+    """Plain texts."""
+
+    def add(self, conversation: Conversation) -> None:
+        if conversation.kind == TEXT:
+            self.texts += 1
+            return
+        self.conversations += 1
+        self.turns += len(conversation.turns)
+        self.answers += len(conversation.answers)
+
+    def counts(self) -> dict[str, int]:
+        return asdict(self)
+
+    def in_words(self) -> str:
+        texts = f", {counted(self.texts, 'plain text')}" if self.texts else ""
+        turns = (
+            f"{counted(self.turns, 'turn')}, {self.answers:,} of them {'an answer' if self.answers == 1 else 'answers'}"
+        )
+        return f"{counted(self.conversations, 'conversation')} of {turns}{texts}"
+
+
+def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) -> Written:
+    """Write all conversations, in their order; the file appears once it is complete."""
+    written = Written()
+    with file.replaced() as stream, packed(stream, file.path) as lines:
+        for found in reader.conversations():
+            lines.write(canonical_line(found))
+            written.add(found.conversation)
+            shown.to(reader.bytes_read)
+        if not written.conversations and not written.texts:
+            raise RecordError("no conversation is in the inputs: name files that hold some")
+    return written

@@ -1,0 +1,461 @@
+"""The one interpretation of a row: which of the known forms it has, and the conversation in it.
+
+The scripts of Spec-Bench read `choices[0]`: the texts of all turns, and, one number per turn, `decoding_steps`,
+`new_tokens` and `wall_time`; `accept_lengths` holds the tokens of every step of all turns. hdtool adds the other
+keys.
+
+The keys of an object determine its form; ``docs/guides/input-formats.md`` shows all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hdtool.data import conversation as api
+from hdtool.data.conversation import (
+    ANSWERS,
+    ASSISTANT,
+    CHAT,
+    QUESTIONS,
+    REQUEST,
+    STOPPED,
+    SYSTEM,
+    TEXT,
+    USER,
+    Conversation,
+    Rankings,
+    Turn,
+    content_text,
+    lone_surrogate,
+    message_text,
+    role_of,
+    text_in,
+    turns_in,
+)
+from hdtool.data.row_readers import RowError, is_conversation
+
+SYSTEM_KEYS = ("system", "system_prompt")
+PROMPT_KEYS = ("instruction", "input", "prompt", "question")
+ANSWER_KEYS = ("output", "answer", "response", "completion")
+TEXT_KEYS = ("text", "content")
+
+
+def pair_in(row: dict[str, Any]) -> Conversation | None:
+    """The prompt and the answer of a row, or its text; None if it has neither."""
+    asked = [key for key in PROMPT_KEYS if key in row]
+    # If there is an answer, `text` usually repeats prompt and answer.
+    answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
+    if not asked and not answers:
+        return None
+    if not asked and answers[0] in TEXT_KEYS:
+        return Conversation((Turn(ASSISTANT, _text(row, answers[0])),), kind=TEXT)
+    turns = [Turn(SYSTEM, _text(row, key)) for key in SYSTEM_KEYS if isinstance(row.get(key), str)][:1]
+    prompt = "\n\n".join(text for key in asked if (text := _text(row, key)).strip())
+    if asked:
+        turns.append(Turn(USER, prompt))
+    turns += [Turn(ASSISTANT, _text(row, key)) for key in answers]
+    return Conversation(tuple(turns), kind=CHAT)
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    return text_in(row[key], f"`{key}`")
+
+
+def is_collected(row: dict[str, Any]) -> bool:
+    """Whether the ``answers`` of a row are those of ``collect``; some data sets have others."""
+    answers = row.get("answers")
+    ids = isinstance(answers, list) and any(isinstance(one, dict) and "output_ids" in one for one in answers)
+    return ids or ("answers" in row and "max_new_tokens" in row)
+
+
+def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
+    """The turns with the tokens of the last answers; those before them belong to the prompt."""
+    answers, most = row["answers"], row.get("max_new_tokens")
+    places = [place for place, turn in enumerate(turns) if turn.by_model]
+    if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
+        raise RowError(f"`answers` must be a list with one entry for each of the model's messages ({len(places)})")
+    if most is not None and not _is_number(most):
+        raise RowError(f"`max_new_tokens` must be a number (found: {most!r})")
+    result = list(turns)
+    for place, answer in zip(places[-len(answers) :], answers, strict=True):
+        result[place] = _recorded(turns[place], answer, most)
+    return result
+
+
+def _recorded(turn: Turn, answer: Any, most: int | None) -> Turn:
+    ids = answer.get("output_ids") if isinstance(answer, dict) else None
+    if not isinstance(ids, list) or not ids or not all(_is_number(token) for token in ids):
+        raise RowError("every entry of `answers` needs `output_ids`, a list of token ids")
+    finish = str(answer.get("finish") or "")
+    if finish == STOPPED and most is not None and most < len(ids):
+        raise RowError(f"an answer is {len(ids)} tokens long, and `max_new_tokens` is {most}")
+    rankings = Rankings.of_json(answer["rankings"], len(ids)) if "rankings" in answer else None
+    return turn._replace(ids=tuple(ids), finish=finish, rankings=rankings)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """The answer to one turn, with its measurements."""
+
+    text: str
+    output_ids: list[int]
+    step_tokens: list[int]
+    """The tokens of each forward pass: accepted and bonus tokens."""
+    seconds: float
+    """From the ids of the prompt to those of the answer, the pass over the prompt included."""
+    finish: str
+    nodes: int = 0
+    """Draft nodes over all steps."""
+    draft_seconds: float | None = None
+    """Time of drafting; None if unknown."""
+    model_seconds: float | None = None
+    """Time in the model's forward pass; None if unknown."""
+    drafted_by: list[int] = field(default_factory=list)
+    """The number of each token's source, 0 for a bonus token; empty if unknown."""
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Counts per source, by name."""
+
+
+@dataclass(frozen=True)
+class AnsweredQuestion:
+    """A question with the answers of one method to all its turns."""
+
+    question_id: int | str
+    category: str
+    turns: tuple[AnsweredTurn, ...]
+    seconds_rounds: tuple[tuple[float, ...], ...] = ()
+    """The seconds of each turn in each round; the answer is that of one round."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.new_tokens) / sum(turn.seconds for turn in self.turns)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return [len(turn.output_ids) for turn in self.turns]
+
+    @property
+    def step_tokens(self) -> list[int]:
+        return [tokens for turn in self.turns for tokens in turn.step_tokens]
+
+    @property
+    def output_ids(self) -> list[list[int]]:
+        return [turn.output_ids for turn in self.turns]
+
+    def to_json(self, model_id: str) -> dict[str, Any]:
+        turns = self.turns
+        choice = {
+            "index": 0,
+            "turns": [turn.text for turn in turns],
+            "decoding_steps": [len(turn.step_tokens) for turn in turns],
+            "new_tokens": self.new_tokens,
+            "wall_time": [turn.seconds for turn in turns],
+            "accept_lengths": self.step_tokens,
+            "output_ids": self.output_ids,
+            "seconds_rounds": self.seconds_rounds,
+            **{name: [getattr(turn, name) for turn in turns] for name in OWN_KEYS},
+        }
+        return {
+            "question_id": self.question_id,
+            "category": self.category,
+            "answer_id": uuid.uuid4().hex,
+            "model_id": model_id,
+            "choices": [choice],
+            "tstamp": time.time(),
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
+        """Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
+        choice = first_choice(row["choices"])
+        lengths = _cut(choice["accept_lengths"], choice["decoding_steps"])
+        turns = tuple(
+            AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(OWN_KEYS, own, strict=True)))
+            for text, output_ids, step_tokens, seconds, *own in zip(
+                choice["turns"],
+                choice["output_ids"],
+                lengths,
+                choice["wall_time"],
+                *(choice[name] for name in OWN_KEYS),
+                strict=True,
+            )
+        )
+        return cls(row["question_id"], row["category"], turns, tuple(map(tuple, choice["seconds_rounds"])))
+
+
+OWN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
+"""The fields of a turn that hdtool adds to the format."""
+
+
+def first_choice(choices: Any) -> dict[str, Any]:
+    """The first of a row's ``choices``; a ``ValueError`` unless it has ``turns``, a list of texts."""
+    choice: dict[str, Any] = choices[0] if isinstance(choices, list) and choices else {}
+    turns = choice.get("turns") if isinstance(choice, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError("`choices` must begin with an object that has `turns`, a list of texts")
+    return choice
+
+
+def question_id(name: str) -> int | str:
+    """The id as in the file of questions: Spec-Bench numbers its questions."""
+    return int(name) if name.isdecimal() and str(int(name)) == name else name
+
+
+def _cut(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """The steps of all turns, split by turn."""
+    if sum(counts) != len(lengths):
+        raise ValueError("accept_lengths and decoding_steps differ")
+    rest = iter(lengths)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+KEYS_SHOWN = 6
+LONGEST_TEXT = 20
+SECRET_KEYS = re.compile(
+    r"(api|access|private|auth)[\W_]?(key|token)|^key$|^token$|secret|passw|authori[sz]|cookie|credential|header|bearer",
+    re.IGNORECASE,
+)
+SECRET_TEXTS = re.compile(r"(sk|pk|hf|gh[pousr]|xox[abp]|ey[Jj])[-_\w]{8}|bearer ", re.IGNORECASE)
+
+
+def described(value: Mapping[Any, Any]) -> str:
+    """A record as in ``id: 7, question_text: "What is a li...", api_key: hidden``."""
+    shown = [f"{_key(key)}: {_value(str(key), held)}" for key, held in list(value.items())[:KEYS_SHOWN]]
+    more = len(value) - len(shown)
+    return (", ".join(shown) + (f" and {more} more" if more > 0 else "")) or "nothing"
+
+
+def _key(key: Any) -> str:
+    return " ".join(str(key).split())[:LONGEST_TEXT]
+
+
+def _value(key: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return f"{value:g}" if abs(value) < 1e6 else "a number"
+    if SECRET_KEYS.search(key):
+        return "hidden"
+    if isinstance(value, str):
+        return _text_shape(value)
+    kind, unit = ("object", "keys") if isinstance(value, Mapping) else ("list", "items")
+    return f"{kind} of {len(value)} {unit}" if isinstance(value, Mapping | list | tuple) else type(value).__name__
+
+
+def _text_shape(text: str) -> str:
+    words = " ".join(text.split())
+    # A long text without a space may be a key or a token.
+    if SECRET_TEXTS.search(words) or (" " not in words[: 2 * LONGEST_TEXT] and len(words) > LONGEST_TEXT):
+        return f"text of {len(text)} characters"
+    return f'"{words[:LONGEST_TEXT]}..."' if len(words) > LONGEST_TEXT else f'"{words}"'
+
+
+CONVERSATION_KEYS = ("conversations", "messages", "conversation")
+ID_KEYS = ("id", "question_id", "custom_id", "conversation_id")
+NO_CONVERSATION = ("embedding", "moderation", "image", "audio")
+"""Parts of the URLs of batch requests without a conversation."""
+FAILED = 400
+"""The first status of a failed request."""
+
+
+PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"
+
+
+class UnknownFormError(RowError):
+    """A row has none of the known forms."""
+
+    advice = f"; accepted forms: {PAGE}"
+
+
+def conversation_of(value: Any) -> Conversation:
+    """The conversation in a row; raises a ``RowError`` if there is none."""
+    if isinstance(value, RowError):
+        raise value
+    found = _found(value)
+    if not any(turn.ids or not turn.text.isspace() for turn in found.turns if turn.text or turn.ids):
+        raise RowError("empty text" if found.kind == TEXT else "empty conversation")
+    for turn in found.turns:
+        if fault := lone_surrogate(turn.text):
+            raise RowError(f"not valid Unicode ({fault})")
+    return _named(found, value) if isinstance(value, dict) else found
+
+
+def _named(found: Conversation, row: dict[str, Any]) -> Conversation:
+    name = next((row[key] for key in ID_KEYS if isinstance(row.get(key), str | int)), "")
+    category = row.get("category")
+    return replace(found, id=str(name), category="" if category is None else str(category), model=_model_of(row))
+
+
+def _model_of(row: dict[str, Any]) -> str:
+    """The model that a row names, or else its request or its response."""
+    bodies: list[Any] = [row]
+    for key in ("body", *api.REQUEST_KEYS, *api.RESPONSE_KEYS):
+        held = row.get(key)
+        bodies += [held, held.get("body")] if isinstance(held, dict) else []
+    named = (body["model"] for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str))
+    return next((name for name in named if name), "")
+
+
+def _found(value: Any) -> Conversation:
+    if isinstance(value, str):
+        return Conversation((Turn(ASSISTANT, value),), kind=TEXT)
+    if is_conversation(value):
+        return Conversation(tuple(turns_in(value, "messages")))
+    if not isinstance(value, dict):
+        raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
+    # A Parquet row has all columns of its file, some of them null.
+    row = {key: held for key, held in value.items() if held is not None}
+    for form in FORMS:
+        if found := form(row):
+            return found
+    if "error" in row:
+        raise RowError("a failed request without its messages")
+    raise UnknownFormError(f"no conversation, answer or text in it (found: {described(row)})")
+
+
+def _batch(row: dict[str, Any]) -> Conversation | None:
+    """A line of a batch: its request, or the answer to it."""
+    if "custom_id" not in row:
+        return None
+    key = f"custom_id {row['custom_id']}"
+    if isinstance(body := row.get("body", row.get("params")), dict):
+        if any(part in str(row.get("url")) for part in NO_CONVERSATION):
+            raise RowError(f"a batch request of {row['url']} holds no conversation")
+        turns = api.request_turns(body)
+        return Conversation(tuple(turns), kind=REQUEST, key=key, prompted=len(turns))
+    if isinstance(result := row.get("result"), dict):
+        row = {"response": result.get("message"), "error": None if "message" in result else result}
+    if "response" not in row and "error" not in row:
+        return None
+    response = row.get("response")
+    answer = [] if row.get("error") or _failed(response) else api.answer_turns(api.body_of(response))
+    if not answer:
+        raise RowError("a request of the batch that failed")
+    return Conversation(tuple(answer), kind=ANSWERS, key=key)
+
+
+def _spec_bench_answers(row: dict[str, Any]) -> Conversation | None:
+    choices = row.get("choices")
+    if choices is None or (isinstance(choices, list) and choices and _is_choice(choices[0])):
+        return None
+    try:
+        turns = tuple(Turn(ASSISTANT, text) for text in first_choice(choices)["turns"])
+    except ValueError as fault:
+        raise RowError(str(fault)) from None
+    return Conversation(turns, kind=ANSWERS, key=f"question {row.get('question_id')}")
+
+
+def _is_choice(choice: Any) -> bool:
+    """Whether a choice is one of OpenAI's API."""
+    return isinstance(choice, dict) and any(key in choice for key in ("message", "delta", "text"))
+
+
+def _chat(row: dict[str, Any]) -> Conversation | None:
+    key = next((key for key in CONVERSATION_KEYS if key in row), None)
+    if key is None:
+        return None
+    turns = turns_in(row[key], key)
+    if turns and turns[0].role != SYSTEM and (system := row.get("system")):
+        turns.insert(0, Turn(SYSTEM, content_text(system)))
+    if is_collected(row):
+        return Conversation(tuple(with_ids(turns, row)), max_new_tokens=row.get("max_new_tokens"))
+    answer = None if turns and turns[-1].by_model else _answer(row, structured=True)
+    if answer is not None:
+        return Conversation((*turns, *answer), prompted=len(turns))
+    given = row.get("prompt_messages")
+    return Conversation(tuple(turns), prompted=given if isinstance(given, int) and 0 <= given <= len(turns) else 0)
+
+
+def _exchange(row: dict[str, Any]) -> Conversation | None:
+    """A request and its response, or one of them."""
+    asked = _request(row)
+    answer = _answer(row, structured=asked is not None)
+    if asked is None and answer is None:
+        return None
+    if asked is None and not answer:
+        raise RowError("a failed request without its messages")
+    asked = asked or []
+    return Conversation((*asked, *(answer or ())), prompted=len(asked))
+
+
+def _request(row: dict[str, Any]) -> list[Turn] | None:
+    for key in api.REQUEST_KEYS:
+        body = api.body_of(row.get(key))
+        if api.is_request(body):
+            return api.request_turns(body)
+        if isinstance(body, list) and body and all(isinstance(one, dict) for one in body):
+            return turns_in(body, key)
+    body = api.body_of(row.get("body"))
+    if api.is_request(body):
+        return api.request_turns(body)
+    has_answer = any(_is_structured(row.get(key)) for key in ("choices", *api.RESPONSE_KEYS))
+    if "messages" in row or isinstance(row.get("prompt"), list) or (has_answer and api.is_request(row)):
+        return api.request_turns(row)
+    return None
+
+
+def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
+    """The answer in a row; a text is one if ``structured``, that is if the request is in a form of an API."""
+    for key in api.RESPONSE_KEYS:
+        held = row.get(key)
+        if _failed(held):
+            return []
+        if _is_structured(held):
+            return api.answer_turns(api.body_of(held))
+        if isinstance(held, str) and structured:
+            return api.answer_turns(held)
+    if isinstance(row.get("choices"), list) or row.get("object") in ("response", "chat.completion"):
+        return api.answer_turns(row)
+    return [] if structured and "error" in row else None
+
+
+def _is_structured(held: Any) -> bool:
+    """Whether a value is a response of an API; a text is one if it is the JSON of one."""
+    body = api.body_of(held) if not isinstance(held, str) or '"choices"' in held or '"object"' in held else None
+    return api.is_response(body)
+
+
+def _failed(response: Any) -> bool:
+    if not isinstance(response, dict):
+        return False
+    status = response.get("status_code", response.get("status"))
+    return isinstance(status, int) and status >= FAILED
+
+
+def _questions(row: dict[str, Any]) -> Conversation | None:
+    turns = row.get("turns")
+    if turns is None:
+        return None
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
+        return Conversation(tuple(turns_in(turns, "turns")))
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise RowError("`turns` must be a list of texts, none of them empty")
+    key = f"question {row['question_id']}" if "question_id" in row else ""
+    return Conversation(tuple(Turn(USER, turn) for turn in turns), kind=QUESTIONS, key=key)
+
+
+def _single_message(row: dict[str, Any]) -> Conversation | None:
+    if "role" not in row or "content" not in row:
+        return None
+    return Conversation((Turn(role_of(row["role"]), message_text(row)),))
+
+
+FORMS: tuple[Callable[[dict[str, Any]], Conversation | None], ...] = (
+    _batch,
+    _spec_bench_answers,
+    _chat,
+    _exchange,
+    _questions,
+    _single_message,
+    pair_in,
+)
+"""Each returns None for a row of another form; the first that fits is used."""

@@ -1,4 +1,0 @@
-"""Writing files safely: atomic replacement, locks, resumable JSON lines, recognition of hdtool's own files.
-
-Imports `data/errors` only.
-"""

@@ -1,0 +1,349 @@
+"""Conversations from logs of llama.cpp's server, of vLLM and of the ``llm`` tool.
+
+The lines carry no id. An answer belongs to the earliest request without one. The body of a streamed answer is empty in
+the log; the chunks before it, which have ids, are joined instead.
+
+``--enable-log-requests`` logs prompts as the chat template rendered them, since version 0.11 at the level DEBUG only,
+and ``--enable-log-outputs`` logs answers. Some versions log the body of a request as JSON.
+
+vLLM and llama-server write a request and its answer in lines of their own, which are paired here. All other lines of a
+log are passed over.
+
+Up to version 0.31 each exchange is a row of ``responses``, and the exchanges of a conversation share its id. Later
+versions keep messages as a tree: ``message_nodes`` point to their parents, and ``turns`` to the node of each answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import sqlite3
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from hdtool.data.errors import RecordError
+from hdtool.data.row_readers import PREFIX, CountedFile, Row, RowError, decoded, on_disk, parsed, value_of_line
+
+TURNS = (
+    # ChatML, Llama 3, Gemma: the start of a turn with its role, the text, the end.
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
+    re.compile(
+        r"(?:<\|begin_of_text\|>)?<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)",
+        re.DOTALL,
+    ),
+    re.compile(r"(?:<bos>)?<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?:<end_of_turn>\n?|\Z)", re.DOTALL),
+)
+
+
+def messages_in(prompt: str) -> list[dict[str, str]] | None:
+    """The messages before the answer; None unless the whole prompt is one of the known templates."""
+    for turn in TURNS:
+        found = list(turn.finditer(prompt))
+        if not found or "".join(match[0] for match in found) != prompt:
+            continue
+        messages = [{"role": match["role"], "content": match["text"]} for match in found]
+        # The last turn is the start of the answer.
+        return messages[:-1] if not messages[-1]["content"].strip() else messages
+    return None
+
+
+STATUS = re.compile(r"log_server_r\w*: (?:done )?request: (?P<method>[A-Z]+) (?P<path>/\S*)")
+REQUEST = re.compile(r"log_server_r\w*: request:\s+(?P<body>\{.*)")
+RESPONSE = re.compile(r"log_server_r\w*: response:\s*(?P<body>.*)")
+STREAMED = re.compile(r"(?:streamed chunk: |^)data: (?P<body>\{.*)")
+ASKING = ("completion", "responses", "messages", "infill")
+"""Parts of the paths of requests for text."""
+
+
+class LlamaServerLog:
+    """Pairs the requests and the answers of a log."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, Any]] = deque()
+        self._chunks: dict[str, list[Any]] = {}
+        self._path = ""
+
+    def concerns(self, line: bytes) -> bool:
+        return b"log_server_r" in line or b"streamed chunk: " in line or line.startswith(b"data: {")
+
+    def read(self, line: str, number: int) -> Iterator[Any]:
+        """The exchanges that a line completes."""
+        if status := STATUS.search(line):
+            self._path = status["path"]
+        elif request := REQUEST.search(line):
+            self._requests.append((number, _body(request["body"])))
+        elif response := RESPONSE.search(line):
+            if self._requests and (exchange := self._exchange(response["body"].strip())):
+                yield exchange
+        elif streamed := STREAMED.search(line):
+            with suppress(RowError):
+                chunk = parsed(streamed["body"])
+                self._chunks.setdefault(str(chunk.get("id")), []).append(chunk)
+
+    def unanswered(self) -> Iterator[tuple[int, Any]]:
+        """The requests without an answer, with their lines."""
+        for number, request in self._requests:
+            yield number, request if isinstance(request, RowError) else {"request": request}
+
+    def _exchange(self, answer: str) -> Any:
+        _, request = self._requests.popleft()
+        path, self._path = self._path, ""
+        if path and not any(part in path for part in ASKING):
+            return None
+        if isinstance(request, RowError):
+            return request
+        if not answer and self._chunks:
+            return {"request": request, "response": self._chunks.pop(next(iter(self._chunks)))}
+        try:
+            return {"request": request, "response": parsed(answer)} if answer else {"request": request}
+        except RowError as fault:
+            return RowError(f"an answer in llama-server's log is {fault}")
+
+
+def _body(text: str) -> Any:
+    try:
+        return parsed(text)
+    except RowError as fault:
+        return RowError(f"a request in llama-server's log is {fault}")
+
+
+TEXT = r"(?P<text>None|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+PROMPT = re.compile(rf"(?:Received request (?P<id>\S+): |Request (?P<named>\S+) details: )prompt: {TEXT}, ")
+BODY = re.compile(r"Request (?P<id>\S+) JSON body: (?P<body>\{.*)")
+ANSWER = re.compile(rf"Generated response (?P<id>\S+?)(?P<stream> \(streaming \w+\))?: output: {TEXT}, ")
+BEGUN = re.compile(
+    r"(?:Received request \S+: |Request \S+ details: )prompt: ['\"]|Generated response \S.*: output: ['\"]"
+)
+DELTA = " (streaming delta)"
+
+
+class VllmLog:
+    """Pairs the requests and the answers of a log."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def concerns(self, line: bytes) -> bool:
+        return (
+            b"Received request " in line
+            or b"Generated response " in line
+            or b" details: prompt" in line
+            or (b" JSON body: {" in line)
+        )
+
+    def read(self, line: str, number: int) -> Iterator[Any]:
+        """The exchanges that a line completes."""
+        if body := BODY.search(line):
+            self._requests[body["id"]] = number, parsed(body["body"])
+        elif prompt := PROMPT.search(line):
+            if (text := _text(prompt["text"])) and self._find(name := prompt["id"] or prompt["named"]) is None:
+                self._requests[name] = number, _request(text)
+        elif answer := ANSWER.search(line):
+            if answer["stream"] != DELTA and (text := _text(answer["text"])):
+                asked = self._requests.pop(self._find(answer["id"]) or "", None)
+                yield {"id": answer["id"], "request": asked[1] if asked else None, "response": text}
+        elif BEGUN.search(line):
+            raise RowError("a line of vLLM's log that is cut off")
+
+    def unanswered(self) -> Iterator[tuple[int, Any]]:
+        """The requests without an answer, with their lines."""
+        for name, (number, request) in self._requests.items():
+            yield number, {"id": name, "request": request}
+
+    def _find(self, name: str) -> str | None:
+        """The id of a request by that of its answer: prompts of one request are numbered, bodies lack the start."""
+        return next((one for one in (name, f"{name}-0", name.partition("-")[2]) if one in self._requests), None)
+
+
+def _text(literal: str) -> str | None:
+    try:
+        text = ast.literal_eval(literal)
+    except (ValueError, SyntaxError) as error:
+        raise RowError(f"a line of vLLM's log with a damaged text ({error})") from None
+    return text if isinstance(text, str) else None
+
+
+def _request(prompt: str) -> dict[str, Any]:
+    messages = messages_in(prompt)
+    return {"prompt": prompt} if messages is None else {"messages": messages}
+
+
+MARKS = re.compile(
+    rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
+    re.MULTILINE,
+)
+"""What the first lines of these logs contain."""
+BODY_KEYS = ("messages", "conversations", "conversation", "request", "response", "body", "choices", "prompt", "input")
+LINES_TRIED = 50
+
+
+def is_server_log(head: bytes) -> bool:
+    """Whether a file without a known ending is a log, by its beginning."""
+    if MARKS.search(head):
+        return True
+    lines = head.splitlines()[:LINES_TRIED]
+    return any(PREFIX.match(line.decode(errors="replace")) and _is_body(value_of_line(line)) for line in lines)
+
+
+def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+    """A row for each request; its value has a ``request``, a ``response`` or both, or is the JSON of the line."""
+    logs = (VllmLog(), LlamaServerLog())
+    found = False
+    for number, line in enumerate(stream, start=1):
+        for value in _values(line, number, logs):
+            found = True
+            yield Row(f":{number}", value, raw.count, number)
+    for log in logs:
+        for number, value in log.unanswered():
+            found = True
+            yield Row(f":{number}", value, raw.count, number)
+    if not found:
+        raise RecordError(
+            f"{raw.path} is a log without the bodies of requests: start vLLM with --enable-log-requests and "
+            "--enable-log-outputs at VLLM_LOGGING_LEVEL=DEBUG, llama-server with --verbose, or name a text file .txt"
+        )
+
+
+def _values(line: bytes, number: int, logs: tuple[VllmLog, LlamaServerLog]) -> Iterator[Any]:
+    for log in logs:
+        if log.concerns(line):
+            try:
+                yield from log.read(decoded(line), number)
+            except RowError as fault:
+                yield fault
+            return
+    if b'{"' in line and _is_body(value := value_of_line(line)):
+        yield value
+
+
+def _is_body(value: Any) -> bool:
+    return isinstance(value, dict) and any(_is_nested(value.get(key)) for key in BODY_KEYS)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list) or (isinstance(value, str) and value.lstrip()[:1] in ("{", "["))
+
+
+SQLITE = b"SQLite format 3\0"
+LEAVES = """
+select turns.id, output_node_id from turns where output_node_id not in
+(select parent_id from message_nodes where parent_id is not null) order by turns.rowid
+"""
+CHAIN = """
+with recursive chain(id, parent_id, message_id, depth) as (
+  select id, parent_id, message_id, 0 from message_nodes where id = ?
+  union all
+  select node.id, node.parent_id, node.message_id, depth + 1
+  from message_nodes node join chain on node.id = chain.parent_id
+)
+select messages.role, messages.parts from chain join messages on messages.id = chain.message_id order by depth desc
+"""
+FRAGMENTS = """
+select content from fragments join {table} on {table}.fragment_id = fragments.id
+where {table}.response_id = ? order by {table}."order"
+"""
+
+
+def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+    """A row for each conversation, in the chat format."""
+    with on_disk(raw.path, stream) as (file, _):
+        try:
+            with closing(_opened(file)) as database:
+                tables = _tables(database)
+                if not _has_answers(tables):
+                    raise RecordError(
+                        f"{raw.path} is a SQLite database without the tables of llm's logs.db (found: "
+                        f"{', '.join(sorted(tables)[:8]) or 'none'}): name the file that `llm logs path` prints"
+                    )
+                found = [*_turns(database, tables), *_responses(database, tables)]
+        except sqlite3.Error as error:
+            raise RecordError(f"{raw.path} cannot be read as SQLite ({error}): copy it again") from None
+    for index, value in enumerate(found):
+        yield Row(f"[{index}]", value, raw.size * (index + 1) // len(found), index + 1)
+
+
+def is_log_of_llm(path: Path) -> bool:
+    """Whether a SQLite file has the tables of ``llm``."""
+    try:
+        with closing(_opened(path)) as database:
+            return _has_answers(_tables(database))
+    except sqlite3.Error:
+        return False
+
+
+def _tables(database: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
+
+
+def _has_answers(tables: set[str]) -> bool:
+    return {"turns", "message_nodes"} <= tables or "responses" in tables
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    place = file.absolute().as_uri()
+    database = sqlite3.connect(f"{place}?mode=ro", uri=True)
+    try:
+        database.execute("select 1 from sqlite_master")
+    except sqlite3.OperationalError:
+        # A database with a write-ahead log cannot be opened in a folder that is read-only.
+        database.close()
+        database = sqlite3.connect(f"{place}?immutable=1", uri=True)
+    except sqlite3.DatabaseError:
+        database.close()
+        raise
+    database.row_factory = None
+    return database
+
+
+def _turns(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
+    if not {"turns", "message_nodes", "messages"} <= tables:
+        return
+    for name, node in database.execute(LEAVES).fetchall():
+        try:
+            messages = [_message(role, parts) for role, parts in database.execute(CHAIN, (node,))]
+        except ValueError as fault:
+            yield RowError(f"the parts of a message are no JSON ({fault})")
+            continue
+        yield {"id": name, "messages": messages}
+
+
+def _message(role: str, parts: str) -> dict[str, Any]:
+    held = json.loads(parts)
+    texts = [part.get("text") for part in held if isinstance(part, dict) and part.get("type") == "text"]
+    return {"role": role, "content": "".join(text for text in texts if text)}
+
+
+def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
+    if "responses" not in tables:
+        return
+    # Some versions wrote an exchange to both kinds of tables.
+    known = {name for (name,) in database.execute("select id from turns")} if "turns" in tables else set()
+    conversations: dict[str, list[dict[str, str]]] = {}
+    rows = database.execute(
+        "select id, conversation_id, prompt, system, response from responses order by datetime_utc, id"
+    ).fetchall()
+    for name, conversation, prompt, system, response in rows:
+        if name in known:
+            continue
+        messages = conversations.setdefault(conversation or name, [])
+        asked = _with_fragments(database, tables, "prompt_fragments", name, prompt)
+        instructions = _with_fragments(database, tables, "system_fragments", name, system)
+        if instructions and all(message != {"role": "system", "content": instructions} for message in messages):
+            messages.append({"role": "system", "content": instructions})
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": response or ""})
+    for name, messages in conversations.items():
+        yield {"id": name, "messages": messages}
+
+
+def _with_fragments(database: sqlite3.Connection, tables: set[str], table: str, name: str, text: str | None) -> str:
+    """A prompt after the fragments that were put before it."""
+    texts = []
+    if {table, "fragments"} <= tables:
+        texts = [content for (content,) in database.execute(FRAGMENTS.format(table=table), (name,))]
+    return "\n".join(part for part in (*texts, text) if part)

@@ -1,0 +1,257 @@
+"""Output files and folders: complete or absent, and never in place of what hdtool did not create.
+
+Each function returns whether hdtool wrote the file at a path. At most the beginning of the file is read.
+
+The new content goes to a temporary file in the same folder, which takes the place of the old file once it is
+complete on disk. An interrupted or failed write leaves the old file as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from hdtool.data.errors import HdtoolError, worded
+
+LARGEST_JSON = 64 << 20
+"""Bytes; hdtool writes no single JSON value and no JSON line that is as large."""
+PNG = b"\x89PNG\r\n\x1a\n"
+PNG_ENTRY = b"tEXtSoftware\0hdtool"
+PNG_METADATA = {"Software": "hdtool"}
+"""The metadata by which a figure is recognised."""
+HTML_ENTRY = b'<meta name="generator" content="hdtool'
+MARKDOWN_ENTRY = b"<!-- hdtool report -->"
+BEGINNING = 4096
+"""Bytes that hold the entries above."""
+
+
+def json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
+    """A JSON object with these keys and this format."""
+
+    def is_ours(path: Path) -> bool:
+        row = json_object(path)
+        return row.get("format") == format and set(keys) <= row.keys()
+
+    return is_ours
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if it holds none."""
+    return _object(path.read_bytes()) if path.stat().st_size <= LARGEST_JSON else {}
+
+
+def json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
+    """JSON lines, the first of which has exactly these keys."""
+
+    def is_ours(path: Path) -> bool:
+        with path.open("rb") as stream:
+            line = stream.readline(LARGEST_JSON)
+        return line.endswith(b"\n") and _object(line).keys() == set(keys)
+
+    return is_ours
+
+
+def is_own_png(path: Path) -> bool:
+    start = _beginning(path)
+    return start.startswith(PNG) and PNG_ENTRY in start
+
+
+def is_own_html(path: Path) -> bool:
+    return HTML_ENTRY in _beginning(path)
+
+
+def is_own_markdown(path: Path) -> bool:
+    return _beginning(path).startswith(MARKDOWN_ENTRY)
+
+
+def safetensors_metadata(path: Path) -> dict[str, Any]:
+    """The metadata in the header of a safetensors file; empty if it is no such file."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        found = _object(stream.read(size)).get("__metadata__") if size <= LARGEST_JSON else None
+    return found if isinstance(found, dict) else {}
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(BEGINNING)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+TEMPORARY_BYTES = 8
+"""Random bytes in the name of a temporary file."""
+ENDING = rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp"
+BINARY = getattr(os, "O_BINARY", 0)
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that hdtool writes as a whole."""
+
+    path: Path
+    content: str
+    """A description of the content, for messages: ``{path} is there and is not {content}``."""
+    is_ours: Callable[[Path], bool]
+    """Whether hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
+    error: type[HdtoolError]
+    advice: str = "choose another --out, or move it away"
+    private: bool = False
+    """Whether only its owner may read it, whatever the umask."""
+
+    def check(self) -> None:
+        """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
+        destination = self._destination()
+        folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
+        fault = "" if folder.is_dir() else f"{folder} is not a folder"
+        if not fault and not os.access(folder, os.W_OK | os.X_OK):
+            fault = f"{folder} is read-only"
+        if fault:
+            raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
+
+    def exists(self) -> bool:
+        """Whether hdtool wrote this file before; a file of another origin is refused."""
+        return bool(_size(self._destination()))
+
+    def write(self, content: bytes | str) -> None:
+        """Replace the file by this content."""
+        with self.replaced() as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+
+    @contextmanager
+    def replaced(self) -> Iterator[IO[bytes]]:
+        """Yield the stream for the new content; the file is replaced at the end of the block.
+
+        A symbolic link at the destination stays, and the file that it points to is replaced.
+        """
+        with self._errors_worded():
+            destination = self._destination()
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(destination)
+            temporary, descriptor = _temporary(destination, 0o600 if self.private else 0o666)
+            try:
+                with os.fdopen(descriptor, "w+b") as stream:
+                    yield stream
+                    stream.flush()
+                    os.fsync(descriptor)
+                    self._destination()  # another program may have put a file there in the meantime
+                    if os.name == "nt":  # where an open file cannot be renamed
+                        stream.close()
+                    temporary.replace(destination)
+            finally:
+                temporary.unlink(missing_ok=True)
+            to_disk(destination.parent)
+
+    def remove(self) -> None:
+        """Delete the file if hdtool wrote it, and temporary files of killed writers."""
+        with self._errors_worded():
+            destination = self._destination()
+            if destination.parent.is_dir():
+                _remove_stale(destination)
+                destination.unlink(missing_ok=True)
+
+    def _errors_worded(self) -> AbstractContextManager[None]:
+        return worded(self.error, f"{self.path} cannot be written", self.advice)
+
+    def _destination(self) -> Path:
+        """The file to replace, with links resolved; raises if hdtool did not write it."""
+        destination = Path(os.path.realpath(self.path))
+        with self._errors_worded():
+            ours = not _size(destination) or self.is_ours(destination)
+        if not ours:
+            raise self.error(f"{self.path} is there and is not {self.content}: {self.advice}")
+        return destination
+
+
+def temporary_names(names: str) -> re.Pattern[str]:
+    """The names of temporary files of destinations whose names match a pattern."""
+    return re.compile(rf"\.({names})\.{ENDING}")
+
+
+def _size(path: Path) -> int | None:
+    """The bytes of a regular file, None if there is none; anything else raises an OSError."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISREG(found.st_mode):
+        return found.st_size
+    kinds = {stat.S_IFDIR: "it is a folder", stat.S_IFLNK: "its links form a circle"}
+    raise OSError(0, kinds.get(stat.S_IFMT(found.st_mode), "it is not a regular file"))
+
+
+def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
+    """A new file in the folder of ``destination``, open and locked; the umask takes permissions from its mode."""
+    while True:
+        path = destination.with_name(f"{_start(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
+        # Exclusive creation follows no link.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | BINARY, mode)
+        _lock(descriptor, wait=True)
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # another writer removed the file before the lock was held
+
+
+def _start(destination: Path) -> str:
+    """What the names of a file's temporary files begin with; long names are cut to what file systems allow."""
+    return f".{destination.name.encode()[:150].decode(errors='ignore')}."
+
+
+def _remove_stale(destination: Path) -> None:
+    """Delete temporary files of this destination whose writers were killed."""
+    name = re.compile(re.escape(_start(destination)) + ENDING)
+    for path in destination.parent.iterdir():
+        if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                _remove_unless_locked(path)
+
+
+def _remove_unless_locked(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | NO_LINKS)
+    try:
+        if _lock(descriptor, wait=False):  # a living writer holds the lock of its file
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock an open file until it is closed or its process ends; whether this process holds the lock."""
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+    except ImportError:
+        return True  # Windows deletes no file that another process has open
+    try:
+        flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def to_disk(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk; not every system can do that for a folder."""
+    is_folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        if not is_folder:
+            raise

@@ -1,0 +1,254 @@
+"""Rows of JSON, CSV and Parquet files, compressed or not."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from hdtool.data.errors import RecordError, reason_of
+
+CHUNK = 1 << 16
+PACKED = (".gz", ".zst")
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+def unpacked(raw: io.RawIOBase) -> io.BufferedReader:
+    """The content of a file, which may be compressed."""
+    stream: io.BufferedReader[Any] = io.BufferedReader(raw, CHUNK)
+    head = stream.peek(len(ZSTD))
+    if head.startswith(GZIP):
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK)
+    if head.startswith(ZSTD):
+        # pyarrow, which Parquet needs anyway, has Zstandard; Python has it from 3.14 on.
+        from pyarrow import CompressedInputStream
+
+        return io.BufferedReader(CompressedInputStream(stream, "zstd"), CHUNK)
+    return stream
+
+
+def is_packed(stream: io.BufferedReader) -> bool:
+    """Whether a stream of ``unpacked`` decompresses."""
+    return not isinstance(stream.raw, io.RawIOBase) or isinstance(stream.raw, gzip.GzipFile)
+
+
+@contextmanager
+def packed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    """A stream that compresses into another one as the ending of the name asks for."""
+    ending = path.suffix.lower()
+    if ending == ".gz":
+        # Without a time and a name, equal content gives equal bytes.
+        with gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0) as file:
+            yield file  # type: ignore[misc]
+    elif ending == ".zst":
+        from pyarrow import CompressedOutputStream, PythonFile
+
+        with CompressedOutputStream(PythonFile(_LeftOpen(stream), "w"), "zstd") as file:
+            yield file
+    else:
+        yield stream
+
+
+class _LeftOpen(io.RawIOBase):
+    """A stream that stays open when the one that compresses into it is closed."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._stream.write(data)
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+class RowError(ValueError):
+    """The reason why a row or a text cannot be used."""
+
+
+class Row(NamedTuple):
+    """A row of a file, its place, and the bytes read up to its end."""
+
+    place: str
+    """What follows the name of the file in messages: ``:7`` or ``[6]``."""
+    value: Any
+    """The parsed value, or a ``RowError``; the rows after it are still read."""
+    consumed: int
+    number: int = 1
+    """The line, or the place in a list, from 1."""
+
+
+class CountedFile(io.RawIOBase):
+    """An input file; counts its bytes while they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: io.FileIO | None = None  # Python closes what could not be opened, too
+        self._file = path.open("rb", buffering=0)
+        self.size = os.fstat(self._file.fileno()).st_size
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        assert self._file
+        count = self._file.readinto(buffer)
+        self.count += count
+        return count
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        super().close()
+
+
+def parsed(text: str) -> Any:
+    """The JSON value in a text; raises a ``RowError`` if there is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not valid JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})") from None
+    except ValueError as error:
+        raise RowError(f"not valid JSON ({error})") from None
+    except RecursionError:
+        raise RowError("JSON that is nested too deeply") from None
+
+
+def decoded(data: bytes) -> str:
+    """UTF-8 text; raises a ``RowError`` if it is none."""
+    if b"\0" in data:
+        raise RowError("binary data")
+    try:
+        return data.removeprefix(BOM).decode()
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+
+
+PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
+"""What a logger writes before an object: a time, a level, a name."""
+
+
+def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        yield Row(f":{number}", value_of_line(line), raw.count, number)
+
+
+def value_of_line(line: bytes) -> Any:
+    """The JSON value of a line, after a prefix if there is one; a ``RowError`` instead of raising it."""
+    try:
+        text = decoded(line)
+        try:
+            return parsed(text)
+        except RowError:
+            if (prefix := PREFIX.match(text)) is None:
+                raise
+            with suppress(RowError):
+                return parsed(text[prefix.end() :])
+            raise
+    except RowError as fault:
+        return fault
+
+
+def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+    """One JSON value; or JSON Lines, if the first line is a complete value and not an array."""
+    opening = _opening(stream)
+    if first_character(opening) != b"[":
+        with suppress(RowError):
+            parsed(decoded(opening))
+            yield from line_rows(raw, chain(io.BytesIO(opening), stream))
+            return
+    if not opening.strip():
+        return
+    try:
+        value = parsed(decoded(opening + stream.read()))
+    except RowError as fault:
+        raise RecordError(
+            f"{raw.path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
+        ) from None
+    rows = value if isinstance(value, list) and not is_conversation(value) else [value]
+    for index, row in enumerate(rows):
+        # The file is read already; progress now counts the work on its records.
+        yield Row(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a list holds the messages of one conversation, and not one record each."""
+    messages = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return (
+        messages and len(value) > 1 and all("role" in one and {"content", "tool_calls"} & one.keys() for one in value)
+    )
+
+
+def first_character(data: bytes) -> bytes:
+    return data.lstrip(BOM + b" \t\r\n")[:1]
+
+
+def _opening(stream: io.BufferedReader) -> bytes:
+    """The first line that is not blank, with the blank lines before it."""
+    opening = stream.readline()
+    while opening.isspace() and (line := stream.readline()):
+        opening += line
+    return opening
+
+
+PARQUET, ARROW = b"PAR1", b"\xff\xff\xff\xff"
+
+
+@contextmanager
+def on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
+    """A file that is read from any place in it, unpacked if it is compressed, and a folder for scratch files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = path
+        if is_packed(stream):
+            file = Path(scratch, "unpacked")
+            with file.open("wb") as unpacked:
+                shutil.copyfileobj(stream, unpacked)
+        yield file, scratch
+
+
+def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+    try:
+        from datasets import Dataset
+        from pyarrow import parquet
+    except ImportError:
+        raise RecordError(f"{raw.path} is a Parquet file, which the library datasets reads: install datasets") from None
+    with on_disk(raw.path, stream) as (file, scratch):
+        place = glob.escape(os.path.abspath(file))
+        try:
+            count = parquet.read_metadata(file).num_rows
+            # load_dataset would contact a server first, and leave a lock per file in the user's cache.
+            rows = Dataset.from_parquet(place, cache_dir=scratch, streaming=True)
+            for index, row in enumerate(rows):
+                yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
+        except Exception as error:  # pyarrow, fsspec and datasets raise errors of many classes
+            raise RecordError(f"{raw.path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None
+
+
+def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
+    from pyarrow import ArrowException, ipc
+
+    index = 0
+    try:
+        with ipc.open_stream(stream) as batches:
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield Row(f"[{index}]", row, raw.count, index + 1)
+                    index += 1
+    except (ArrowException, OSError) as error:
+        raise RecordError(f"{raw.path} cannot be read as Arrow ({reason_of(error)}): fetch it again") from None

@@ -1,0 +1,217 @@
+"""Published methods of look-up: prompt lookup, REST, and the n-grams of lookahead decoding.
+
+Lookahead Decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
+the target computes the tokens after them, which are the guesses of the next iteration. A row holds the
+``width`` guesses of one iteration, and each row was computed from the one above it::
+
+    row 0    root ── a1 ── a2 ── a3      guesses at the next tokens, a chain below the root
+              │      │     │     │
+    row 1     b0     b1    b2    b3      the target's arg-max after each of them
+              │      │     │     │
+    row 2     c0     c1    c2    c3      the arg-max after those, an iteration later
+
+The arg-max after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The branch is
+a part of the draft tree below the root, so a correct guess in it is accepted like any draft token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
+
+if TYPE_CHECKING:
+    from hdtool.runtime.stores.corpus_index import CorpusIndex
+
+
+class GrowingContext:
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, np.int64)
+        self._size = 0
+
+    def restart(self, prompt: Sequence[int]) -> None:
+        self._size = 0
+        self.grown(prompt)
+
+    def grown(self, context: Sequence[int]) -> Ints:
+        """The tokens of ``context``, which must begin with the contexts given since the last restart."""
+        if len(context) > len(self._tokens):
+            larger = np.empty(2 * len(context), np.int64)
+            larger[: self._size] = self._tokens[: self._size]
+            self._tokens = larger
+        self._tokens[self._size : len(context)] = context[self._size :]
+        self._size = len(context)
+        return self._tokens[: self._size]
+
+
+PRIOR_RATE, PRIOR_WEIGHT, EMA_WINDOW = 0.6, 10.0, 200.0
+"""The rate of acceptance that measured ones begin with, its weight, and the window of their averages in tokens."""
+
+
+class PromptLookup:
+    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does, of the tokens that the budget takes.
+
+    The longest match of at most ``longest`` tokens is used; of equal ones the first. How probable a token is follows
+    from the length of the match before it, the earlier tokens of the chain included, by what was accepted so far.
+    """
+
+    def __init__(self, tokens: int = 10, longest: int = 3, budget: Budget | None = None) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        """Seconds spent in the source since the drafter was made."""
+        self._longest = longest
+        self._budget = budget or FixedBudget(LARGEST_TREE)
+        self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
+        self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
+        self._context = GrowingContext()
+        self._seen = np.full(longest + tokens, PRIOR_WEIGHT)
+        """Tokens that were compared with the answer, by the length of the match before them, and those that fitted."""
+        self._fitted = self._seen * PRIOR_RATE
+        self._found: Ints = np.empty(0, np.int64)
+        """The tokens after the last match, whether they were drafted or not."""
+        self._matched = 0
+        first_match(self._context.grown(()), longest)  # compiles or loads it, so that no step waits for it
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._context.restart(prompt)
+        self._found = self._found[:0]
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        tokens_so_far = self._context.grown(context)
+        start, self._matched = first_match(tokens_so_far, self._longest)
+        # Copied, because the buffer is overwritten.
+        self._found = tokens_so_far[start : start + len(self._parents)].copy()
+        most = min(len(self._found), self._budget.most)
+        kept = 0
+        if most:
+            following = slice(self._matched, self._matched + most)
+            kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
+        tree = DraftTree(context[-1], self._found[:kept], self._parents[:kept], self._sources[:kept])
+        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
+        for place, (found, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
+            length = self._matched + place
+            fading = min(1.0, EMA_WINDOW / self._seen[length])
+            self._seen[length] = self._seen[length] * fading + 1
+            self._fitted[length] = self._fitted[length] * fading + (found == token)
+            if found != token:
+                break
+
+
+@compiled
+def first_match(context: Ints, longest: int) -> tuple[int, int]:
+    """The index after the first of the longest matches of the context's end, and the length of that match.
+
+    Without a match, the length of the context and 0.
+    """
+    size = len(context)
+    start, matched = size, 0
+    for end in range(size - 1):
+        if context[end] == context[size - 1]:
+            length = 1
+            while length < min(longest, end + 1) and context[end - length] == context[size - 1 - length]:
+                length += 1
+            if length > matched:
+                start, matched = end + 1, length
+                if matched == longest:
+                    break
+    return start, matched
+
+
+class CorpusDrafter:
+    """Drafts the most frequent continuations, as many nodes as the budget allows."""
+
+    def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
+        self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
+        """Drafting time by source."""
+        self._index = index
+        self._budget = budget or FixedBudget(LARGEST_TREE)
+        index.after(())  # compiles the lookup, or loads it, before the first step
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        pass
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        most = min(self._budget.most, LARGEST_TREE)
+        found = self._index.after(context, most) if most else None
+        kept = self._budget.nodes(found.counts / max(found.found, 1)) if found else 0
+        tree = DraftTree.bare(context[-1])
+        if found and kept:
+            # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
+            tokens, parents = found.tokens[:kept].copy(), found.parents[:kept].astype(np.int32)
+            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
+        self.seconds[SourceName.CORPUS] += time.perf_counter() - started
+        return tree
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        pass
+
+
+class Lookahead:
+    """A window of ``width`` columns that completes n-grams of ``length`` tokens, the head of the column included.
+
+    It starts with row 0 alone, which is wide enough to lose one column per step until all rows exist.
+    """
+
+    def __init__(self, width: int, length: int) -> None:
+        self._width = width
+        self._most_rows = length - 1
+        self._rows: list[Ints] = []
+        # Indexed by the number of rows.
+        self._parents = [_parents(rows, width + self._most_rows - rows) for rows in range(self._most_rows + 1)]
+
+    @property
+    def most(self) -> int:
+        """The largest number of nodes of the branch."""
+        return max(map(len, self._parents))
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Initialize the guesses with tokens of the prompt, chosen by a seed that depends on its length."""
+        guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._most_rows - 2)
+        self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
+
+    def nodes(self) -> tuple[Ints, Ints]:
+        """Tokens and parents of the branch."""
+        return np.concatenate(self._rows), self._parents[len(self._rows)]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._rows) == self._most_rows
+
+    @property
+    def num_observed(self) -> int:
+        """The number of nodes at the end of the branch; ``observe`` needs their arg-max."""
+        return self._width if self.is_full else len(self._rows[0])
+
+    def observe(self, root: int, argmax: Ints) -> Ints:
+        """Advance by the arg-max after the last nodes; return the completed n-grams, one row each."""
+        rows = self._rows
+        if not self.is_full:
+            # The head of the first column is the new root, which was not guessed: the column is dropped.
+            self._rows = [*(row[1:] for row in rows), argmax]
+            return np.empty((0, self._most_rows + 1), np.int64)
+        completed = np.empty((self._width, self._most_rows + 1), np.int64)
+        completed[0, 0], completed[1:, 0] = root, rows[0]
+        for row, guesses in enumerate([*rows[1:], argmax], start=1):
+            completed[:, row] = guesses
+        self._rows = [rows[1][1:], *rows[2:], argmax]
+        return completed
+
+
+def _parents(rows: int, width: int) -> Ints:
+    """Row 0 is a chain with the root as its first column; nodes of other rows have the node above as parent."""
+    below = np.arange(max(rows - 1, 0) * width) + ROOT
+    return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

@@ -1,0 +1,290 @@
+"""Generates instructions on vectors of octets: sums of products with the best instruction of the processor.
+
+A panel has the weights of its rows in parts of 32 columns. A part has the lowest four bits of these weights, with four
+columns of a row in each lane, and then what they have beyond four bits. The numbers of a part are ``scale * (level -
+offset) + minimum``, with the scale and the minimum of the block.
+
+The results are integers, so they are the same with any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from platform import machine
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.core.registry import cpu_target
+
+from hdtool.runtime.kernels.compiled import WORD
+from hdtool.runtime.kernels.packed_formats import TABLES, BlockFormat
+from hdtool.runtime.kernels.vector_code import (
+    FLOAT,
+    LOOK_UP_ARM,
+    LOOK_UP_X86,
+    OCTET,
+    SHORT,
+    VectorCode,
+    has_feature,
+)
+
+PANEL_ROWS = 16 if has_feature("avx512bw") else 8
+"""As many as a vector register has numbers of 32 bits, where the processor multiplies octets in it.
+
+Panels are in memory only, so they may differ between processors.
+"""
+PART = 32
+"""Columns."""
+QUAD = 4
+"""Columns of a lane: the instructions of processors multiply and add four octets for each."""
+QUADS = PART // QUAD
+PLANE = PANEL_ROWS * QUAD
+"""Bytes of a vector of octets."""
+LOW_BITS = 4
+"""Bits of a level that are apart from the others."""
+EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class PanelFormat:
+    """Where a panel has what a part needs."""
+
+    high_bits: int
+    """Bits of a level beyond four."""
+    offset: int = 0
+    """What is subtracted from a level: GGUF files have signed ones."""
+    has_minima: bool = False
+    parts: int = 1
+    """Parts that have a header of scales in common."""
+    scales: int = 1
+    """Scales of a part: of all its columns, or of each half."""
+    has_factors: bool = False
+    """Whether a part has integers by which it multiplies the scales and minima of its header."""
+    scale_size: int = HALF_SIZE
+    """Bytes of a scale in the header: of an exponent, a float16 or a float32."""
+    table: tuple[int, ...] = ()
+    """What stands for the four bits of a level; empty where they are the level itself."""
+
+    @property
+    def level_bits(self) -> int:
+        return max(self.table).bit_length() if self.table else LOW_BITS + self.high_bits
+
+    @property
+    def header(self) -> int:
+        """The bytes of a header: a scale for each row, then a minimum."""
+        return self.scale_size * PANEL_ROWS * (1 + self.has_minima)
+
+    @property
+    def octets(self) -> int:
+        """Bytes of the factors of a part."""
+        return PANEL_ROWS * (self.scales + self.has_minima) if self.has_factors else 0
+
+    @property
+    def part(self) -> int:
+        """Bytes of a part."""
+        return self.octets + PLANE * (QUADS // 2 + self.high_bits)
+
+    @property
+    def group(self) -> int:
+        """Bytes of a header and its parts."""
+        return self.header + self.parts * self.part
+
+    def bytes(self, columns: int) -> int:
+        """Bytes of a panel."""
+        return columns // PART // self.parts * self.group
+
+
+def _without_sign(name: str, offset: int) -> tuple[int, ...]:
+    return tuple(number + offset for number in TABLES[name])
+
+
+PANEL_FORMATS = {
+    "Q4_0": PanelFormat(0, offset=8),
+    "Q4_1": PanelFormat(0, has_minima=True),
+    "Q5_0": PanelFormat(1, offset=16),
+    "Q5_1": PanelFormat(1, has_minima=True),
+    "Q8_0": PanelFormat(4, offset=128),
+    "Q4_K": PanelFormat(0, has_minima=True, parts=8, has_factors=True),
+    "Q5_K": PanelFormat(1, has_minima=True, parts=8, has_factors=True),
+    "Q6_K": PanelFormat(2, offset=32, parts=8, scales=2, has_factors=True),
+    "IQ4_NL": PanelFormat(0, offset=128, table=_without_sign("IQ4_NL", 128)),
+    "MXFP4": PanelFormat(0, offset=12, scale_size=EXPONENT_SIZE, table=_without_sign("MXFP4", 12)),
+    "int4": PanelFormat(0, offset=8, has_minima=True, parts=2, scale_size=FLOAT_SIZE),
+    "int8": PanelFormat(4, offset=128, parts=2, scale_size=FLOAT_SIZE),
+}
+
+
+def panel_format(format: BlockFormat) -> PanelFormat:
+    return PANEL_FORMATS[format.name]
+
+
+SUM_OF_PRODUCTS = """
+define i32 @sum_of_products(ptr %first, ptr %second) {
+  %a = load <16 x i8>, ptr %first
+  %b = load <16 x i8>, ptr %second
+  %c = sext <16 x i8> %a to <16 x i32>
+  %d = sext <16 x i8> %b to <16 x i32>
+  %products = mul <16 x i32> %c, %d
+  %sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %products)
+  ret i32 %sum
+}
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+
+
+def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
+    """Whether LLVM takes ``sdot`` by itself for this processor.
+
+    Its list of the host's features does not name the instruction, whose use ends the process where LLVM does not expect
+    it. So it is shown a sum for which it chooses ``sdot`` wherever it can.
+    """
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    return "sdot" in machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
+
+
+FLOATS = ir.VectorType(FLOAT, PANEL_ROWS)
+WORDS = ir.VectorType(WORD, PANEL_ROWS)
+OCTETS = ir.VectorType(OCTET, PLANE)
+SHORTS = ir.VectorType(SHORT, PLANE // 2)
+ARM_REGISTER, WORDS_OF_REGISTER = 16, 4
+"""Bytes, and numbers of 32 bits."""
+LARGEST_SHORT = (1 << 15) - 1
+LARGEST_INPUT = 1 << 7
+
+DOT_OF_OCTETS = "vnni"
+"""AVX-VNNI or AVX-512 VNNI: four products are added in 32 bits."""
+DOT_OF_PAIRS = "avx2"
+"""AVX2: two products are added in 16 bits, which saturate."""
+DOT_OF_SIGNED = "sdot"
+"""ARM: four products of octets that have signs are added in 32 bits."""
+ANY_PROCESSOR = "any"
+ADDED_IN_PAIRS, WIDENED_PAIRS = (
+    ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
+    if PANEL_ROWS == 8
+    else ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+)
+
+
+@cache
+def best_dot() -> str:
+    """The instructions that this processor has."""
+    if machine().lower() in ("aarch64", "arm64"):
+        # What numba compiles for, which its settings can change.
+        compiled_for = cpu_target.target_context.codegen().magic_tuple()
+        return DOT_OF_SIGNED if has_dot_of_octets(*compiled_for) else ANY_PROCESSOR
+    if has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl")):
+        return DOT_OF_OCTETS
+    return DOT_OF_PAIRS if has_feature("avx2") else ANY_PROCESSOR
+
+
+class IntegerCode(VectorCode):
+    """Adds instructions on vectors of a lane for each row of a panel to a function that numba compiles."""
+
+    def __init__(self, builder: Any, dot: str) -> None:
+        super().__init__(builder)
+        self.dot = dot
+
+    def everywhere(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
+        """A constant in all lanes."""
+        return self.integers([number] * lanes, kind)
+
+    def broadcast(self, address: Any, kind: Any) -> Any:
+        """A number of 32 bits in all lanes."""
+        return self.splat(self.load(address, kind), PANEL_ROWS)
+
+    def quad(self, record: Any, quad: int) -> Any:
+        """Four octets of an input row in each lane."""
+        if self.dot != DOT_OF_SIGNED:
+            return self.builder.bitcast(self.broadcast(self.after(record, quad * QUAD), WORD), OCTETS)
+        # The instruction reads them from a lane of a register, so one load serves as many as a register has.
+        register, lane = divmod(quad, WORDS_OF_REGISTER)
+        words = self.load(self.after(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
+        return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
+
+    def added_products(self, levels: Any, inputs: Any, added: Any) -> Any:
+        """The sums of four products in each lane, with the instruction of ARM for each of its registers."""
+        octets, words = ir.VectorType(OCTET, ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER)
+        found = [
+            self.call(
+                "llvm.aarch64.neon.sdot.v4i32.v16i8",
+                words,
+                self.part(added, first // QUAD, words.count),
+                self.part(levels, first, octets.count),
+                self.part(inputs, first, octets.count),
+            )
+            for first in range(0, PLANE, ARM_REGISTER)
+        ]
+        while len(found) > 1:
+            found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
+    def of_table(self, table: Sequence[int], indices: Any) -> Any:
+        """Octets of a table of 16, at indices of four bits."""
+        if self.dot == ANY_PROCESSOR:
+            return self.looked_up(table, indices, None)
+        if self.dot == DOT_OF_SIGNED:
+            return self.looked_up(table, indices, LOOK_UP_ARM)
+        return self.looked_up(table, indices, LOOK_UP_X86[PLANE], PLANE)
+
+    def scaled(self, weights: Any, factor: Any, added: Any) -> Any:
+        return self.call(f"llvm.fmuladd.v{PANEL_ROWS}f32", FLOATS, weights, factor, added)
+
+
+class DotProduct:
+    """The sums, one in each lane, of products of unsigned levels with signed inputs."""
+
+    def __init__(self, code: IntegerCode, largest: int) -> None:
+        """``largest`` is that of the levels."""
+        self._code, self._builder = code, code.builder
+        self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
+        """Sums of pairs that can be added in 16 bits."""
+        self._pairs: Any = None
+        self._added = 0
+        self._total: Any = None
+
+    def add(self, levels: Any, inputs: Any) -> None:
+        if self._code.dot == DOT_OF_OCTETS:
+            words = [self._builder.bitcast(one, WORDS) for one in (levels, inputs)]
+            self._total = self._code.call(f"llvm.x86.avx512.vpdpbusd.{8 * PLANE}", WORDS, self._before(), *words)
+        elif self._code.dot == DOT_OF_SIGNED:
+            self._total = self._code.added_products(levels, inputs, self._before())
+        elif self._code.dot == DOT_OF_PAIRS:
+            pairs = self._code.call(ADDED_IN_PAIRS, SHORTS, levels, inputs)
+            self._pairs = pairs if self._pairs is None else self._builder.add(self._pairs, pairs)
+            self._added += 1
+            if self._added == self._in_16_bits:
+                self._widen()
+        else:
+            self._add_words(self._products(levels, inputs))
+
+    def total(self) -> Any:
+        if self._added:
+            self._widen()
+        return self._total
+
+    def _before(self) -> Any:
+        """What the next products are added to."""
+        return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
+
+    def _widen(self) -> None:
+        ones = self._code.everywhere(1, SHORT, PLANE // 2)
+        self._add_words(self._code.call(WIDENED_PAIRS, WORDS, self._pairs, ones))
+        self._pairs, self._added = None, 0
+
+    def _add_words(self, words: Any) -> None:
+        self._total = words if self._total is None else self._builder.add(self._total, words)
+
+    def _products(self, levels: Any, inputs: Any) -> Any:
+        """The same without an instruction for it; a product of two octets has 16 bits."""
+        wide = ir.VectorType(SHORT, PLANE)
+        products = self._builder.mul(self._builder.zext(levels, wide), self._builder.sext(inputs, wide))
+        products = self._builder.sext(products, ir.VectorType(WORD, PLANE))
+        undefined = ir.Constant(products.type, ir.Undefined)
+        found = None
+        for place in range(QUAD):
+            lanes = self._code.integers(list(range(place, PLANE, QUAD)))
+            part = self._builder.shuffle_vector(products, undefined, lanes)
+            found = part if found is None else self._builder.add(found, part)
+        return found

@@ -1,0 +1,371 @@
+"""Structured output: grammars compiled by ``llguidance``, the state of an answer in one, and drafts that follow it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import LogitsProcessor
+
+from hdtool.data.errors import OptionError, PromptError, install_command
+from hdtool.data.prompts import Grammar, GrammarKind
+from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
+from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.tree import LARGEST_TREE, OPEN, ROOT, DraftTree
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+    from transformers import PreTrainedTokenizerBase
+
+NOTHING = np.empty(0, np.bool_)
+
+
+class Dictated(NamedTuple):
+    """What a grammar dictates at one place."""
+
+    certain: list[int]
+    """The tokens that must follow, whatever text follows them."""
+    tokens: list[int]
+    """The tokens of the text that must follow; the last one may turn out otherwise, as more text may join it."""
+
+
+class Guided(NamedTuple):
+    """What a grammar makes of a tree, by its root and its nodes."""
+
+    allowed: npt.NDArray[np.bool_]
+    """Which nodes it allows."""
+    chains: dict[int, list[int]]
+    """The chains that it forces below nodes without them."""
+    certain: dict[int, list[int]]
+    """The tokens that must follow a node, whatever text follows them."""
+
+
+class Guide:
+    """A grammar after the tokens of an answer so far."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self.length = 0
+        """Tokens of the answer that were consumed."""
+        self._dictated: Dictated | None = None
+        """What follows them, once it is computed."""
+
+    def follow(self, answer: Sequence[int]) -> None:
+        """Consume the tokens of the answer that were not consumed yet."""
+        self.extend(list(answer[self.length :]))
+
+    def extend(self, new: list[int]) -> None:
+        """Consume the next tokens of the answer."""
+        # Only an end token follows a complete answer.
+        if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
+            raise self._stuck()
+        self.length += len(new)
+        self._dictated = None
+
+    def bits(self) -> npt.NDArray[np.uint8]:
+        """A bit for each token that may come next, eight in a number, the first one in the lowest."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise self._stuck()
+        return found
+
+    def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
+        """Which of the first ``size`` tokens may not come next."""
+        found = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
+        if len(found) < size:  # a model may have more logits than its tokenizer has tokens
+            found = np.pad(found, (0, size - len(found)), constant_values=True)
+        if found.all():
+            raise PromptError(NOTHING_ALLOWED)
+        return torch.from_numpy(found).to(device)
+
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after another, without the mask of all tokens."""
+        count = 0
+        while count < len(tokens):
+            # Where the text is dictated, other tokens with its bytes are forbidden.
+            certain = self._matcher.compute_ff_tokens()
+            some = _common(certain, tokens[count:]) if certain else tokens[count : count + 1]
+            consumed = self._matcher.try_consume_tokens(some) if some else 0
+            count += consumed
+            if not some or consumed < len(some):
+                break
+        self._matcher.rollback(count)
+        return count
+
+    def _stuck(self) -> PromptError:
+        reason = self._matcher.get_error().partition("\n")[0]
+        return PromptError(f"the grammar cannot be followed further ({reason}): make it simpler")
+
+    def forced_text(self) -> bytes:
+        """The text that must come next."""
+        return self._matcher.compute_ff_bytes()
+
+    def forced(self) -> list[int]:
+        """The tokens of the text that must come next, as far as a text of these tokens is allowed."""
+        return self._dictates_next().tokens
+
+    def _dictates_next(self) -> Dictated:
+        """What follows the answer so far, computed once."""
+        self._dictated = self._dictated or self._dictates()
+        return self._dictated
+
+    def _dictates(self) -> Dictated:
+        certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
+        tokens = self._tokenizer.tokenize_bytes(text) if text else certain
+        if tokens is certain or tokens[: len(certain)] != certain:
+            return Dictated(certain, certain)
+        return Dictated(certain, tokens[: self._matcher.validate_tokens(tokens)])
+
+    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> Guided:
+        """What the grammar makes of a tree."""
+        root = self._dictates_next()
+        if not len(tokens):
+            return Guided(NOTHING, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        found = Guided(np.zeros(len(tokens), np.bool_), {}, {})
+        values = tokens.tolist()
+
+        def visit(above: int, dictated: Dictated) -> None:
+            found.certain[above] = dictated.certain
+            drafted = set()
+            for node in children.get(above, ()):
+                if not self._matcher.try_consume_tokens([values[node]]):
+                    continue
+                found.allowed[node] = True
+                drafted.add(values[node])
+                visit(node, self._dictates())
+                self._matcher.rollback(1)
+            if dictated.tokens and dictated.tokens[0] not in drafted:
+                found.chains[above] = dictated.tokens
+
+        visit(ROOT, root)
+        return found
+
+
+def _common(some: list[int], others: list[int]) -> list[int]:
+    """The tokens that two lists begin with."""
+    size = 0
+    while size < min(len(some), len(others)) and some[size] == others[size]:
+        size += 1
+    return others[:size]
+
+
+LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as ``json.dumps`` writes it. Small models that may choose white space add it without end."""
+LEXER_WORK, MOST_SYMBOLS = 200_000, 500_000
+"""Bounds on the work of compiling a grammar, in units of the library; they are reached within a second."""
+MOST_FORCED = 20_000
+"""Most bytes that a grammar may force at its start: they are drafted as a chain, and more would take seconds."""
+KEPT = 64
+"""Compiled grammars that are kept; a service asks for the same ones again and again."""
+GBNF_RULE = "::="
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; the vocabulary is read once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], vocabulary: int) -> None:
+        """``ends`` are the tokens that end an answer, ``vocabulary`` is the number of the model's logits."""
+        try:
+            from llguidance import LLParserLimits
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise OptionError(
+                f"structured output needs the library llguidance: {install_command('structured')}"
+            ) from None
+        if not ends:
+            raise PromptError("the model has no token that ends an answer, and a grammar needs one to end with")
+        try:
+            self._tokenizer = from_tokenizer(cast(Any, tokenizer), max(vocabulary, len(tokenizer)), sorted(ends))
+        except ValueError as error:
+            raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
+        self.vocabulary = vocabulary
+        self._limits = LLParserLimits(initial_lexer_fuel=LEXER_WORK, max_grammar_size=MOST_SYMBOLS)
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def guide(self, grammar: Grammar) -> Guide:
+        """The state of a new answer that must match the grammar; the same grammar is compiled once."""
+        return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The text of a token."""
+        return self._tokenizer.decode_bytes([token])
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        try:
+            compiled = LLMatcher(self._tokenizer, _notation(grammar), log_level=0, limits=self._limits)
+            fault = compiled.get_error() or _too_long(compiled)
+        except Exception as error:  # the conversion of GBNF raises no class of its own
+            fault = str(error)
+        if fault:
+            raise PromptError(f"the {grammar.kind.label} cannot be used ({_in_a_line(fault)}): correct it")
+        return compiled
+
+
+def _notation(grammar: Grammar) -> str:
+    """A grammar in the notation of the library."""
+    from llguidance import LLMatcher
+
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        return LLMatcher.grammar_from_json_schema(json.loads(grammar.text), defaults=LAYOUT)
+    if grammar.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if GBNF_RULE in grammar.text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _too_long(compiled: LLMatcher) -> str:
+    forced = len(compiled.compute_ff_bytes())
+    return f"it begins with a text of {forced:,} bytes, and at most {MOST_FORCED:,} are possible" * (
+        forced > MOST_FORCED
+    )
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(text.partition("<state>")[0].split())[:300]
+
+
+def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
+    """The processors of an answer: the mask of its grammar, if there is one."""
+    return [GrammarProcessor(guide)] if guide else []
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Gives the tokens that a grammar forbids the score of minus infinity; for one answer."""
+
+    def __init__(self, guide: Guide) -> None:
+        self._guide = guide
+        self._asked: int | None = None
+        """Tokens of the prompt, padding included."""
+
+    def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
+        """How many of these tokens are surely allowed after the context, which is much faster than a mask."""
+        self._follow(context)
+        return self._guide.allowed(tokens)
+
+    def bits(self, context: Sequence[int]) -> Array:
+        self._follow(context)
+        return self._guide.bits()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._follow(input_ids[0])
+        forbidden = self._guide.forbidden(scores.device, scores.shape[-1])
+        return cast(torch.FloatTensor, scores.masked_fill(forbidden, -torch.inf))
+
+    def _follow(self, context: Sequence[int] | torch.Tensor) -> None:
+        if self._asked is None:
+            self._asked = len(context) - self._guide.length
+        new = context[self._asked + self._guide.length :]
+        self._guide.extend(new.tolist() if isinstance(new, torch.Tensor) else list(new))
+
+
+@runtime_checkable
+class ExpectingDrafter(Protocol):
+    """A drafter that continues from tokens that are almost certain."""
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Begin the next tree with this chain."""
+        ...
+
+    def forget_tree(self) -> None:
+        """The last tree was verified in another form: learn nothing from its nodes."""
+        ...
+
+
+def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
+    """The drafter of an answer that must match a grammar, if there is one; plain decoding stays plain.
+
+    ``draft_tokens`` bounds the nodes of a tree.
+    """
+    if guide is None or isinstance(drafter, NoDraft) or draft_tokens == 0:
+        return drafter
+    return GuidedDrafter(drafter, guide, LARGEST_TREE if draft_tokens is None else draft_tokens)
+
+
+class GuidedDrafter(WrappedDrafter):
+    """A drafter for one answer that must match a grammar."""
+
+    def __init__(self, drafter: Drafter, guide: Guide, most: int = LARGEST_TREE) -> None:
+        """``most`` bounds the nodes of a tree."""
+        super().__init__(drafter)
+        self._guide, self._most = guide, min(most, LARGEST_TREE)
+        self._asked = 0
+        self._spent = 0.0
+
+    @property
+    def seconds(self) -> Mapping[SourceName, float]:
+        return {**super().seconds, SourceName.GRAMMAR: self._spent}
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._asked = len(prompt)
+        super().begin(prompt)
+
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        started = time.perf_counter()
+        self._guide.follow(context[self._asked :])
+        expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
+        if expecting:
+            expecting.expect(self._guide.forced()[: self._most])
+        self._spent += time.perf_counter() - started
+        drafted = self._drafter.draft(context)
+        started = time.perf_counter()
+        tree = self._guided(drafted)
+        if expecting and tree is not drafted:
+            expecting.forget_tree()
+        self._spent += time.perf_counter() - started
+        return tree
+
+    def _guided(self, tree: DraftTree) -> DraftTree:
+        """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
+        found = self._guide.guided(tree.tokens, tree.parents)
+        if found.allowed.all() and not found.chains:
+            return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), found.certain))
+        chains, certain = found.chains, dict(found.certain)
+        if not found.allowed.all():
+            order = np.flatnonzero(found.allowed)
+            tree = tree.picked(order)
+            places = {int(node): place for place, node in enumerate(order)}
+            chains, certain = (
+                {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)
+            )
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        for node in sorted(chains):  # a tree's nodes are sorted by their probability
+            above, dictated = node, certain[node]
+            for place, token in enumerate(chains[node][: max(0, self._most - len(tokens))]):
+                tokens.append(token)
+                parents.append(above)
+                above = len(tokens) - 1
+                certain[above] = dictated[place + 1 : place + 2]
+        added = np.full(len(tokens) - len(tree), SourceName.GRAMMAR, np.uint8)
+        return DraftTree(
+            tree.root,
+            np.array(tokens, np.int64),
+            np.array(parents, np.int32),
+            np.concatenate([tree.sources, added]),
+            _certain(len(tokens), certain),
+        )
+
+
+def _certain(nodes: int, found: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
+    """The token that must follow the root and each node."""
+    tokens = np.full(1 + nodes, OPEN, np.int64)
+    for node, dictated in found.items():
+        if dictated:
+            tokens[1 + node] = dictated[0]
+    return tokens

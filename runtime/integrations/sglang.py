@@ -1,0 +1,320 @@
+"""SGLang: a speculative algorithm whose drafts come from hdtool's stores and histories.
+
+SGLang verifies the same number of nodes for every request, the last token of its context among them as the root.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.speculative import ngram_worker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from hdtool.data.errors import OptionError, StoreError
+from hdtool.runtime.accept import Accepted
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.drafter import Drafter, HistoryDrafter, draft_many
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.engine import Verified
+from hdtool.runtime.integrations.finished_answers import lasting_history
+from hdtool.runtime.integrations.vllm.launch import tenant_among
+from hdtool.runtime.model.checkpoint_identity import served_checkpoint
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+
+VARIABLE = "HDTOOL_SGLANG"
+DRAFTING = ("sources", "history", "history_prompts")
+STORES = tuple(one.name for one in fields(StoresConfig))
+ON_THE_HOST = "context,history,model,corpus"
+"""The sources that need neither logits nor hidden states, which stay on the device."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is drafted from."""
+
+    decoding: DecodeConfig
+    stores: StoresConfig = field(default_factory=StoresConfig)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Settings:
+        """Read them from the environment; raise OptionError if they are invalid."""
+        text = environment.get(VARIABLE) or "{}"
+        known = ", ".join((*STORES, *DRAFTING))
+        try:
+            values: Any = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not set(values) <= {*STORES, *DRAFTING}:
+            raise OptionError(f"{VARIABLE} is {text}: it must be a JSON object with any of {known}")
+        drafting = {name: values[name] for name in DRAFTING if name in values}
+        decoding = DecodeConfig(**{"sources": ON_THE_HOST, **drafting})
+        return cls(decoding, StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)}))
+
+
+PADDING = 0
+"""The token of nodes that nothing was drafted for; it is verified below the root, as any other."""
+NO_CORPORA = (
+    "hdtool drafts from stores of its own, not from external corpora: build one with hdtool build-corpus-db and "
+    "restart the server"
+)
+
+
+class HierarchyCorpus:
+    """A drafter for each request; requests share the stores and the history."""
+
+    def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
+        """``make`` makes a drafter; trees have so many ``nodes``, with the root, and tokens below ``vocabulary``."""
+        self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
+        self._requests: dict[str, _Request] = {}
+        self._free = [make()]  # compiled now, so that no request waits for it
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._requests
+
+    def begin(self, request: str, context: Sequence[int]) -> None:
+        """Draft for a request from the whole of its context from now on; other requests begin with their tail."""
+        self._begin(request, context, len(context))
+
+    def batch_get(
+        self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The tokens of a tree for each request, and for each of its nodes a mask of itself and its ancestors.
+
+        ``batch_tokens`` are the last tokens of contexts with these total lengths.
+        """
+        requests = []
+        for name, tail, total in zip(req_ids, batch_tokens, total_lens, strict=True):
+            request = self._requests.get(name)
+            if request is None or not 0 <= total - request.total <= len(tail):
+                request = self._begin(name, tail[:-1], total - 1)
+            request.extend(tail[len(tail) - (total - request.total) :])
+            requests.append(request)
+        tokens = np.full((len(requests), self._nodes), PADDING, np.int64)
+        masks = np.zeros((len(requests), self._nodes, self._nodes), np.int64)
+        masks[:, :, 0] = 1
+        masks[:, np.arange(self._nodes), np.arange(self._nodes)] = 1
+        drafters, contexts = [one.drafter for one in requests], [one.context for one in requests]
+        for row, tree in enumerate(draft_many(drafters, contexts) if requests else []):
+            drafted = self._fitted(tree)
+            rows = len(drafted) + 1
+            tokens[row, :rows] = drafted.all_tokens
+            masks[row, :rows, :rows] = drafted.ancestor_mask
+        return tokens.ravel(), masks.ravel()
+
+    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
+        """Nothing: ``batch_get`` has learned these tokens."""
+
+    def synchronize(self) -> None:
+        """Nothing runs in the background."""
+
+    def finish(self, request: str, context: Sequence[int]) -> None:
+        """End an answer, whose tokens are known to the last."""
+        if running := self._requests.get(request):
+            running.extend(context[running.total :])
+            self.erase_match_state([request])
+
+    def erase_match_state(self, req_ids: Iterable[str]) -> None:
+        """End the answers of requests that have left the batch; they begin anew if they return."""
+        for name in req_ids:
+            if request := self._requests.pop(name, None):
+                if isinstance(request.drafter, HistoryDrafter):
+                    request.drafter.end()
+                self._free.append(request.drafter)
+
+    def reset(self) -> None:
+        """End all answers. Stores and history are kept, as they stay valid when SGLang flushes its cache."""
+        self.erase_match_state(list(self._requests))
+
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> NoReturn:
+        """Refuse a corpus of SGLang's."""
+        raise StoreError(NO_CORPORA)
+
+    def remove_external_corpus(self, corpus_id: str) -> NoReturn:
+        """Refuse a corpus of SGLang's."""
+        raise StoreError(NO_CORPORA)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """There are none."""
+        return {}
+
+    def _begin(self, name: str, context: Sequence[int], total: int) -> _Request:
+        self.erase_match_state([name])
+        request = _Request(self._free.pop() if self._free else self._make(), list(context), total)
+        request.drafter.begin(request.context)
+        self._requests[name] = request
+        return request
+
+    def _fitted(self, tree: DraftTree) -> DraftTree:
+        return tree.picked(np.arange(min(len(tree), self._nodes - 1))).embeddable(self._vocabulary)
+
+
+class _Request:
+    """A request: its drafter, and the end of its context, as far as it is known."""
+
+    def __init__(self, drafter: Drafter, context: list[int], total: int) -> None:
+        self.drafter, self.context, self.total = drafter, context, total
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the target has emitted."""
+        if tokens:
+            self.context.extend(tokens)
+            self.total += len(tokens)
+            self.drafter.observe(Accepted([], list(tokens)), _NOT_ON_THE_HOST)
+
+
+_NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
+
+
+LOGGER = logging.getLogger("sglang.hdtool")
+
+
+class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed where types are checked
+    """Drafts with a hierarchy for each request; SGLang's part verifies the trees."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        with _without_corpus():
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # What a step emits at most must fit in the tails that the corpus gets.
+        self.max_trie_depth = self.draft_token_num + 1
+        make = drafters_of(server_args, self.draft_token_num)
+        self.ngram_corpus = HierarchyCorpus(make, self.draft_token_num, target_worker.model_config.vocab_size)
+        self._running: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """Called by the scheduler, with the last tokens in the request."""
+        if request := self._running.pop(rid, None):
+            self.ngram_corpus.finish(rid, _tokens(request))
+
+    def _prepare_draft_tokens(self, batch: Any) -> Any:
+        for request in batch.reqs:
+            self._running[request.rid] = request
+            if request.rid not in self.ngram_corpus:
+                # At least one token is left to batch_get, as the answer of the history begins with it.
+                answered = len(request.output_ids)
+                self.ngram_corpus.begin(request.rid, _tokens(request)[: -1 if answered else None])
+        return super()._prepare_draft_tokens(batch)
+
+
+def _tokens(request: Any) -> list[int]:
+    return [*request.origin_input_ids_unpadded, *request.output_ids]
+
+
+@contextmanager
+def _without_corpus() -> Iterator[None]:
+    """Keep SGLang from compiling and allocating the corpus that is replaced."""
+    own = ngram_worker.NgramCorpus
+    ngram_worker.NgramCorpus = lambda **options: None
+    try:
+        yield
+    finally:
+        ngram_worker.NgramCorpus = own
+
+
+def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
+    """Makes drafters of trees with so many nodes, the root among them, from the stores that fit the model."""
+    settings, model = Settings.of(os.environ), server_args.model_path
+    decoding = settings.decoding
+    named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)
+    weights = ModelConfig(model, trust_remote_code=server_args.trust_remote_code)
+    served_as = [server_args.served_model_name or model]
+    tenant = settings.stores.namespace or tenant_among(served_as, model)
+    store_set = StoreSet.for_tokenizer(
+        load_tokenizer(named, server_args.revision),
+        StoresConfig(settings.stores.model_db, settings.stores.corpus_db, tenant or None),
+        decoding.databases,
+        model=served_checkpoint(weights, server_args.revision),
+        identified=decoding.keeps_history,
+    )
+    if "H" in decoding.drafts_from:
+        store = lasting_history(decoding.history, store_set, model, tenant) if decoding.keeps_history else None
+        store_set = replace(store_set, history=History(prompts=decoding.history_prompts, store=store))
+    LOGGER.info("hdtool drafts from %s", store_set)
+    return lambda: drafter_within(lambda: FixedBudget(nodes - 1), decoding, store_set)
+
+
+RUNNING, NODES = 48, 12
+"""Requests at once and nodes of a tree, unless options say otherwise: those of SGLang's NGRAM."""
+
+
+class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed where types are checked
+    """SGLang takes all branches of its n-gram decoding for it: masks, relays between batches, sizes of caches."""
+
+    def is_ngram(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        """What SGLang asks of its own algorithms alone, such as the relay between batches, is NGRAM's."""
+        return getattr(SpeculativeAlgorithm.NGRAM, name)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Fill in the options as NGRAM does; SGLang records what is assigned."""
+        options = resolving_view(server_args)
+        if options.device not in ("cuda", "cpu", "xpu"):
+            raise OptionError(f"hdtool drafts in SGLang on cuda, cpu and xpu, and the device is {options.device}")
+        if options.device == "cpu":
+            server_args.disable_overlap_schedule = True
+        if options.max_running_requests is None:
+            server_args.max_running_requests = RUNNING
+        nodes = options.speculative_num_draft_tokens or NODES
+        server_args.enable_mixed_chunk = False
+        server_args.speculative_num_draft_tokens = nodes
+        server_args.speculative_eagle_topk = options.speculative_ngram_max_bfs_breadth
+        if options.speculative_num_steps is None:
+            server_args.speculative_num_steps = nodes - 1
+        if (options.page_size or 1) > 1 and options.attention_backend != "flashinfer":
+            raise OptionError(
+                f"--page-size {options.page_size} with trees needs --attention-backend flashinfer: use --page-size 1"
+            )
+        if options.enable_dp_attention:
+            raise OptionError("SGLang verifies no trees with --enable-dp-attention: leave it out")
+
+
+def register_in(name: str) -> None:
+    """Register the algorithm in SGLang's registry."""
+
+    @SpeculativeAlgorithm.register(
+        name, supports_overlap=True, validate_server_args=check, spec_class=HierarchyAlgorithm
+    )
+    def worker_class(server_args: Any) -> type:
+
+        return HierarchyWorker
+
+
+def check(server_args: Any) -> None:
+    """Raise OptionError for what hdtool cannot do in SGLang, before a model is loaded."""
+    options = resolving_view(server_args)
+    settings = Settings.of(os.environ)
+    if options.speculative_ngram_external_corpus_path is not None:
+        raise OptionError(
+            "--speculative-ngram-external-corpus-path is a corpus of SGLang's NGRAM: leave it out, and name a store of "
+            f"hdtool's by corpus_db in {VARIABLE}"
+        )
+    nodes = options.speculative_num_draft_tokens
+    if nodes is not None and not 2 <= nodes <= LARGEST_TREE + 1:
+        raise OptionError(f"--speculative-num-draft-tokens must be from 2 to {LARGEST_TREE + 1}, got {nodes}")
+    if options.pp_size > 1 or options.nnodes > 1:
+        raise OptionError("hdtool drafts in SGLang on one machine without pipeline parallelism: use --pp-size 1")
+    if options.tp_size > 1 and settings.decoding.keeps_history:
+        raise OptionError(
+            f"history {settings.decoding.history} in {VARIABLE} with --tp-size {options.tp_size}: the ranks must draft "
+            "the same, but would read the store at different times; use history memory or none"
+        )

@@ -1,0 +1,172 @@
+"""Which checkpoint a model is: of a configuration before anything is loaded, or of a model in memory."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, ModelError, reason_of
+from hdtool.data.stores.manifest import Checkpoint
+from hdtool.runtime.model.gguf.converted import converted, stays_packed
+from hdtool.runtime.model.gguf.converted_folder import REST, Manifest, gguf_file
+from hdtool.runtime.model.hub import DIGITS, Sample, cached_snapshot, fingerprint_of, samples, snapshot, weight_files
+from hdtool.runtime.model.quantized_folder import QuantizedManifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hdtool.runtime.config import ModelConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
+"""A folder with any of these can hold a tokenizer."""
+
+
+def place_of(
+    config: ModelConfig,
+    needed: tuple[str, ...] = TOKENIZER_FILES,
+    *,
+    weights: bool = False,
+    revision: str | None = None,
+) -> Path:
+    """The folder to load from; raise for names that cannot be a model's.
+
+    A GGUF file is converted and files of the hub are downloaded if need be. Without ``weights``, the folder may hold
+    the configuration and the tokenizer alone.
+    """
+    if (name := config.place) is None:
+        return demo.MODEL
+    if file := gguf_file(config):
+        return _converted(file, weights=weights)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not any((path / file).is_file() for file in needed):
+            raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"{name} does not exist: give the folder of a model, a GGUF file, or a model's name on the hub"
+        )
+    return snapshot(name, revision or config.revision, weights=weights)
+
+
+def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
+    """The GGUF file that a configuration names and the folder of its model; None without weights that stay packed."""
+    if not (file := gguf_file(config)) or not stays_packed(file):
+        return None
+    return file, _converted(file, packed=True)
+
+
+def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
+    try:
+        return converted(file, weights=weights, packed=packed)
+    except HdtoolError:
+        raise
+    except Exception as error:  # the library raises many kinds for damaged files
+        raise ModelError(f"{file} cannot be loaded (as a GGUF file): {reason_of(error)}") from error
+
+
+COMPARED = 256
+"""Tensors of a model in memory that are compared with its files."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The numbers of safetensors files that are compared, as torch calls them."""
+
+
+def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
+    """The checkpoint that a configuration names; None if its weights are not on this machine.
+
+    Nothing is loaded, and no weights are downloaded.
+    """
+    file = gguf_file(config)
+    return _checkpoint_in(place_of(config, revision=revision), file.name if file else _name_of(config))
+
+
+def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
+    """The checkpoint of a model that a server loads; None if the server finds it where hdtool does not look."""
+    try:
+        return checkpoint_of(config, revision)
+    except ModelError:
+        return None
+
+
+def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
+    """The checkpoint that a model was loaded from; None if its weights were changed since, or are not from files."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name:
+        return None
+    folder = Path(name)
+    if not folder.is_dir():
+        found = cached_snapshot(name, getattr(model.config, "_commit_hash", None))
+        if found is None:
+            return None
+        folder = found
+    checkpoint = _checkpoint_in(folder, demo.NAME if folder == demo.MODEL else name_in_words(name))
+    return checkpoint if checkpoint and _is_unchanged(model, folder) else None
+
+
+def name_in_words(name: str) -> str:
+    """The hub's name of a model, or the last part of a path to one."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return name
+    path = path.resolve()
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+def _name_of(config: ModelConfig) -> str:
+    return demo.NAME if (place := config.place) is None else name_in_words(place)
+
+
+def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
+    if converted := Manifest.read(folder):
+        return Checkpoint(converted.sha256[:DIGITS], name)
+    if quantized := QuantizedManifest.read(folder):
+        return Checkpoint(quantized.fingerprint, name)
+    files = weight_files(folder)
+    try:
+        return Checkpoint(fingerprint_of(files), name) if files else None
+    except (ModelError, OSError):
+        return None  # loading it raises an error that names the fault
+
+
+def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether numbers of a model equal those of its files; what has another form or name is not compared."""
+    parameters = dict(model.named_parameters())
+    files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
+    if not files and (folder / REST).is_file():
+        from hdtool.runtime.kernels.compact_weight import is_packed
+
+        # All others are packed, and packed weights cannot be changed.
+        files = [folder / REST]
+        stored_names = {sample.name for sample in samples(folder / REST)}
+        if not all(name in stored_names or is_packed(parameter) for name, parameter in parameters.items()):
+            return False
+    stored = (sample for file in files for sample in samples(file))
+    comparable = (
+        sample
+        for sample in stored
+        if sample.dtype in DTYPES and sample.name in parameters and _is_like(parameters[sample.name], sample)
+    )
+    return all(_is_equal(parameters[sample.name], sample) for sample in islice(comparable, COMPARED))
+
+
+def _is_like(parameter: Any, sample: Sample) -> bool:
+    return (
+        tuple(parameter.shape) == sample.shape
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and not parameter.is_meta
+        # Libraries that quantize have classes of their own.
+        and type(parameter.data).__name__ in ("Tensor", "CompactWeight")
+    )
+
+
+def _is_equal(parameter: Any, sample: Sample) -> bool:
+    import torch
+
+    stored = torch.frombuffer(bytearray(sample.content), dtype=getattr(torch, DTYPES[sample.dtype]))
+    held = parameter.detach().view(-1)[sample.first : sample.first + len(stored)].cpu()
+    return bool(torch.equal(held, stored.to(held.dtype)))

@@ -1,0 +1,355 @@
+"""Model files on this machine and the Hugging Face hub, and fingerprints of their weights.
+
+A fine-tune has the names, the shapes and the sizes of its base, and may have changed a few matrices only. So numbers
+of every tensor count, from its middle, where the rows of an embedding belong to tokens that occur.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from hdtool.data.errors import HdtoolError, ModelError, reason_of
+from hdtool.data.progress import Bar, bar
+
+LOG_IN = "run hf auth login, or set HF_TOKEN"
+NO_SUCH = "there is no such folder here, and the hub has no such model"
+STATUSES = {
+    401: f"the hub refuses your token: {LOG_IN}",
+    403: f"your token may not read it: take one with access to it, and {LOG_IN}",
+    429: "the hub gets too many requests from you: wait some minutes and run the command again",
+}
+
+
+@contextmanager
+def hub_errors_worded(name: str, revision: str | None = None, file: str | None = None) -> Iterator[None]:
+    """Raise what the library of the hub raises as a ``ModelError``."""
+    try:
+        yield
+    except HdtoolError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name}: {hub_advice(error, name, revision, file)}") from error
+
+
+def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
+    """What was wrong and what to do, without the name of the model."""
+    from huggingface_hub import errors
+
+    causes = list(_causes(error))
+    page = f"https://huggingface.co/{name}"
+    # The library may report that a file is not in the cache, and the answer of the hub as the cause.
+    match next(
+        (cause for cause in causes if isinstance(cause, (errors.HfHubHTTPError, errors.HFValidationError))), None
+    ):
+        case errors.GatedRepoError():
+            return f"it is gated: accept its licence at {page}, then {LOG_IN}"
+        case errors.RepositoryNotFoundError():
+            return f"{NO_SUCH}, or it is private: check the name, and for a private model {LOG_IN}"
+        case errors.RevisionNotFoundError():
+            return f"it has no revision {revision or 'main'}: choose one of {page}/tree/main"
+        case errors.DisabledRepoError():
+            return f"the hub has disabled it: read {page}, or take another model"
+        case errors.RemoteEntryNotFoundError():
+            return f"it has no file {file}: see {page}/tree/main"
+        case errors.HFValidationError():
+            return "it is neither a folder here nor a name of the hub, which has the form OWNER/MODEL: check the name"
+        case errors.HfHubHTTPError() as answer:
+            status = answer.response.status_code
+            return STATUSES.get(status, f"the hub answers with status {status}: try again later")
+    return _without_answer(causes)
+
+
+def _without_answer(causes: list[Exception]) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes) or _is_offline():
+        return (
+            f"{NO_SUCH} or cannot be reached, as HF_HUB_OFFLINE is set, and it is not in the hub's cache: unset "
+            "HF_HUB_OFFLINE, or name a folder"
+        )
+    if full := next((cause for cause in causes if getattr(cause, "errno", None) == errno.ENOSPC), None):
+        return f"there is no room for it ({full}): make room, or let HF_HOME name a folder on another disk"
+    if denied := next((cause for cause in causes if isinstance(cause, PermissionError)), None):
+        return f"the hub's cache cannot be written ({denied}): correct the permissions, or let HF_HOME name a folder"
+    return f"{NO_SUCH} or cannot be reached ({reason_of(causes[-1])}): check the name and the connection"
+
+
+def _causes(error: BaseException) -> Iterator[Exception]:
+    """An error and what caused it."""
+    found: BaseException | None = error
+    while isinstance(found, Exception):
+        yield found
+        found = found.__cause__
+
+
+def _is_offline() -> bool:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return bool(HF_HUB_OFFLINE)
+
+
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""A JSON object whose ``weight_map`` has the shard of each tensor."""
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Weights that are added to those of the model."""
+
+
+def weight_files(folder: Path) -> list[Path] | None:
+    """The files that hold the weights of the model in a folder; None if one is missing."""
+    files = next(_complete(folder), None)
+    return files and files + [folder / name for name in ADAPTERS if (folder / name).is_file()]
+
+
+def shards(folder: Path) -> list[str] | None:
+    """The names of the shards that an index in the folder lists; None without an index."""
+    for name in INDEXES:
+        try:
+            row = json.loads((folder / name).read_text(encoding="utf-8"))
+            return sorted({str(shard) for shard in row["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def _complete(folder: Path) -> Iterator[list[Path]]:
+    single, binary = ([folder / name] for name in SINGLE)
+    sharded = [folder / name for name in shards(folder) or ()]
+    for files in (single, sharded, binary):
+        if files and all(file.is_file() for file in files):
+            yield files
+
+
+CONFIGURATION = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
+"""Files beside the weights: settings, tokenizers, chat templates and code."""
+OTHER_FORMATS = ["onnx/*", "original/*", "coreml/*", "openvino/*", "runs/*"]
+"""Folders of repositories that transformers does not read."""
+SPARE = 1 << 26
+"""Bytes that stay free on the disk after a download."""
+
+
+@cache  # a look-up asks the hub for the newest version
+def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
+    """The folder of a model in the cache of the hub; what it lacks is downloaded."""
+    with hub_errors_worded(name, revision):
+        folder = _with_configuration(name, revision)
+    if weights and not weight_files(folder):
+        _download_weights(name, folder)
+    return folder
+
+
+def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a model in the cache, without asking the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except (HFValidationError, OSError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+@cache
+def file_of(repository: str, name: str, revision: str | None = None) -> Path:
+    """A file of a repository in the cache, downloaded if it is not there."""
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors_worded(repository, revision, name), _progress(repository) as counted:
+        return Path(hf_hub_download(repository, name, revision=revision, tqdm_class=counted))
+
+
+def _with_configuration(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=CONFIGURATION, ignore_patterns=OTHER_FORMATS, tqdm_class=_Silent
+        )
+    except LocalEntryNotFoundError:  # of files that may not be needed
+        if cached := cached_snapshot(name, revision):
+            return cached
+        raise
+    return Path(found)
+
+
+def _download_weights(name: str, folder: Path) -> None:
+    """Download the weights of the version whose other files are in a folder of the cache."""
+    from huggingface_hub import snapshot_download
+
+    commit = folder.name
+    with hub_errors_worded(name, commit):
+        for wanted in _forms(folder):
+            plan = snapshot_download(name, revision=commit, allow_patterns=wanted, dry_run=True, tqdm_class=_Silent)
+            missing = [file for file in plan if not file.is_cached]
+            if not missing:
+                continue
+            size = sum(file.file_size or 0 for file in missing)
+            _check_room(name, size, folder)
+            print(f"note: downloading {name}, once: {size:,} bytes in {folder}", file=sys.stderr)
+            with _progress(name, size) as counted:
+                snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=counted)
+            if weight_files(folder):
+                return
+    raise ModelError(
+        f"{name} has no weights that can be loaded (no {' and no '.join(SINGLE)}; see "
+        f"https://huggingface.co/{name}/tree/main): take another model, or a GGUF file of it with --gguf-file"
+    )
+
+
+def _forms(folder: Path) -> Iterator[list[str]]:
+    """The names of the files with weights, in the order in which transformers looks for them."""
+    adapters = list(ADAPTERS)
+    if not (folder / INDEXES[0]).is_file():
+        yield [SINGLE[0], *adapters]
+    if listed := shards(folder):
+        yield [*listed, *adapters]
+    yield [SINGLE[1], *adapters]
+
+
+def _check_room(name: str, needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE:
+        raise ModelError(
+            f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let HF_HOME name a "
+            "folder on another one"
+        )
+
+
+class _Silent(tqdm):  # type: ignore[misc]
+    """A bar that is not shown, for downloads of a few kilobytes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options.pop("name", None)
+        super().__init__(*arguments, **{**options, "disable": True})
+
+
+@contextmanager
+def _progress(name: str, size: int = 0) -> Iterator[type[tqdm[Any]]]:
+    """A class of bars for the library, which counts the bytes of all of them in one bar on standard error."""
+    with bar(size, name, unit="B") as shown:
+        yield _counting(shown)
+
+
+def _counting(shown: Bar) -> type[tqdm[Any]]:
+    lock, total = Lock(), 0
+
+    class Counting(_Silent):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # Of what one process receives and writes, the library counts both; what is written is counted here.
+            self._counts = options.get("unit") == "B" and not str(options.get("desc")).startswith("Downloading bytes")
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal total
+            if self._counts:
+                with lock:
+                    total += int(n or 0)
+                    shown.to(total)
+            return None
+
+    return Counting
+
+
+DIGITS = 16
+SAMPLED = 64
+"""Bytes of each tensor."""
+PLACES = 1024
+"""Places at which a file of unknown form is sampled."""
+LARGEST_HEADER = 256 << 20
+"""Bytes of the header of a safetensors file."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tensor with some bytes from its middle."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    """The place of the first sampled number in the flat tensor."""
+    content: bytes
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Sixteen digits, equal for the same weights however they are spread over safetensors files."""
+    digest = hashlib.sha256()
+    for line in sorted(line for file in files for line in _lines(file)):
+        digest.update(line)
+    return digest.hexdigest()[:DIGITS]
+
+
+def samples(file: Path) -> Iterator[Sample]:
+    """The tensors of a safetensors file; a ``ModelError`` for a file that is none or was cut short."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > LARGEST_HEADER:
+                raise ValueError("its header is too large")
+            header = json.loads(stream.read(size))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    yield _sample(stream, 8 + size, name, entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is no whole safetensors file ({error}): get it again") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror or error}): correct the permissions") from None
+
+
+def _sample(stream: BinaryIO, data: int, name: str, entry: dict[str, Any]) -> Sample:
+    start, stop = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    width = max(1, (stop - start) // max(1, math.prod(shape)))
+    first = max(0, min((stop - start) // 2, stop - start - SAMPLED)) // width
+    stream.seek(data + start + first * width)
+    wanted = min(SAMPLED, stop - start - first * width)
+    content = stream.read(wanted)
+    if len(content) < wanted:
+        raise ValueError("it ends too early")
+    return Sample(name, str(entry["dtype"]), shape, first, content)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    if file.suffix == ".safetensors":
+        for sample in samples(file):
+            yield f"{sample.name} {sample.dtype} {sample.shape} {sample.content.hex()}\n".encode()
+    elif zipfile.is_zipfile(file):
+        yield from _members(file)
+    else:
+        yield _sampled_file(file)
+
+
+def _members(file: Path) -> Iterator[bytes]:
+    """What torch.save wrote: an uncompressed archive, whose directory has a checksum of each tensor."""
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            name = member.filename.partition("/")[2]  # the first folder is called like the file
+            yield f"{file.name} {name} {member.file_size} {member.CRC:08x}\n".encode()
+
+
+def _sampled_file(file: Path) -> bytes:
+    size = file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for place in range(PLACES):
+            stream.seek(place * max(0, size - SAMPLED) // (PLACES - 1), os.SEEK_SET)
+            digest.update(stream.read(SAMPLED))
+    return f"{file.name} {size} {digest.hexdigest()}\n".encode()

@@ -1,0 +1,388 @@
+"""The inputs of a pass over draft trees: token ids, positions and tree-attention masks.
+
+A step with fixed shapes has one buffer, which is sent to the device in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.model.cache.kv_cache import MOST_DUE
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+
+Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """The attention window of the layers of one kind."""
+
+    kind: str
+    """The name of this kind of layer in the model's configuration."""
+    window: int | None = None
+    """Size of a sliding window, the query token included."""
+    chunk: int | None = None
+    """Size of the chunks of chunked attention."""
+
+    def sees_all(self, length: int) -> bool:
+        """Whether a context of ``length`` tokens lies in the window as a whole."""
+        return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
+
+    def visible(self, related: Any, query: Any, key: Any) -> Any:
+        """Which ``related`` key positions are in the window of which query positions, as arrays or tensors."""
+        if self.window is not None:
+            related = related & (key[..., None, :] > query[..., None] - self.window)
+        if self.chunk is not None:
+            related = related & (key[..., None, :] // self.chunk == query[..., None] // self.chunk)
+        return related
+
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED, HYBRID, HYBRID_SLIDING = "indexed_attention", "hybrid", "hybrid_sliding"
+WITHOUT_MASK = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
+"""Kinds of layers that read no mask of attention: recurrences, short convolutions, and those without either."""
+UNMASKED: dict[str, torch.Tensor | None] = dict.fromkeys(("linear_attention", "conv"))
+"""What models find for these kinds among several masks."""
+ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
+"""Other names of kinds in the masks of some models: those of layers that also have a state, or an indexer."""
+
+
+def windows_of(config: Any) -> list[AttentionWindow]:
+    """The attention windows of a model, from its configuration."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return [AttentionWindow(SLIDING, window=window) if window else AttentionWindow(FULL)]
+    chunk = getattr(config, "attention_chunk_size", None)
+    by_name = {alias: kind for kind, aliases in ALIASES.items() for alias in aliases}
+    windows = {
+        FULL: AttentionWindow(FULL),
+        SLIDING: AttentionWindow(SLIDING, window=window),
+        CHUNKED: AttentionWindow(CHUNKED, chunk=chunk),
+    }
+    found = dict.fromkeys(by_name.get(kind, kind) for kind in kinds if kind not in WITHOUT_MASK)
+    return [windows[kind] for kind in found if kind in windows] or [windows[FULL]]
+
+
+class MaskBuffer:
+    """A reused float32 buffer for masks; columns of a fully visible context are never rewritten."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros((LARGEST_TREE + 1, 0), np.float32)
+        self._last = 0, 0
+        """The number of rows and the context length of the last mask."""
+
+    def mask(self, parents: npt.NDArray[np.int32], length: int, mask_value: float) -> torch.Tensor:
+        """The mask of a tree ``[1, 1, rows, length + rows]``, valid until the next call."""
+        rows = len(parents) + 1
+        if self._values.shape[1] < length + rows:
+            self._values, self._last = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32), (0, 0)
+        hide_non_ancestors(self._values, *self._last, parents, length, mask_value)
+        self._last = rows, length
+        return torch.from_numpy(self._values[None, None, :rows, : length + rows])
+
+
+class AttentionMasks:
+    """The additive masks of a model whose layers have these attention windows.
+
+    A model with one kind of layer gets one mask, a model with several kinds one for each.
+    """
+
+    def __init__(self, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device) -> None:
+        self._windows, self._dtype, self._device = windows, dtype, device
+        self._value = torch.finfo(dtype).min
+        self._is_on_host = dtype == torch.float32 and device.type == "cpu"
+        self._buffer = MaskBuffer()
+
+    def of_tree(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
+        """The mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
+
+        If it may be ``reused``, it is valid until the next such call.
+        """
+        is_bare = not len(tree) and all(window.sees_all(length + 1) for window in self._windows)
+        if is_bare and len(self._windows) == 1:
+            return None
+        if is_bare:
+            hidden = torch.zeros((1, length + 1), dtype=torch.bool)
+            return self._of_each(lambda window: self._hiding(hidden))
+        buffer = self._buffer if reused else MaskBuffer()
+        return self._of_each(lambda window: self._of_window(tree, length, window, buffer))
+
+    def of_continuation(self, rows: int, length: int) -> Mask:
+        """The causal mask ``[1, 1, rows, length + rows]`` of ``rows`` tokens of a prompt after ``length`` kept ones."""
+        positions = torch.arange(length + rows).numpy()
+        new = positions[length:]
+        causal = positions <= new[:, None]
+        return self._of_each(lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions))))
+
+    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
+        """The mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
+
+        Trees are padded to the size of the largest. The logits of padding are unused, but a row must not be fully
+        masked, so padding attends to the first token.
+        """
+        rows = max(map(len, trees)) + 1
+        shape, windows = (len(trees), 1, rows, max(lengths) + rows), self._windows
+        if len(windows) == 1 and windows[0].sees_all(shape[-1]) and self._is_on_host:
+            values = np.empty(shape, np.float32)
+            parents = np.concatenate([tree.parents for tree in trees])
+            _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), self._value)
+            return torch.from_numpy(values)
+        buffer = MaskBuffer()
+
+        def padded(window: AttentionWindow) -> torch.Tensor:
+            mask = torch.full(shape, self._value, dtype=self._dtype, device=self._device)
+            mask[..., 0] = 0.0
+            for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+                own = len(tree) + 1
+                mask[slot, :, :own, : length + own] = self._of_window(tree, length, window, buffer)[0]
+            return mask
+
+        return self._of_each(padded)
+
+    def on_device(
+        self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
+    ) -> Mask:
+        """The mask ``[slots, 1, rows, extent]``, computed on the device from ancestor bit masks ``[slots, rows]``.
+
+        Its shape does not depend on the ``length`` of the contexts. Padding rows attend to the context and the root, so
+        that no row is fully masked.
+        """
+        columns = torch.arange(extent, device=length.device).expand(len(length), -1)
+        place = columns - length[:, None]
+        nodes = (ancestor_mask[..., None] >> (place - 1).clamp(0, LARGEST_TREE - 1)[:, None]) & 1
+        related = (place <= 0)[:, None] | ((nodes == 1) & (place <= LARGEST_TREE)[:, None])
+        of_tree = positions.gather(1, place.clamp(0, positions.shape[1] - 1))
+        column_positions = torch.where(place < 0, columns, of_tree)
+        return self._of_each(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+
+    def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
+        masks = {window.kind: mask_of(window) for window in self._windows}
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return masks | {alias: masks[kind] for kind in masks for alias in ALIASES.get(kind, ())} | UNMASKED
+
+    def _of_window(self, tree: DraftTree, length: int, window: AttentionWindow, buffer: MaskBuffer) -> torch.Tensor:
+        rows = len(tree) + 1
+        if not window.sees_all(length + rows):
+            visible = np.ones((rows, length + rows), np.bool_)
+            visible[:, length:] = tree.ancestor_mask
+            positions = length + tree.depths
+            visible = window.visible(visible, positions, np.concatenate([np.arange(length), positions]))
+            return self._hiding(torch.from_numpy(~visible))
+        if self._is_on_host:
+            return buffer.mask(tree.parents, length, self._value)
+        # The whole context is visible: only the tree's part of the mask is sent to the device.
+        mask = torch.zeros((1, 1, rows, length + rows), dtype=self._dtype, device=self._device)
+        hidden = torch.from_numpy(~tree.ancestor_mask).to(self._device)
+        mask.narrow(3, length, rows).masked_fill_(hidden, self._value)
+        return mask
+
+    def _hiding(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape = hidden.shape if hidden.dim() > 2 else (1, *hidden.shape)
+        mask = torch.zeros((shape[0], 1, *shape[1:]), dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden.to(self._device).view(mask.shape), self._value)
+
+
+@compiled
+def hide_non_ancestors(
+    values: npt.NDArray[np.float32],
+    shown: int,
+    start: int,
+    parents: npt.NDArray[np.int32],
+    length: int,
+    mask_value: float,
+) -> None:
+    """Show the square of the last mask, ``shown`` rows from column ``start`` on, and hide in that of a new one."""
+    values[:shown, start : start + shown] = 0.0
+    rows = len(parents) + 1
+    for row in range(rows):
+        above = parents[row - 1] + 1 if row > 0 else 0
+        for column in range(rows):
+            values[row, length + column] = values[above, length + column] if 0 < row > column else mask_value
+        values[row, length + row] = 0.0
+
+
+@compiled
+def _fill_batch(
+    values: npt.NDArray[np.float32],
+    parents: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    mask_value: float,
+) -> None:
+    """Write the masks of several trees, whose parents follow each other; padding sees the first token alone."""
+    values[:] = mask_value
+    values[:, :, 0] = 0.0
+    first = 0
+    for slot in range(len(sizes)):
+        own, length = sizes[slot] + 1, lengths[slot]
+        values[slot, :own, :length] = 0.0
+        hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
+        first += sizes[slot]
+
+
+MOVES = MOST_DUE
+HEADER = 3 + MOVES
+LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
+"""Places in the header: length of the context; the first position to which others are moved, how many, and these."""
+
+
+class StepTensors(NamedTuple):
+    """The parts of the buffer on the device."""
+
+    buffer: torch.Tensor
+    """``[slots, numbers]``"""
+    length: torch.Tensor
+    """Length of the context, ``[slots]``."""
+    moved_to: torch.Tensor
+    """The first position to which others are moved, ``[slots]``."""
+    moved_from: torch.Tensor
+    """The moved positions, ``[slots, MOVES]``, padded with positions that stay."""
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    """``[slots, rows]``"""
+    ancestor_mask: torch.Tensor
+    """``[slots, rows]``: a bit for each ancestor node of the row, itself included."""
+
+
+class StepInput:
+    """The buffer on host and device. Padding rows repeat the root; their logits are not used."""
+
+    def __init__(self, device: torch.device, slots: int = 1) -> None:
+        size = slots * (HEADER + 3 * (LARGEST_TREE + 1))
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words: npt.NDArray[np.int64] = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
+        """Write the tree of a slot after a context of ``length`` tokens, with nothing to move."""
+        _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
+
+    def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
+        """Add a move of the positions ``start + path`` to ``start`` and after."""
+        words = self._words_of(slot, rows)
+        words[MOVED_TO], words[MOVED] = start, len(path)
+        words[MOVED_FROM:HEADER] = start + np.arange(MOVES)
+        words[MOVED_FROM : MOVED_FROM + len(path)] = np.array(path) + start
+
+    def _words_of(self, slot: int, rows: int) -> npt.NDArray[np.int64]:
+        size = HEADER + 3 * rows
+        return self._words[slot * size : (slot + 1) * size]
+
+    def send(self, slots: int, rows: int) -> None:
+        end = slots * (HEADER + 3 * rows)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def tensors(self, slots: int, rows: int) -> StepTensors:
+        buffer = self._device[: slots * (HEADER + 3 * rows)].view(slots, HEADER + 3 * rows)
+        tokens, positions, ancestor_mask = buffer[:, HEADER:].view(slots, 3, rows).unbind(1)
+        moved_from = buffer[:, MOVED_FROM:HEADER]
+        return StepTensors(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)
+
+
+class TreeInput:
+    """Token ids and positions of a pass over a tree, in reused tensors: each new one takes a call of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._slots = 0
+        self._make_room(1)
+
+    def _make_room(self, slots: int) -> None:
+        if slots > self._slots:
+            self._slots = slots
+            buffer = torch.zeros((2, slots * (LARGEST_TREE + 1)), dtype=torch.int64)
+            self._numbers: npt.NDArray[np.int64] = buffer.numpy()
+            self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+            self._buffer = buffer
+
+    def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
+        ids, positions = self._numbers
+        fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
+        return self._shaped(1, len(tree) + 1)
+
+    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of several trees, ``[trees, rows]``; smaller ones are padded with their roots."""
+        rows = max(map(len, trees)) + 1
+        self._make_room(len(trees))
+        _fill_trees(
+            self._numbers,
+            np.array([(tree.root, len(tree), length) for tree, length in zip(trees, lengths, strict=True)]),
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            rows,
+        )
+        return self._shaped(len(trees), rows)
+
+    def _shaped(self, slots: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (slots, rows) not in self._views:
+            ids, positions = self._buffer[:, : slots * rows].view(2, slots, rows)
+            self._views[slots, rows] = ids, positions
+        ids, positions = self._views[slots, rows]
+        return (ids, positions) if self._device is None else (ids.to(self._device), positions.to(self._device))
+
+
+@compiled
+def _fill(
+    words: npt.NDArray[np.int64],
+    root: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    rows: int,
+    length: int,
+) -> None:
+    words[LENGTH] = words[MOVED_TO] = length
+    words[MOVED] = 0
+    for move in range(MOVES):
+        words[MOVED_FROM + move] = length + move
+    for row in range(rows):
+        at = HEADER + row
+        words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
+        if 0 < row <= len(tokens):
+            node = row - 1
+            above = HEADER + parents[node] + 1
+            words[at] = tokens[node]
+            words[at + rows] = words[above + rows] + 1
+            words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
+
+
+@compiled
+def fill_tree(
+    ids: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    root: int,
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    length: int,
+) -> None:
+    ids[0], positions[0] = root, length
+    for node in range(len(tokens)):
+        ids[node + 1], positions[node + 1] = tokens[node], positions[parents[node] + 1] + 1
+
+
+@compiled
+def _fill_trees(
+    numbers: npt.NDArray[np.int64],
+    heads: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    rows: int,
+) -> None:
+    """``heads`` are the root, the number of nodes and the length of the context of each tree."""
+    first = 0
+    for slot in range(len(heads)):
+        root, nodes, length = heads[slot]
+        at = slot * rows
+        numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
+        stop = first + nodes
+        fill_tree(numbers[0, at:], numbers[1, at:], root, tokens[first:stop], parents[first:stop], length)
+        first = stop

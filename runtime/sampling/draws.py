@@ -1,0 +1,386 @@
+"""Random draws keyed by seed, position and token, from what top-k, top-p and min-p leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.topk import argmax_of, write_topk
+from hdtool.runtime.kernels.vector_code import LANES, exponentiate
+
+U64 = np.uint64
+BLOCK = 64
+"""Tokens that are compared with the earliest one so far at once."""
+U64_MAX = 2**64 - 1
+STRIDE = U64(0x9E3779B97F4A7C15)
+"""The increment of SplitMix64 (Steele et al., 2014): its n-th number is a hash of start + n strides."""
+
+
+class ExponentialRace:
+    """A uniform number in [0, 1) for each position and token, and the token that they choose at a position.
+
+    The token is numbers by an exponential race, which is the Gumbel-max trick: each token gets an exponential time
+    with its probability as the rate, and the smallest time wins, so each token wins with its probability. Rounding
+    changes the result only where two times are nearly equal. Inverse-CDF sampling with one number per position is
+    less robust: rounding matters next to any border of the cumulative probabilities.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = U64(seed & U64_MAX)
+
+    def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
+        """The token that wins the race, never one with probability 0; -1 if there is none or they are NaN."""
+        return int(sample(self.seed, position, probabilities))
+
+    def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
+        """The uniform numbers of the first ``tokens`` tokens at a position."""
+        numbers: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
+        return numbers
+
+
+@compiled
+def _hashed(number: Any) -> Any:
+    number = (number ^ (number >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+    number = (number ^ (number >> U64(27))) * U64(0x94D049BB133111EB)
+    return number ^ (number >> U64(31))
+
+
+@compiled
+def start_of(seed: Any, position: Any) -> Any:
+    """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
+    return _hashed(_hashed(seed + STRIDE) + U64(position) * STRIDE)
+
+
+@compiled
+def _uniform(number: Any) -> Any:
+    return (_hashed(number) >> U64(11)) * 2.0**-53
+
+
+@compiled
+def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
+    numbers = np.empty(tokens)
+    number = start_of(seed, position)
+    for token in range(tokens):
+        number += STRIDE
+        numbers[token] = _uniform(number)
+    return numbers
+
+
+@compiled
+def time_of(start: Any, token: Any) -> Any:
+    """The exponential time of a token in the stream of a position, for a probability of 1."""
+    return -np.log1p(-_uniform(start + U64(token + 1) * STRIDE))
+
+
+@compiled
+def sample(seed: Any, position: Any, probabilities: Any) -> Any:
+    winner, earliest = -1, np.inf
+    for first in range(0, probabilities.shape[0], BLOCK):
+        weights = probabilities[first : first + BLOCK]
+        winner, earliest = race_block(start_of(seed, position), first, weights, winner, earliest)
+    return winner
+
+
+@compiled
+def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
+    """The winner of a race with the tokens from the ``first`` one on, and its time; ``start`` is that of the stream."""
+    number = start + U64(first) * STRIDE
+    early = 0
+    # Branch-free, so that the compiler uses vectors: hardly any block has a token that may win.
+    for place in range(weights.shape[0]):
+        early += _uniform(number + U64(place + 1) * STRIDE) < weights[place] * earliest
+    if early > 0:
+        for place in range(weights.shape[0]):
+            time = _time_before(earliest, number + U64(place + 1) * STRIDE, weights[place])
+            if time < earliest:
+                winner, earliest = first + place, time
+    return winner, earliest
+
+
+@compiled
+def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
+    """The exponential time of a token if it is before the earliest one so far, or else this one."""
+    draw = _uniform(number)
+    # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
+    return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
+
+
+@compiled
+def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
+    """The token that wins among those in the nucleus, which is full once it holds this weight, the most probable first.
+
+    Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
+    """
+    start, winner = start_of(seed, position), -1
+    while True:
+        winner = _winner_before(start, tokens, weights, winner)
+        if winner < 0:
+            return -1
+        before = 0.0
+        for place in range(weights.shape[0]):
+            if _is_before(tokens, weights, place, winner):
+                before += weights[place]
+        if before < nucleus or before == 0:  # the most probable token is always kept
+            return tokens[winner]
+
+
+@compiled
+def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
+    """The place that wins among those before the border; among all without a border."""
+    winner, earliest = -1, np.inf
+    for place in range(tokens.shape[0]):
+        if border < 0 or _is_before(tokens, weights, place, border):
+            time = _time_before(earliest, start + U64(tokens[place] + 1) * STRIDE, weights[place])
+            if time < earliest:
+                winner, earliest = place, time
+    return winner
+
+
+@compiled
+def _is_before(tokens: Any, weights: Any, place: Any, other: Any) -> Any:
+    return weights[place] > weights[other] or (weights[place] == weights[other] and tokens[place] > tokens[other])
+
+
+MOST_BY_MAXIMA = 128
+"""The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
+ALL_TOKENS = np.empty(0, np.int64)
+NOT_FINITE, UNKNOWN = -1, -2
+"""In place of a token: the highest score is NaN or infinite; the token depends on others."""
+INFINITE = 0x7F800000
+"""The bits of infinity."""
+CERTAINLY = 0.999
+"""Less than 1 by more than rounding."""
+NAMES = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+"""The processors in the order of ``generate``, and the option of each."""
+
+
+class Draws(NamedTuple):
+    """What a draw depends on beside scores and position, for compiled code."""
+
+    seed: Any
+    temperature: Any
+    top_k: int
+    """0 keeps all; at most ``MOST_BY_MAXIMA``, except for a winner among any tokens."""
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What these processors do, as far as they are used.
+
+    The winner of a race among more tokens than are kept also wins the race among the kept ones if it is one of them. So
+    top-p does not sort: tokens are drawn until the more probable ones have less weight than the nucleus.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
+        """The processors before the truncation that a list of them ends with, and this truncation."""
+        before, options = list(processors), {}
+        for kind, name in reversed(NAMES.items()):
+            if before and type(before[-1]) is kind and keeps_one(before[-1]):
+                options[name] = getattr(before.pop(), name)
+        return before, cls(**options)
+
+    def compile(self, race: ExponentialRace) -> None:
+        """Compile what a draw uses, or load it from the cache, before the first step."""
+        alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
+        scores = np.ones(MOST_BY_MAXIMA + 2, np.float32)
+        alike.draw(race, 0, scores)
+        alike.winner(race, 0, scores)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all of it is done by compiled code."""
+        return self.top_k <= MOST_BY_MAXIMA
+
+    def draws(self, race: ExponentialRace) -> Draws:
+        return Draws(race.seed, np.float32(self.temperature), self.top_k, float(self.top_p), float(self.min_p))
+
+    def draw(
+        self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
+    ) -> int:
+        """The token drawn at a position by its scores; ``NOT_FINITE`` if the highest one is not finite.
+
+        The scores are those of all tokens, or of the tokens ``among`` which it is drawn.
+        """
+        if self.is_compiled:
+            return int(draw_row(position, scores, among, self.draws(race)))
+        if self.top_k < len(scores):
+            place = len(scores) - self.top_k
+            scores = np.where(scores < np.partition(scores, place)[place], np.float32(-np.inf), scores)
+        return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
+
+    def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
+        """The token that is drawn among any tokens that include it; ``UNKNOWN`` if it depends on them."""
+        return int(winner_among_any(position, scores, self.draws(race)))
+
+
+# Python code between two passes of a model is slow, as no cache holds it: NumPy takes three times as long for this.
+@compiled
+def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
+    """The token drawn at a position; see ``Truncation.draw``."""
+    best, is_finite = argmax_of(scores.view(np.int32), INFINITE)
+    if not is_finite:
+        return NOT_FINITE
+    if 0 < draws.top_k < len(scores):
+        return _draw_from_top(position, scores, scores[best], among, draws)
+    if draws.top_p >= 1 and draws.min_p == 0 and len(among) == 0:
+        return _draw_by_temperature(position, scores, scores[best], draws)
+    return _draw_from_all(position, scores, scores[best], among, draws)
+
+
+@compiled
+def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
+    """The winner among all tokens, if it is kept when some of the others are forbidden."""
+    best, is_finite = argmax_of(scores.view(np.int32), INFINITE)
+    if not is_finite:
+        return NOT_FINITE
+    winner = _draw_by_temperature(position, scores, scores[best], draws)
+    if winner == best:
+        return winner
+    before = 0
+    for token in range(len(scores)):
+        before += scores[token] > scores[winner]
+    is_kept = draws.top_p >= 1 and (draws.top_k == 0 or before < draws.top_k)
+    weight = np.exp((scores[winner] - scores[best]) / draws.temperature)
+    return winner if is_kept and weight >= draws.min_p else UNKNOWN
+
+
+@compiled
+def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
+    """The same with a temperature alone: weights are computed block by block and not kept."""
+    start, winner, earliest = start_of(draws.seed, position), -1, np.inf
+    weights = np.empty(BLOCK, np.float32)
+    for first in range(0, len(scores), BLOCK):
+        part = scores[first : first + BLOCK]
+        for place in range(len(part)):
+            weights[place] = (part[place] - highest) / draws.temperature
+        exponentiate(weights.ctypes.data, BLOCK, np.float32(0))
+        winner, earliest = race_block(start, first, weights[: len(part)], winner, earliest)
+    return winner
+
+
+@compiled
+def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+    """The same with top-p or min-p, or among some tokens."""
+    padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
+    weights = padded[: len(scores)]
+    for token in range(len(scores)):
+        weights[token] = (scores[token] - highest) / draws.temperature
+    padded[len(scores) :] = -np.inf
+    exponentiate(padded.ctypes.data, len(padded), np.float32(0))
+    if draws.top_p >= 1 and draws.min_p == 0:
+        return sample_among(draws.seed, position, among, weights, np.inf)
+    total = _total(padded)
+    # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
+    least = max(draws.min_p, CERTAINLY * (1 - draws.top_p) * total / len(weights))
+    tokens, likely = np.empty(len(weights) + 1, np.int64), 0
+    for token in range(len(weights)):
+        # Branch-free: always written, counted only if it qualifies.
+        tokens[likely] = token
+        likely += weights[token] >= least
+    kept = np.empty(likely, np.float32)
+    for place in range(likely):
+        kept[place] = weights[tokens[place]]
+    _name(tokens[:likely], among)
+    return sample_among(draws.seed, position, tokens[:likely], kept, _nucleus(total, draws))
+
+
+@compiled
+def _total(padded: Any) -> Any:
+    sums = np.zeros(LANES)
+    for first in range(0, len(padded), LANES):
+        part = padded[first : first + LANES]
+        for lane in range(LANES):
+            sums[lane] += part[lane]
+    return sums.sum()
+
+
+@compiled
+def _nucleus(total: Any, draws: Any) -> Any:
+    """The weight that a nucleus of tokens with this weight in all needs."""
+    return draws.top_p * total if draws.top_p < 1 else np.inf
+
+
+@compiled
+def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+    """The same with a small k."""
+    top_k = draws.top_k
+    top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
+    # Not the array of this kind in ``topk.py``: to compiled code, that one is a constant and of another type.
+    write_topk(scores.reshape(1, -1), top, values, np.empty((0, 0), np.float32))
+    tokens = top[0, :top_k]
+    if values[0, top_k] == values[0, top_k - 1]:
+        tokens = np.nonzero(scores >= values[0, top_k])[0]
+    return draw_from_kept(position, tokens, scores[tokens], highest, among, draws)
+
+
+@compiled
+def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+    """The token drawn among those that top-k keeps; ``tokens`` is overwritten."""
+    weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
+    for place in range(len(tokens)):
+        weight = np.exp((scores[place] - highest) / draws.temperature)
+        total += weight
+        if weight >= draws.min_p:
+            tokens[kept], weights[kept] = tokens[place], weight
+            kept += 1
+    _name(tokens[:kept], among)
+    return sample_among(draws.seed, position, tokens[:kept], weights[:kept], _nucleus(total, draws))
+
+
+@compiled
+def _name(places: Any, among: Any) -> None:
+    """Replace places in the list of tokens among which one is drawn by these tokens."""
+    if len(among) > 0:
+        for place in range(len(places)):
+            places[place] = among[places[place]]
+
+
+@compiled
+def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
+    """Write the tokens that have a bit, and their float32 scores at an address; their number.
+
+    It is -1 if the highest of all scores is not finite.
+    """
+    row = array_at(address, vocabulary, np.float32)
+    if not argmax_of(row.view(np.int32), INFINITE)[1]:
+        return -1
+    count = 0
+    for place in range(min(len(bits), -(-vocabulary // 8))):
+        of_eight = bits[place]
+        if of_eight:
+            for bit in range(min(8, vocabulary - 8 * place)):
+                if of_eight >> bit & 1:
+                    tokens[count], scores[count] = 8 * place + bit, row[8 * place + bit]
+                    count += 1
+    return count
+
+
+def keeps_one(processor: Any) -> bool:
+    """Whether a processor forbids tokens by minus infinity alone, and may leave a single one."""
+    return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -1,0 +1,388 @@
+"""Opens the history store that the option ``--history`` names.
+
+Any process may append, one conversation at a time, and all of them read. A reader maps the ring and looks up what was
+committed when it last called ``refresh``; tokens above that are not seen. Once the store has its full size, the oldest
+conversations are removed before their places are overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import numpy as np
+
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.home import history_at_home, history_of_tenant
+from hdtool.data.stores.manifest import ANSWERS, TokenizerFingerprint, read_history_manifest, require_history, stamp_of
+from hdtool.data.stores.store_files import MANIFEST
+from hdtool.runtime.config import HOME
+from hdtool.runtime.kernels.compiled import Ints, Pinned
+from hdtool.runtime.stores.history_files import (
+    MOST_BYTES,
+    OpenFiles,
+    compile_ring,
+    create_if_new,
+    lengthen,
+    make_anew,
+    most_places,
+    open_files,
+    sweep_if_killed,
+    worded,
+)
+from hdtool.runtime.stores.history_records import (
+    LONGEST_SOURCE,
+    PLACES_PER_CONVERSATION,
+    Conversation,
+    State,
+    conversations,
+    count_of,
+    delete,
+    hash_of,
+    put,
+    put_state,
+    state_of,
+)
+from hdtool.runtime.stores.token_log import LARGEST, LOG, OVERLAP, TokenLog
+
+AHEAD = 64
+"""One of so many parts of the ring is emptied at once, so that few transactions remove something."""
+LARGEST_PLACE = 1 << 31
+LEFT_FREE = 16 << 20
+"""Bytes of the disk that a store leaves free."""
+CHECKED = 1.0
+"""Seconds after which the free room is looked up again."""
+ATTEMPTS = 100
+"""How often an append begins anew because room was made or the store was replaced."""
+
+
+class HistoryStore(Pinned):
+    """A history store, open for look-ups and for new conversations."""
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        """Open the store in a folder, whatever model it is of; ``read_only``, nothing is appended or repaired."""
+        self.folder = Path(folder).expanduser()
+        self._manifest_path = str(self.folder / MANIFEST)
+        self.fault = ""
+        """Why the last append or refresh failed."""
+        self._lock = threading.RLock()
+        self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
+        self._room_until = 0.0
+        self._was: OpenFiles | None = None
+        self._read_only = read_only
+        if not read_only:
+            compile_ring()
+            sweep_if_killed(self.folder)
+        self._use(open_files(self.folder, writable=not read_only))
+        self._end[0] = self._committed().end
+        if not read_only:
+            self._repair()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        tokenizer: TokenizerFingerprint,
+        model: str,
+        *,
+        most_bytes: int | None = None,
+        read_only: bool = False,
+    ) -> HistoryStore:
+        """Open the store of a model, or create it unless it is only read; ``most_bytes`` changes the bound."""
+        folder = Path(folder).expanduser()
+        if not read_only:
+            create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
+        require_history(read_history_manifest(folder), folder, tokenizer, model)
+        store = cls(folder, read_only=read_only)
+        if most_bytes and most_bytes != store.manifest.most_bytes:
+            store.keep(lambda _: True, most_bytes=most_bytes)
+        return store
+
+    @property
+    def places(self) -> int:
+        """Places in use, as of the last refresh."""
+        return int(min(self._end[0], self._open.ring.size))
+
+    @property
+    def manifest(self) -> Any:
+        return self._open.manifest
+
+    @property
+    def log(self) -> Ints:
+        """The record that compiled code reads; it stays at its address. It changes in ``refresh`` and ``append``."""
+        return self._log
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return self._open.ring.nbytes + self._open.records.nbytes
+
+    def refresh(self) -> None:
+        """Take notice of what other processes appended, dropped or replaced; called between answers."""
+        with self._lock:
+            end = 0
+            with self._faults_noted():
+                if not self._is_current():
+                    self._reopen()
+                end = self._committed().end
+                self.fault = ""
+            self._end[0] = end  # of a store that was deleted, nothing is looked up
+
+    def append(self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = ANSWERS) -> bool:
+        """Add an answer, after the last tokens of its prompt; whether that succeeded.
+
+        A failure, such as a full disk, is a warning the first time, and nothing is changed by it.
+        """
+        if self._read_only:
+            return False
+        if not len(tokens):
+            return True
+        with self._lock:
+            with self._faults_noted():
+                half = self._open.ring.size // 2
+                ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
+                count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
+                before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
+                self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
+                self.fault = ""
+            return not self.fault
+
+    def keep(self, wanted: Callable[[Conversation], bool], *, most_bytes: int | None = None) -> list[Conversation]:
+        """Make the store anew with the wanted conversations, and return the others: no file holds their tokens."""
+        with self._lock:
+            while True:
+                with worded(self.folder), self._open.records.writing() as transaction:
+                    if self._is_current():
+                        everything = list(conversations(transaction, self._open.records.path))
+                        kept = [each for each in everything if wanted(each)]
+                        size = self.manifest.size
+                        if most_bytes:
+                            size = min(size, most_places(most_bytes))
+                        if most_bytes or len(kept) < len(everything):
+                            make_anew(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
+                        break
+                self._reopen()
+            self._reopen()
+            return [each for each in everything if not wanted(each)]
+
+    def conversations(self) -> list[Conversation]:
+        """All conversations, the oldest first."""
+        with self._lock, worded(self.folder):
+            if not self._is_current():
+                self._reopen()
+            with self._open.records.reading() as transaction:
+                return list(conversations(transaction, self._open.records.path))
+
+    def tokens(self, first: int, count: int) -> Ints:
+        """The tokens at some places; -1 where a conversation begins, and above the committed end."""
+        found = self._open.ring.tokens(first, count)
+        found[max(0, int(self._end[0]) - first) :] = -1
+        return found
+
+    def answers(self, chosen: Sequence[Conversation]) -> Iterator[tuple[Conversation, Ints]]:
+        """The tokens of conversations; those that were damaged or overwritten are left out."""
+        ring = self._open.ring
+        for each in chosen:
+            tokens = ring.tokens(each.first, each.tokens)
+            if hash_of(tokens) == each.hash:
+                yield each, tokens
+
+    def _append(self, before: Ints, tokens: Ints, source: str) -> None:
+        for _ in range(ATTEMPTS):
+            with self._open.records.writing() as transaction:
+                if is_current := self._is_current():
+                    end = self._append_once(transaction, before, tokens, source)
+            if not is_current:
+                self._reopen()
+            elif end:
+                self._end[0] = end
+                self._open.records.sync()
+                return
+        raise StoreError(f"{self.folder} was replaced {ATTEMPTS} times during an append: wait for the other commands")
+
+    def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
+        """The new end; 0 if the store was made anew, or if what was removed must be committed first."""
+        ring, records = self._open.ring, self._open.records
+        state = state_of(transaction, records.path)
+        stop = state.end + 1 + len(before) + len(tokens)
+        self._check_room()
+        if self._grows(transaction, state.end, stop) or self._remove_oldest(transaction, stop - ring.size):
+            return 0
+        end = ring.append(state.end, before, tokens)
+        first = end - len(tokens)
+        new = Conversation(state.next, first, len(before), len(tokens), source, time.time(), hash_of(tokens))
+        put(transaction, new)
+        put_state(transaction, State(end, state.next + 1))
+        return end
+
+    def _grows(self, transaction: Any, end: int, stop: int) -> bool:
+        """Lengthen the store if its places are too few, make it anew if their numbers are too large; whether it was."""
+        ring, largest = self._open.ring, most_places(self.manifest.most_bytes)
+        size = ring.size
+        if stop >= LARGEST_PLACE:
+            self._check_room(2 * ring.nbytes)
+            make_anew(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+            return True
+        while size < min(largest, stop):
+            size *= 2
+        if size == ring.size:
+            return False
+        self._check_room(size // ring.size * ring.heads.nbytes)
+        ring.recover(end)
+        lengthen(self.folder, self._open, size)
+        return True
+
+    def _remove_oldest(self, transaction: Any, below: int) -> bool:
+        """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
+        size, path = self._open.ring.size, self._open.records.path
+        # Of the largest ring, not of the one that may still grow.
+        most = most_places(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
+        surplus = count_of(transaction) + 1 - most
+        if surplus <= 0 >= below:
+            return False
+        surplus += most // AHEAD if surplus > 0 else 0
+        removed: list[Conversation] = []
+        for each in conversations(transaction, path):
+            start = each.first - each.before - 1
+            if start >= below and len(removed) >= surplus:
+                break
+            if not removed:
+                below += size // AHEAD if start < below else 0
+            removed.append(each)
+        for each in removed:
+            delete(transaction, each)
+        return bool(removed)
+
+    def _check_room(self, needed: int = 0) -> None:
+        """Raise if the disk is full; asked once a second, and before the store is made anew."""
+        if not needed and time.monotonic() < self._room_until:
+            return
+        self._room_until = 0.0
+        if (free := disk_usage(self.folder).free) < needed + LEFT_FREE:
+            raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
+        self._room_until = time.monotonic() + CHECKED
+
+    def _repair(self) -> None:
+        """After a power failure, remove the conversations whose tokens did not get to the disk.
+
+        Those were the latest ones, so the others need no check.
+        """
+        with worded(self.folder):
+            path = self._open.records.path
+            with self._open.records.reading() as transaction:
+                latest = next(conversations(transaction, path, latest_first=True), None)
+            if latest and not list(self.answers([latest])):
+                whole = {each.number for each, _ in self.answers(self.conversations())}
+                self.keep(lambda each: each.number in whole)
+
+    def _is_current(self) -> bool:
+        """Whether no other process has made the files anew."""
+        return stamp_of(self._manifest_path) == self._open.stamp
+
+    def _committed(self) -> State:
+        with worded(self.folder), self._open.records.reading() as transaction:
+            return state_of(transaction, self._open.records.path)
+
+    def _reopen(self) -> None:
+        """Open the files of the new manifest; they must be of the same model."""
+        found = open_files(self.folder, writable=not self._read_only)
+        require_history(found.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
+        self._use(found)
+        self._end[0] = self._committed().end
+
+    def _use(self, found: OpenFiles) -> None:
+        if hasattr(self, "_open"):
+            self._was = self._open  # stays mapped until the next time, as compiled code may still read it
+        self._open: OpenFiles = found
+        self._end[0] = 0
+        found.ring.fill(self._log, self._end)
+
+    @contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        """Warn of an error of an append or refresh unless the last one failed, too; answers go on without the store."""
+        try:
+            with worded(self.folder):
+                yield
+        except StoreError as error:
+            message = f"the history is not kept on the disk: {error}"
+            if not self.fault:
+                warnings.warn(message, RuntimeWarning, stacklevel=5)
+            self.fault = message
+
+
+class History:
+    """Answers of this process in memory and, if there is a store, on the disk; shared by all drafters of a model."""
+
+    source = ANSWERS
+    """The name under which the store keeps the answers."""
+
+    def __init__(self, most: int = LARGEST, *, prompts: bool = False, store: HistoryStore | None = None) -> None:
+        """At most ``most`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
+
+        An answer that is finished goes to the ``store``, and is matched there from then on.
+        """
+        self.answers = TokenLog(most)
+        self.store = store
+        self._prompts = prompts
+
+    @property
+    def stored_log(self) -> Ints | None:
+        """The record of the store's log for compiled code; it stays at its address."""
+        return self.store.log if self.store else None
+
+    def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
+        """Begin an answer to a prompt, whose last ``new`` tokens are not of an earlier turn."""
+        self.finish(lane)
+        if self.store:
+            self.store.refresh()
+        if self._prompts and new:
+            self.answers.start(lane, prompt[-new:], learned=True)
+        else:
+            self.answers.start(lane, prompt)
+
+    def finish(self, lane: Ints) -> None:
+        """End the answer of a lane."""
+        owner = int(lane["owner"][0])
+        before, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
+        self.answers.finish(lane)
+        lane["owner"] = 0
+        if self.store and len(tokens) and self.store.append(tokens, before, self.source):
+            self.answers.discard(owner)
+
+    def lane(self) -> Ints:
+        return self.answers.lane()
+
+
+def address_of(log: Ints | None) -> int:
+    """The address of the record of a log, for compiled code; 0 is none."""
+    return int(log.ctypes.data) if log is not None else 0
+
+
+def open_history(
+    named: str,
+    tokenizer: TokenizerFingerprint,
+    model: str,
+    *,
+    tenant: str = "",
+    read_only: bool = False,
+    created: bool = False,
+) -> HistoryStore:
+    """The store of a model in a folder or at home; each tenant has a folder of its own there.
+
+    A new store is created by those who append to it, and with ``created`` by those who only read it, too.
+    """
+    folder = (
+        history_at_home(model, tokenizer, tenant or None)
+        if named == HOME
+        else history_of_tenant(Path(named).expanduser(), tenant)
+    )
+    if created:
+        create_if_new(folder, tokenizer, model, MOST_BYTES)
+    return HistoryStore.open(folder, tokenizer, model, read_only=read_only)

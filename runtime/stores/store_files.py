@@ -1,0 +1,163 @@
+"""Files of stores: parts mapped into memory, and a check of LMDB's pages, since a damaged one would end the process.
+
+The two trees of a snapshot, of the data and of the free pages, are followed from their roots. Every page must lie in
+the file, bear its number and a possible kind, and hold its nodes. The layout is that of LMDB 0.9, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.manifest import Manifest
+from hdtool.data.stores.store import BUILD_COMMANDS
+from hdtool.data.stores.store_files import token_type
+from hdtool.runtime.kernels.compiled import compiled
+
+Mode = Literal["r", "c"]
+"""Read-only, or writable in this process's memory alone."""
+
+
+def mapped_part(
+    folder: Path, manifest: Manifest, part: str, kind: npt.DTypeLike, width: int = 1, mode: Mode = "r"
+) -> npt.NDArray[Any]:
+    """A part as rows of ``width`` numbers; a file of another size than the manifest's is an error."""
+    path, size, row = folder / manifest.files[part].name, manifest.files[part].bytes, np.dtype(kind).itemsize * width
+    again = f"build the store again with {BUILD_COMMANDS[manifest.kind]}"
+    try:
+        with open(path, "rb") as stream:
+            # Of the file that was opened: another may have the name by now.
+            found = os.fstat(stream.fileno()).st_size
+            if found != size:
+                raise StoreError(f"{path} has {found:,} bytes instead of {size:,}: {again}")
+            if size % row or not (size or manifest.holds_rankings_alone):
+                raise StoreError(f"{path} has {size:,} bytes, which are no whole rows of {row}: {again}")
+            if not size:
+                return np.empty((0, width), kind)
+            mapped = np.memmap(stream, kind, mode, shape=(size // row, width))
+    except (OSError, ValueError) as error:  # such as no memory to map it
+        raise StoreError(f"{path} cannot be opened ({error}): {again}") from None
+    # A plain array on the map: slices of np.memmap itself cost microseconds each.
+    return np.asarray(mapped)
+
+
+def documents_of(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
+    """All documents of a store, mapped."""
+    return mapped_part(folder, manifest, "documents", token_type(manifest.tokenizer.vocab_size)).reshape(-1)
+
+
+MAGIC = 0xBEEFC0DE
+HEADER = 16
+BRANCH, LEAF, OVERFLOW = 1, 2, 4
+NODE = 8
+BIG, PLAIN = 1, 0
+"""Flags of a node: its value lies in pages of its own, or in the node."""
+TREE = np.dtype(
+    [
+        ("page_size", "<u4"),
+        ("flags", "<u2"),
+        ("depth", "<u2"),
+        ("branches", "<u8"),
+        ("leaves", "<u8"),
+        ("overflow", "<u8"),
+        ("entries", "<u8"),
+        ("root", "<u8"),
+    ]
+)
+SNAPSHOT = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u4"),
+        ("address", "<u8"),
+        ("map_size", "<u8"),
+        ("trees", TREE, 2),
+        ("last_page", "<u8"),
+        ("number", "<u8"),
+    ]
+)
+NO_PAGE = 2**64 - 1
+DEEPEST = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def damage_of(path: Path, number: int) -> str:
+    """What is wrong with the snapshot of this number; empty if nothing is. The caller keeps it from being reused."""
+    with open(path, "rb") as stream:
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    data = np.frombuffer(content, np.uint8)
+    for page_size in (1 << bits for bits in range(9, 17)):
+        start = HEADER + (number & 1) * page_size
+        if start + SNAPSHOT.itemsize > len(data):
+            break
+        snapshot = np.frombuffer(content, SNAPSHOT, 1, start)[0].copy()
+        trees = snapshot["trees"]
+        if snapshot["magic"] == MAGIC and int(trees[0]["page_size"]) == page_size:
+            if int(snapshot["number"]) > number:
+                return ""  # replaced meanwhile by a process that works with the file
+            pages, entries = len(data) // page_size, 0
+            for tree in trees:
+                if int(tree["root"]) == NO_PAGE:
+                    continue
+                if not 0 < int(tree["depth"]) <= DEEPEST:
+                    return "a tree has no depth"
+                if (entries := _entries_below(data, page_size, pages, int(tree["root"]), int(tree["depth"]))) < 0:
+                    return f"page {-1 - entries} is none of a tree"
+            return "" if entries == int(trees[1]["entries"]) else "it holds another number of entries than it says"
+    return "it has no snapshot"
+
+
+@compiled
+def _number(data: Bytes, at: Any, width: int) -> Any:
+    number = np.int64(0)
+    for byte in range(width):
+        number |= np.int64(data[at + byte]) << (8 * byte)
+    return number
+
+
+@compiled
+def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: int) -> int:
+    """The entries in the leaves of a tree; a negative result is the number of the damaged page."""
+    waiting, levels = [root], [1]
+    entries = visited = 0
+    while waiting:
+        page, level = waiting.pop(), levels.pop()
+        visited += 1
+        # A page that is reached again and again would never end the search.
+        if not 0 < page < pages or visited > pages or level > depth:
+            return -1 - max(page, 0)
+        start = page * page_size
+        kind, lower, upper = _number(data, start + 10, 2), _number(data, start + 12, 2), _number(data, start + 14, 2)
+        is_branch = kind & (BRANCH | LEAF | OVERFLOW) == BRANCH
+        count = (lower - HEADER) >> 1
+        if _number(data, start, 8) != page or is_branch != (level < depth) or kind & (LEAF | BRANCH) == 0:
+            return -1 - page
+        if not HEADER < lower <= upper <= page_size or lower & 1:
+            return -1 - page
+        for slot in range(count):
+            node = _number(data, start + HEADER + 2 * slot, 2)
+            if node < upper or node + NODE > page_size:
+                return -1 - page
+            low, flags = _number(data, start + node, 4), _number(data, start + node + 4, 2)
+            key = _number(data, start + node + 6, 2)
+            if is_branch:
+                if node + NODE + key > page_size:
+                    return -1 - page
+                waiting.append(low | flags << 32)
+                levels.append(level + 1)
+                continue
+            entries += 1
+            if flags == BIG:
+                first = _number(data, start + node + NODE + key, 8) if node + NODE + key + 8 <= page_size else -1
+                size = first + -(-(low + HEADER) // page_size)
+                if not 0 < first < size <= pages or _number(data, first * page_size + 10, 2) & OVERFLOW == 0:
+                    return -1 - page
+            elif flags != PLAIN or node + NODE + key + low > page_size:
+                return -1 - page
+    return entries
