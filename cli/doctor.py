@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
-from hdtool.cli.answer_output import colors_shown
 from hdtool.cli.options import only
 from hdtool.data.progress import counted
 from hdtool.runtime.config import ModelConfig
@@ -58,6 +57,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _sign(state: str) -> str:
+    from hdtool.cli.answer_output import colors_shown
+
     return f"\033[{COLORS[state]}m{SIGNS[state]}\033[0m" if colors_shown() else SIGNS[state]
 
 

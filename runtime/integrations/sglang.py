@@ -29,12 +29,10 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, draft_many
 from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.integrations.finished_answers import lasting_history
-from hdtool.runtime.integrations.vllm.launch import tenant_among
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 VARIABLE = "HDTOOL_SGLANG"

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hdtool.data import demo
-from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home, model_stores_at_home, store_folder
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.home import (
+    corpus_index_at_home,
+    model_store_at_home,
+    model_stores_at_home,
+    namespace_among,
+    store_folder,
+)
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, read_store
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
-from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.history_store import History, HistoryStore, open_history
 from hdtool.runtime.stores.model_store import ModelStore
 
 if TYPE_CHECKING:
@@ -165,3 +172,24 @@ def _size(manifest: Manifest) -> str:
     if manifest.holds_rankings_alone:
         return f"{manifest.counts['rankings']:,} rankings"
     return f"{manifest.counts['tokens']:,} tokens"
+
+
+def lasting_history(
+    named: str, store_set: StoreSet, model: str, tenant: str, *, read_only: bool = False
+) -> HistoryStore:
+    """The store that ``named`` stands for, created unless it exists; a StoreError if it cannot be used."""
+    if store_set.checkpoint is None or store_set.tokenizer is None:
+        raise StoreError(
+            f"the history of {model} cannot be kept in {named}, because its weights are not on this machine and a "
+            "history is known by them: download the model first"
+        )
+    identity = store_set.tokenizer, store_set.checkpoint.fingerprint
+    return open_history(named, *identity, tenant=tenant, read_only=read_only, created=True)
+
+
+def tenant_among(served_as: Sequence[str], model: str) -> str:
+    """Whose answers a server of these names keeps: those of its namespace, else of its first name; empty is nobody.
+
+    A model that is served under its own name has no tenant unless there are stores of that name.
+    """
+    return namespace_among([*served_as, model]) or next((name for name in served_as if name != model), "")

@@ -20,9 +20,9 @@ from hdtool.data.stores.home import model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations import finished_answers
-from hdtool.runtime.integrations.finished_answers import appends
+from hdtool.runtime.integrations.vllm import finished_answers
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE
+from hdtool.runtime.integrations.vllm.finished_answers import appends
 from hdtool.runtime.integrations.vllm.launch import Launch, Settings
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -117,14 +117,6 @@ class Settings:
         return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(names))
 
 
-def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Whose answers a server of these names keeps: those of its namespace, else of its first name; empty is nobody.
-
-    A model that is served under its own name has no tenant unless there are stores of that name.
-    """
-    return namespace_among([*served_as, model]) or next((name for name in served_as if name != model), "")
-
-
 KNOWN = ("--api-key", "--hf-token", "--ssl-keyfile-password")
 """Secret options of vLLM; argparse also accepts abbreviations."""
 SECRET = re.compile(
@@ -269,9 +261,6 @@ class Launch:
         """Create or check the history store, if there is one to be; return its folder."""
         if self._tenant is None:
             return None
-        # Loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.integrations.finished_answers import lasting_history
-
         return lasting_history(self._serving.history, self.store_set, self._model, self._tenant).folder
 
     def _namespace(self, stores: StoresConfig, model: str) -> str | None:

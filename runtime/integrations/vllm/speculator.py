@@ -25,11 +25,11 @@ from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.config import ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.chain import LOWEST
-from hdtool.runtime.integrations.vllm.launch import Settings, tenant_among
+from hdtool.runtime.integrations.vllm.launch import Settings
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.store_set import StoreSet, tenant_among
 
 PROBE = (0.25, 3.0, 0.5)
 
@@ -119,7 +119,8 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
 
 def _with_history(store_set: StoreSet, settings: Settings, vllm_config: Any) -> StoreSet:
     # Loads lmdb, which a history in memory does not need.
-    from hdtool.runtime.integrations.finished_answers import appends, lasting_history
+    from hdtool.runtime.integrations.vllm.finished_answers import appends
+    from hdtool.runtime.stores.store_set import lasting_history
 
     model = vllm_config.model_config
     tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant

@@ -15,24 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.data.errors import StoreError
 from hdtool.runtime.integrations.vllm.chain import ENDED, Requests
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.history_store import History, HistoryStore, open_history
-from hdtool.runtime.stores.store_set import StoreSet
-
-
-def lasting_history(
-    named: str, store_set: StoreSet, model: str, tenant: str, *, read_only: bool = False
-) -> HistoryStore:
-    """The store that ``named`` stands for, created unless it exists; a StoreError if it cannot be used."""
-    if store_set.checkpoint is None or store_set.tokenizer is None:
-        raise StoreError(
-            f"the history of {model} cannot be kept in {named}, because its weights are not on this machine and a "
-            "history is known by them: download the model first"
-        )
-    identity = store_set.tokenizer, store_set.checkpoint.fingerprint
-    return open_history(named, *identity, tenant=tenant, read_only=read_only, created=True)
+from hdtool.runtime.stores.history_store import History
 
 
 def appends(parallel: Any) -> bool:
