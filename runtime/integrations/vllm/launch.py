@@ -22,7 +22,7 @@ from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm_plugin import METHOD, PLUGIN, PROPOSER, REQUEST_V2
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.store_set import NONE, StoreSet
+from hdtool.runtime.stores.store_set import NONE, StoreSet, lasting_history, tenant_among
 
 VALUES = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
 ADDRESS = ("--host", "--port", "--uds", "--config")
