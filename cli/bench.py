@@ -17,7 +17,7 @@ from hdtool.cli.command import INPUT, MEASUREMENT, OUTPUT, completion, option, s
 from hdtool.cli.options import numbers, only, without
 from hdtool.cli.result_tables import as_columns, rounded
 from hdtool.data import demo
-from hdtool.data.errors import RecordError
+from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import Tally
 from hdtool.data.prompts import Prompt, of_all_categories, of_each_task, read_prompts
@@ -209,6 +209,26 @@ def bench_cost(
             f"{CostConfig.longest} that fit the model.",
         ),
     ] = None,
+    bandwidth: Annotated[
+        float | None,
+        option(
+            MEASUREMENT,
+            "Estimate passes of --shape instead of timing them: gigabytes of weights, keys and values that a device "
+            "reads in a second.",
+        ),
+    ] = None,
+    teraflops: Annotated[
+        float | None,
+        option(MEASUREMENT, "With --bandwidth: what the device computes in a second. Default: it never waits for it."),
+    ] = None,
+    overlap: Annotated[
+        float,
+        option(
+            MEASUREMENT,
+            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass wake "
+            "fewer experts than independent ones would.",
+        ),
+    ] = 0.0,
     out: Annotated[Path, option(OUTPUT, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -218,30 +238,44 @@ def bench_cost(
     Prints and writes the table. generate chooses the number of draft tokens by it from then on, and replay --cost
     predicts tokens per second from it.
     """
-    config = CostConfig(contexts=numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024"))
+    lengths = numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024")
+    config = CostConfig(lengths, bandwidth=bandwidth, teraflops=teraflops, overlap=overlap)
+    if config.bandwidth and not shape:
+        raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
 
-    from hdtool.builders.evaluation.contenders import draw_cost, load_shape, picture_file
+    from hdtool.builders.evaluation.contenders import draw_cost, estimated_passes, picture_file
     from hdtool.cli.answer_output import quiet_libraries
-    from hdtool.data.progress import bar
     from hdtool.runtime.budget.cost_curve import cost_file
-    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
-    from hdtool.runtime.model.cpu_threads import choose_threads
-    from hdtool.runtime.model.load import load
 
     quiet_libraries()
     figures, drawing = out / "cost.json", out / "cost.png"
     for file in (cost_file(figures), picture_file(drawing)):
         file.check()
+    if shape and config.bandwidth:
+        curve = estimated_passes(shape, loading, config)
+    else:
+        curve = _measured(shape, loading, config, quiet=quiet)
+    curve.write(figures)
+    draw_cost(curve, drawing)
+    print(json.dumps(asdict(curve)) if as_json else cost_table(curve))
+
+
+def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
+    """Timed passes, which are also saved for later runs of the model."""
+    from hdtool.builders.evaluation.contenders import load_shape
+    from hdtool.data.progress import bar
+    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
+    from hdtool.runtime.model.cpu_threads import choose_threads
+    from hdtool.runtime.model.load import load
+
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)
     lengths = lengths_for(loaded, config)
     check_saving(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = cost_of_passes(loaded, lengths, shown.to)
-    curve.write(figures)
-    draw_cost(curve, drawing)
     save_at_home(loaded.target, curve)
-    print(json.dumps(asdict(curve)) if as_json else cost_table(curve))
+    return curve
 
 
 def cost_table(curve: CostCurve) -> str:

@@ -127,11 +127,16 @@ class PassLog:
     """Trees of the last pass that verified any."""
     last_seconds: float = 0.0
     context: int = 0
-    """Tokens before the tree of the last pass, before the longest one if there were several."""
+    """Tokens before the tree of the last pass. Of several trees, those of the longest context, to which the others are
+    padded; without padding, the mean."""
 
-    def add(self, seconds: float, nodes: int = PROMPT, slots: int = 1) -> None:
+    experts: int = 0
+    """Experts whose weights the last pass read, over all layers; 0 if the engine counts none."""
+
+    def add(self, seconds: float, nodes: int = PROMPT, slots: int = 1, experts: int = 0) -> None:
         self.seconds += seconds
         self.passes += 1
+        self.experts = experts
         self.nodes, self.last_seconds = nodes, seconds
         if nodes != PROMPT:
             self.slots = slots

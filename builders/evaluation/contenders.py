@@ -21,14 +21,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import CostError, ModelError, OptionError
 from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import SHAPES, ModelConfig, SamplingConfig
+from hdtool.runtime.budget.measure_passes import lengths_within
+from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar import Guide, guided, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -77,7 +80,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
         raise OptionError(
             f"--quantization {config.quantization} has no effect on a shape, whose weights are random: leave it out"
         )
-    settings = _settings(shape)
+    settings = shape_config(shape)
     refuse_by_configuration(settings)
     text = settings.get_text_config(decoder=True)
     if text.vocab_size < len(tokenizer):
@@ -101,7 +104,23 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     return Loaded(f"{shape}, random weights", target, tokenizer)
 
 
-def _settings(shape: str) -> Any:
+def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
+    """Estimated passes of a model of a known shape, or of a configuration on disk, without making its weights."""
+    assert costs.bandwidth
+    if config.quantization:
+        raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")
+    settings = shape_config(shape)
+    refuse_by_configuration(settings)
+    limit = getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
+    lengths = lengths_within(lambda length: limit, shape, costs)
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    roofline = Roofline(costs.bandwidth * 1e9, costs.teraflops * 1e12 if costs.teraflops else None)
+    return roofline.curve(PassReads.of(model), lengths, costs.overlap, model=shape, dtype=dtype_name(dtype))
+
+
+def shape_config(shape: str) -> Any:
     if shape in SHAPES:
         return LlamaConfig(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
     path = Path(shape).expanduser()
@@ -115,11 +134,8 @@ def _settings(shape: str) -> Any:
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens."""
-    model: Any = target.model
-    whole = sum(int(weight.nbytes) for weight in model.parameters())
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return whole if head is not None and head.weight is table else whole - int(table.nbytes)
+    """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens and other experts."""
+    return round(PassReads.of(target.model).weights(1))
 
 
 T = TypeVar("T")

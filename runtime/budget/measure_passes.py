@@ -34,17 +34,22 @@ QUICK_TIMES, QUICK_PATIENCE = 4, 1.0
 SHORT = 4
 """Length of a context that hardly affects the time of a pass."""
 LONG, LEAST_LONG, LONG_BYTES = 4096, 256, 128 * 2**20
-"""Length of the other context of the quick measurement, if its keys and values take no more bytes; else it is shorter,
-but not shorter than the least."""
+"""Length of the other context of the quick measurement, if keys and values of all sequences take no more bytes; else it
+is shorter, but not shorter than the least."""
 LONG_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes whose passes are timed after it."""
 
 
 def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
     """The context lengths to measure, the root included; one more token must fit into the model's context."""
+    return lengths_within(loaded.target.context_limit, loaded.name, config)
+
+
+def lengths_within(limit_of: Callable[[int], int | None], name: str, config: CostConfig) -> tuple[int, ...]:
+    """The context lengths below the limit of a model, which may depend on the length."""
 
     def fits(length: int) -> bool:
-        limit = loaded.target.context_limit(length)
+        limit = limit_of(length)
         return limit is None or length < limit
 
     if config.contexts is None:
@@ -53,8 +58,8 @@ def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
     for length in config.contexts:
         if not fits(length):
             raise OptionError(
-                f"contexts holds {length:,}, but the context of {loaded.name} ends at "
-                f"{loaded.target.context_limit(length):,} tokens, drafts included: name shorter ones"
+                f"contexts holds {length:,}, but the context of {name} ends at {limit_of(length):,} tokens, drafts "
+                "included: name shorter ones"
             )
     return tuple(sorted(set(config.contexts)))
 
@@ -136,7 +141,7 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
     # Saved curves are measured in one process.
     if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
-    contexts = _quick_contexts(target) if batch == 1 else (SHORT,)
+    contexts = _quick_contexts(target, batch)
     kept = quick_record(target, nodes=NODES, contexts=contexts) if batch == 1 else None
     rows = kept.read(partial(_milliseconds, len(contexts)), most_seconds=KEPT_SECONDS) if kept else None
     if rows is None:
@@ -146,13 +151,13 @@ def cost_here(target: Target, batch: int = 1) -> CostCurve:
     return CostCurve(NODES, rows, contexts)
 
 
-def _quick_contexts(target: Target) -> tuple[int, ...]:
+def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
     """The short context and, where attention can be timed without reading a prompt, a long one."""
     if target.captures or target.processes > 1 or not target.takes_trees:
         return (SHORT,)
     of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
     limit = target.context_limit(1) or LONG
-    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // of_token if of_token else 0)
+    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // (batch * of_token) if of_token else 0)
     return (SHORT, longest) if longest >= LEAST_LONG else (SHORT,)
 
 
@@ -161,7 +166,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
     short = 1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
     rows = [short]
     for length in contexts[1:]:
-        long = 1e3 * seconds_of_trees(target, LONG_NODES, QUICK_TIMES, QUICK_PATIENCE, length, unread=True)
+        long = 1e3 * seconds_of_trees(target, LONG_NODES, QUICK_TIMES, QUICK_PATIENCE, length, batch, unread=True)
         added = np.maximum(0, long - np.interp(LONG_NODES, NODES, short))
         rows.append(short + np.interp(NODES, LONG_NODES, added))
     return tuple(tuple(map(float, row)) for row in rows)

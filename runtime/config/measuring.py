@@ -166,15 +166,26 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed."""
+    """Context lengths at which forward passes are timed, or what estimates them."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""
     shortest: int = 64
     longest: int = 8192
     """Longest of the powers of two."""
+    bandwidth: float | None = None
+    """Gigabytes a second that a device reads; passes are estimated by it instead of timed."""
+    teraflops: float | None = None
+    """What it computes a second; None if that never limits it."""
+    overlap: float = 0.0
+    """The share by which the rows of a pass wake fewer experts of a mixture than independent rows would."""
 
     def __post_init__(self) -> None:
+        for name, value in (("bandwidth", self.bandwidth), ("teraflops", self.teraflops)):
+            require(value is None or 0 < value < float("inf"), name, value, "above 0")
+        require(0 <= self.overlap <= 1, "overlap", self.overlap, "from 0 to 1")
+        for name, value in (("teraflops", self.teraflops), ("overlap", self.overlap)):
+            require(not value or self.bandwidth is not None, name, value, "left out without --bandwidth")
         for length in self.contexts or ():
             require(length >= 2, "contexts", length, "lengths of 2 tokens or more")
         require(self.contexts is None or len(self.contexts) > 0, "contexts", "empty", "lengths, as in 128,1024")

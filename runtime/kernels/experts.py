@@ -146,15 +146,18 @@ def mix_experts(
     inputs: int,
     outputs: int,
     scratch: int,
-) -> None:
-    """Write the outputs of the ``chosen`` experts ``[rows, top]`` of each row, in the proportion of ``shares``."""
+) -> int:
+    """Write the outputs of the ``chosen`` experts ``[rows, top]`` of each row, in the proportion of ``shares``.
+
+    Returns the number of experts that any row has, whose weights were read.
+    """
     rows, top = chosen.shape
     width, inner = experts[WIDTH], experts[INNER]
     array_at(outputs, (rows * width,), types.float32)[:] = 0
     gathered, gate = scratch, scratch + rows * width * ITEM_SIZE
     added = gate + 2 * rows * inner * ITEM_SIZE
     order = np.argsort(chosen.ravel(), kind="mergesort")
-    first = 0
+    first = woken = 0
     while first < rows * top:
         expert = chosen[order[first] // top, order[first] % top]
         end = first
@@ -170,7 +173,8 @@ def mix_experts(
         for place in range(first, end):
             row, at = order[place] // top, added + (place - first) * width * ITEM_SIZE
             add_in_place(outputs + row * width * ITEM_SIZE, at, width, shares[row, order[place] % top])
-        first = end
+        first, woken = end, woken + 1
+    return woken
 
 
 @compiled

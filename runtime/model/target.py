@@ -252,7 +252,9 @@ class Target:
             needed = longest + LARGEST_TREE + 1
             cache.reserve(needed, needed + max(ROOM, longest // 2))
             used = cache.slots[: len(trees)]
-        self.log.context = longest
+        # Without padding, a tree attends to its own context alone, so the sum of all of them counts.
+        is_mean = len(trees) > 1 and not self.pads
+        self.log.context = sum(slot.kv.length for slot in used) // len(used) if is_mean else longest
         verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
         if verified is None:
             for slot in used:

@@ -187,6 +187,26 @@ def test_costs_follow_the_length_of_the_context() -> None:
     assert budget.nodes(np.full(8, 0.3)) == 0
 
 
+def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
+    log = PassLog()
+    budgets = together_by(log, {4: curve_of(FLAT, STEEP, contexts=(0, 1000))}, 4, pads=False)
+    probs = [np.full(8, 0.3)] * 4
+    assert nodes_of_all(budgets, probs) == [8] * 4
+    log.context = 1000
+    assert nodes_of_all(budgets, probs) == [0] * 4
+
+
+def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    model = model_of("llama")
+    monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
+    target = Target(model)
+    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
+    monkeypatch.setattr("hdtool.runtime.budget.measure_passes.LONG_BYTES", 1200 * of_token)
+    found = [cost_here(target, batch).contexts for batch in (1, 2, 4, 5)]
+    assert [contexts[1:] for contexts in found] == [(1200,), (600,), (300,), ()]
+
+
 def shared(costs: list[float], slots: int, log: PassLog) -> list[SharedBudget]:
     return together_by(log, {slots: curve_of(costs)}, slots)
 

@@ -233,6 +233,7 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     before = passes_of(one)
     verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
+    assert target.log.context == sum(length for _, length, _ in drawn) // len(drawn)
     rows_computed = fused.compiled(target)._passes[3]._record["shape"][0, TOTAL_ROWS]
     assert len(drafted) == 1 or rows_computed == sum(len(tree) + 1 for tree in drafted), "no padding"
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):

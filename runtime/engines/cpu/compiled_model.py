@@ -103,7 +103,7 @@ class CompiledModel:
             if read is None:
                 slot.states_length = slot.length
                 return None
-            self._add(started)
+            self._add(passes, started)
             slot.extend(piece, read.hidden)
             logits = read.logits
         if slot.states:
@@ -126,14 +126,14 @@ class CompiledModel:
             one = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
             if one is None:
                 return None
-            self._add(started, len(trees[0].tokens))
+            self._add(passes, started, len(trees[0].tokens))
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:1])
             return [one]
         several = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
         if several:
             nodes = [len(tree.tokens) for tree in trees]
-            self._add(started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
+            self._add(passes, started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:count])
         return several
@@ -150,14 +150,14 @@ class CompiledModel:
         slot.states_of_tree = None
         verified = passes.verify_one(slot.kv, tree, LOGITS_ALONE)
         if verified:
-            self._add(started, len(tree))
+            self._add(passes, started, len(tree))
             if self.table.mixers:
                 self._keep_states(passes, [slot])
         return verified
 
-    def _add(self, started: float, nodes: int = PROMPT, slots: int = 1) -> None:
+    def _add(self, passes: TreePass, started: float, nodes: int = PROMPT, slots: int = 1) -> None:
         self.passes += 1
-        self._log.add(time.perf_counter() - started, nodes, slots)
+        self._log.add(time.perf_counter() - started, nodes, slots, passes.experts)
 
     def _of_slots(self, slots: int) -> TreePass:
         passes = self._passes.get(slots)

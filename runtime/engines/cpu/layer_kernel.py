@@ -86,6 +86,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     VALUES,
     WIDTH,
     WINDOW,
+    WOKEN,
     Numbers,
     compute_part,
     multiply,
@@ -147,7 +148,8 @@ def add_experts(shape: Numbers, at: int, attended: int, rows: int, dense: int, s
         for rank in range(top):
             shares[row, rank] *= factors[chosen[row, rank]]
     norm_rows(attended, rows, width, record[BESIDE_NORM_READ], offset, epsilon, read)
-    mix_experts(team, threads, experts, chosen, shares, read, mixed, mixed + rows * width * ITEM_SIZE)
+    rest = mixed + rows * width * ITEM_SIZE
+    shape[WOKEN] += mix_experts(team, threads, experts, chosen, shares, read, mixed, rest)
     norm_rows(mixed, rows, width, record[BESIDE_NORM_MIXED], offset, epsilon, mixed)
     add_in_place(dense, mixed, rows * width, np.float32(1))
 
@@ -388,7 +390,7 @@ def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -
     if router[SHARED_GATE]:
         multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
     rest = at + rows * experts[NUMBER] * ITEM_SIZE
-    mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+    shape[WOKEN] += mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
 
 
 @compiled

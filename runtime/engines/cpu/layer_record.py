@@ -76,9 +76,10 @@ GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIX
 """Whether queries have gates beside them, for what attention gives; of mixers, the address of ``mixer_function``, of
 where each row starts and of what is kept of rows; whether states become those after the last row; and the numbers of
 scratch memory for a row, for a state, and for the columns of a sequence."""
-TOTAL_ROWS, ROW_OFFSETS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 3)
-"""The rows of all sequences, one sequence after another; and the address of where those of each begin, and end."""
-PASS_FIELDS = ROW_OFFSETS + 1
+TOTAL_ROWS, ROW_OFFSETS, WOKEN = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
+"""The rows of all sequences, one sequence after another; the address of where those of each begin, and end; and the
+experts that rows of the pass have chosen so far, those of one layer after those of another."""
+PASS_FIELDS = WOKEN + 1
 
 Numbers = npt.NDArray[np.int64]
 

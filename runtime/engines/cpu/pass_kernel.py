@@ -35,6 +35,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TEAM,
     THREADS,
     TOTAL_ROWS,
+    WOKEN,
     Numbers,
     compute_layer_inputs,
     layer_input_numbers,
@@ -114,7 +115,7 @@ def compute_pass(
 
     ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
     """
-    rows = shape[TOTAL_ROWS]
+    rows, shape[WOKEN] = shape[TOTAL_ROWS], 0
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < ends[VOCABULARY] and 0 <= positions[row] < ends[KNOWN]):

@@ -18,7 +18,7 @@ import torch
 from torch import get_num_threads, is_autocast_enabled
 
 from hdtool.runtime.engine import Verified, Walk, Want
-from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
+from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS, WOKEN
 from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
@@ -189,6 +189,11 @@ class TreePass:
             return None
         kv.used = max(kv.used, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
+
+    @property
+    def experts(self) -> int:
+        """The experts that the rows of the last pass have chosen, over all layers."""
+        return int(self._record["shape"][0, WOKEN])
 
     def states_of_rows(self) -> StatesOfRows:
         """What mixers keep of the last pass over trees."""

@@ -1,0 +1,184 @@
+"""What a cost curve by woken experts could bring over one by rows: ``python -m tests.benchmarks.experts --recorded …``.
+
+    python -m tests.benchmarks.experts --recorded traces.jsonl MODEL     # simulated passes of mixtures
+    python -m tests.benchmarks.experts --families Qwen3Moe GptOss        # real passes of random mixtures
+
+Recorded answers are replayed by ``hd`` with a virtual clock: a pass over n rows reads the weights that all rows share
+and those of the experts that they wake, fewer than independent rows would by the true overlap. Budgets start from
+passes over independent rows, as the measurement before an answer gives them, and correct them by the virtual passes;
+``known`` starts from the true overlap, which no curve by woken experts can surpass. Tokens per second are against plain
+decoding.
+
+Real passes take trees of equal siblings, which wake the experts of one row, and of random ones; the fit says how many
+milliseconds a row and a woken expert take.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from hdtool.builders.evaluation.estimated_passes import distinct_experts
+from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine, TurnReader
+from hdtool.data.records import read_traces
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
+from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
+from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.cache.slots import Cache
+from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
+
+PLAIN = 10.0
+"""Milliseconds of a simulated pass over one row."""
+ROW, NOISE = 0.002, 0.05
+"""The share of that which a further row takes, and the deviation of the experts that a tree wakes."""
+MIXTURES = (8, 2), (32, 4), (128, 8)
+EXPERT_SHARES = 0.5, 0.8
+"""Shares of a plain pass that reading experts takes."""
+OVERLAPS = 0.0, 0.3, 0.6
+SHOWN = (1, False), (8, True), (8, False), (32, True), (32, False)
+"""Rows of the real passes that are printed, and whether their tokens are equal."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A mixture whose passes are simulated."""
+
+    experts: int
+    top: int
+    share: float
+    overlap: float
+
+    def milliseconds(self, rows: int, overlap: float, factor: float = 1.0) -> float:
+        woken = distinct_experts(rows, self.top, self.experts, overlap) * factor
+        woken = min(self.experts, max(self.top, woken))
+        return PLAIN * (1 - self.share + self.share * woken / self.top + ROW * (rows - 1))
+
+    def curve(self, overlap: float) -> CostCurve:
+        return CostCurve(
+            tuple(rows - 1 for rows in PASS_SIZES), (tuple(self.milliseconds(rows, overlap) for rows in PASS_SIZES),)
+        )
+
+
+class VirtualEngine(RecordingEngine):
+    """Answers what was recorded, in passes that take the time of a simulated mixture."""
+
+    def __init__(self, mixture: Simulated) -> None:
+        super().__init__()
+        self._mixture, self._random, self.milliseconds = mixture, np.random.default_rng(0), 0.0
+
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+        verified, rows = super().verify(cache, trees, wants), len(trees[0]) + 1
+        factor = self._random.normal(1.0, NOISE) if rows > 1 else 1.0
+        taken = self._mixture.milliseconds(rows, self._mixture.overlap, factor)
+        self.log.last_seconds = taken / 1e3
+        self.milliseconds += taken
+        return verified
+
+
+class VirtualBudget(MeasuredBudget):
+    """Counts the time of passes alone, which no clock measures here."""
+
+    def set_draft_seconds(self, seconds: float) -> None:
+        pass
+
+    def _measure_overhead(self) -> None:
+        pass
+
+
+def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequence[RecordedTurn]]) -> float:
+    """Tokens per second against plain decoding; each conversation has a drafter and a budget of its own."""
+    config, tokens, taken = ReplayConfig(("hd",), None).decoding("hd"), 0, 0.0
+    for turns in conversations:
+        engine = VirtualEngine(mixture)
+        budget = VirtualBudget(engine.log, MeasuredCosts(engine.log, curve), overhead=0.0)
+        drafter = drafter_within(lambda budget=budget: budget, config, StoreSet())  # type: ignore[misc]
+        for turn in turns:
+            engine.answer(turn)
+            sampler, most = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+            room = most + LARGEST_TREE + 1
+            made = 0
+            for step in decode(
+                engine, turn.prompt, sampler, max_new_tokens=room, drafter=drafter, prefix_caching=False
+            ):
+                made += len(step.tokens)
+                if made >= most:
+                    break
+            tokens += made - 1  # the first one is the prompt's
+        taken += engine.milliseconds
+    return tokens * PLAIN / taken
+
+
+def real_passes(name: str, threads: int, repeats: int = 6) -> str:
+    """Milliseconds of compiled passes of a random mixture, and how many come with a row and with a woken expert."""
+    torch.set_num_threads(threads)
+    target, random = compiled(random_model(name)), np.random.default_rng(0)
+    target.prefill(target.cache, 0, some_context(60, target.vocabulary), room=LARGEST_TREE + 1)
+    passes: dict[tuple[int, bool], list[tuple[int, float]]] = {}
+    for _, rows, equal in product(range(repeats), PASS_SIZES, (True, False)):
+        root, *tokens = random.integers(target.vocabulary, size=rows).tolist()
+        given = [root] * (rows - 1) if equal else tokens
+        target.verify(target.cache, [DraftTree.of(root, given, [-1] * (rows - 1))])
+        found = passes.setdefault((rows, equal), [])
+        found.append((target.log.experts, 1e3 * target.log.last_seconds))
+    medians = [(1, rows, *np.median(found, axis=0)) for (rows, _), found in passes.items()]
+    known = np.array(medians)
+    (_, by_row, by_expert), *_ = np.linalg.lstsq(known[:, :3], known[:, 3], rcond=None)
+    cells = [f"{median(one for one, _ in passes[key]):.0f}: {median(ms for _, ms in passes[key]):.1f}" for key in SHOWN]
+    return f"| {name} | {threads} | {' | '.join(cells)} | {by_row:.2f} | {by_expert:.2f} |"
+
+
+def print_real(families: Sequence[str], threads: int) -> None:
+    print(f"{machine()}, random weights in bfloat16; experts woken in all layers: milliseconds\n")
+    shown = " | ".join(f"{rows} {'equal' if equal else 'random'}" for rows, equal in SHOWN)
+    print(f"| | threads | {shown} | ms a row | ms an expert |\n|{'---|' * (len(SHOWN) + 4)}")
+    for name in families:
+        print(real_passes(name, threads), flush=True)
+
+
+def print_simulated(traces: str, model: str, limit: int, *, raw: bool) -> None:
+    reader = TurnReader.of_model(ModelConfig(model=model), False if raw else None)
+    answered = [trace for trace in read_traces([Path(traces)]) if trace.answers][:limit]
+    conversations = [reader.turns(trace) for trace in answered]
+    print("| experts | share of experts | overlap | by rows | known | gain |\n|---|---|---|---|---|---|")
+    for (experts, top), share, overlap in product(MIXTURES, EXPERT_SHARES, OVERLAPS):
+        mixture = Simulated(experts, top, share, overlap)
+        speeds = [simulated(mixture, mixture.curve(known), conversations) for known in (0.0, overlap)]
+        print(
+            f"| {top} of {experts} | {share:.0%} | {overlap:.0%} | {speeds[0]:.3f} | {speeds[1]:.3f} | "
+            f"{speeds[1] / speeds[0] - 1:+.1%} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recorded", nargs=2, metavar=("TRACES", "MODEL"))
+    parser.add_argument("--raw", action="store_true", help="contexts as text")
+    parser.add_argument("--limit", type=int, default=10, help="conversations")
+    parser.add_argument("--families", nargs="*", choices=SHAPES, default=[])
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    if options.families:
+        print_real(options.families, options.threads)
+    if options.recorded:
+        traces, model = options.recorded
+        print_simulated(traces, model, options.limit, raw=options.raw)
+
+
+if __name__ == "__main__":
+    main()
