@@ -1,4 +1,7 @@
-"""The interface of drafters, and plain decoding without one."""
+"""The interface of drafters, and plain decoding without one.
+
+Nodes without a probability get acceptance rates by kind and depth; estimated probabilities get a factor for the answer.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,52 @@ PRIOR_WEIGHT = 10.0
 EMA_WINDOW = 200.0
 """Window of the moving averages, in observations: acceptance rates change with the topic."""
 
+EXPECTED_HITS = 2.0
+"""Hits that the prior of an answer's factor is worth; few, as a text that nothing predicts is answered in few steps."""
+HITS_WINDOW = 50.0
+"""Window of the moving averages of its hits, in expected ones."""
+LARGEST_FACTOR = 1.5
+
 Probs = npt.NDArray[np.float64]
+
+
+class AnswerCalibration:
+    """How often the next token of an answer was drafted, over how often that was expected.
+
+    Learned weights change slowly and apply to all answers; this factor tells within a few steps that an answer is less
+    predictable, or more, than they say.
+    """
+
+    def __init__(self) -> None:
+        self._hits = np.zeros(2)
+        self.start()
+        # Compile or load it now, so that no step waits for it.
+        self.update(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0), 0)
+
+    def start(self) -> None:
+        """Begin an answer."""
+        self._hits[:] = EXPECTED_HITS
+        self.factor = 1.0
+
+    def update(self, tokens: Ints, parents: Ints, probs: Probs, token: int) -> None:
+        """Update the factor with the ``token`` that followed a tree of these nodes, verified or not."""
+        self.factor = _count_hit(self._hits, tokens, parents, probs, token)
+
+
+@compiled
+def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: int) -> float:
+    """Count the hit and the expected hits of the nodes right after the root; returns the factor."""
+    hit = expected = 0.0
+    for node in range(len(tokens)):
+        if parents[node] == ROOT:
+            expected += probs[node]
+            if tokens[node] == token:
+                hit = 1.0
+    decay = 1.0 - min(1.0, expected / HITS_WINDOW)
+    # The prior does not fade.
+    hits[0] = EXPECTED_HITS + (hits[0] - EXPECTED_HITS) * decay + hit
+    hits[1] = EXPECTED_HITS + (hits[1] - EXPECTED_HITS) * decay + expected
+    return min(LARGEST_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
 
 
 class NodeCalibration:

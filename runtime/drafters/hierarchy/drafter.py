@@ -10,6 +10,7 @@ import numpy as np
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, nodes_of_all
+from hdtool.runtime.drafter import AnswerCalibration
 from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,
     LONGEST_HASH,
@@ -145,6 +146,9 @@ class Hierarchy(Pinned):
         self._pending: list[int] = []
         self._nodes = 0
         """Of the last tree, as far as rows of logits are those of its nodes."""
+        self._grown = 0
+        """Nodes of the tree before the budget cut it."""
+        self._calibration = AnswerCalibration()
         self._together: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
         self._drafts, self._learning_seconds = 0, 0.0
@@ -205,7 +209,8 @@ class Hierarchy(Pinned):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
-        self._nodes = 0
+        self._nodes = self._grown = 0
+        self._calibration.start()
         self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
@@ -262,7 +267,7 @@ class Hierarchy(Pinned):
         self._note_growing(seconds)
         self._note_cost(seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        return self._verified_part(context, self.budget.nodes(self._probs[:grown]))
+        return self._verified_part(context, self.budget.nodes(self._expected_of(grown)))
 
     @property
     def joint(self) -> Hashable:
@@ -287,7 +292,7 @@ class Hierarchy(Pinned):
             drafter._note_growing(each)
             drafter.budget.set_draft_seconds(drafter._cost.mean)
             budgets.append(drafter.budget)
-            probs.append(drafter._probs[: grown[place]])
+            probs.append(drafter._expected_of(grown[place]))
         for place, size in zip(drafting, nodes_of_all(budgets, probs), strict=True):
             trees[place] = drafters[place]._verified_part(contexts[place], size)
         # All of it, as it takes as long as growing small trees.
@@ -298,7 +303,7 @@ class Hierarchy(Pinned):
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
-        most = min(self.budget.most, LARGEST_TREE)
+        most, self._grown = min(self.budget.most, LARGEST_TREE), 0
         if not most:
             self.work["expected"] = self._nodes = 0
             return 0
@@ -314,6 +319,14 @@ class Hierarchy(Pinned):
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
         return most
+
+    def _expected_of(self, grown: int) -> Probs:
+        """The probabilities of so many nodes by which the budget chooses, calibrated for this answer."""
+        probs = self._probs[:grown]
+        if not grown or self._sources[0] == SourceName.GRAMMAR:  # a chain that is almost certain
+            return probs
+        self._grown = grown
+        return np.minimum(1.0, probs * self._calibration.factor)
 
     def _note_growing(self, seconds: float) -> None:
         """Note the time that the tree took to grow."""
@@ -359,6 +372,10 @@ class Hierarchy(Pinned):
         if self._trained and self._gate and self._began is not None:
             self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used_trained)
         self._began = None
+        if grown := self._grown:
+            self._calibration.update(
+                self._tokens[:grown], self._parents[:grown], self._probs[:grown], accepted.tokens[0]
+            )
         if not is_drafting and not nodes:
             return
         started = time.perf_counter()
