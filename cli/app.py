@@ -102,7 +102,7 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
         ),
         convert.export: (
             "hdtool export MODEL --out drafting-model",
-            "hdtool export MODEL --out drafting-model --method hd+logitspec --model-db stores/model",
+            "hdtool export MODEL --to sglang --out corpus.jsonl --model-db stores/model",
         ),
     },
     "Stores": {

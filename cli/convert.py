@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -86,9 +88,24 @@ def convert(
         print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)
 
 
+TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
+DEFAULT_LIMIT = 10_000_000
+"""Tokens that SGLang takes unless an option raises the limit."""
+EXAMPLE_NODES = 8
+"""Draft nodes for the corpus in the command that is printed; SGLang demands some, and has 11 in all by default."""
+Target = Annotated[
+    str,
+    option(
+        OUTPUT, f"What is written: a folder for {TRANSFORMERS}, or the stores' documents for {SGLANG}, as a file.",
+        values=TARGETS,
+    ),
+]  # fmt: skip
+
+
 def export(
     *,
-    out: Annotated[Path, option(OUTPUT, "The new folder.")],
+    to: Target = TRANSFORMERS,
+    out: Annotated[Path, option(OUTPUT, "The new folder, or SGLang's new file.")],
     loading: Annotated[
         ModelConfig,
         only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
@@ -97,22 +114,64 @@ def export(
     store_set: Annotated[StoresConfig, without("namespace")],
     as_json: options.JsonObject = False,
 ) -> None:
-    """Export a model folder whose generate drafts.
+    """Export a model folder whose generate drafts, or stores for SGLang.
 
     The folder links to the files of the model and holds a custom_generate, which transformers uses when it loads the
     folder with trust_remote_code=True: from_pretrained, pipeline and transformers serve then draft with hdtool, from
     the stores that fit the model or that are named here.
+
+    With --to sglang, the documents of these stores and of --history become an external corpus for SGLang's NGRAM
+    algorithm.
     """
     require_model("export", loading.model)
+    if to not in TARGETS:
+        raise OptionError(f"--to must be one of {', '.join(TARGETS)}, got {to}")
 
-    from hdtool.builders.export import CODE
-    from hdtool.builders.export import export as write
     from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries()
-    files = write(loading, out, decoding, store_set)
+    if to == SGLANG:
+        _export_corpus(loading, out, decoding.history, store_set, as_json=as_json)
+    else:
+        _export_folder(loading, out, decoding, store_set, as_json=as_json)
+
+
+def _export_folder(
+    loading: ModelConfig, out: Path, decoding: DecodeConfig, store_set: StoresConfig, *, as_json: bool
+) -> None:
+    from hdtool.builders.export import CODE, export
+
+    files = export(loading, out, decoding, store_set)
     if as_json:
         print(json.dumps({"folder": str(out), "files": len(files), "code": CODE}, ensure_ascii=False))
         return
     print(f"{out}: links to {len(files)} files, and {CODE}")
     print(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', file=sys.stderr)
+
+
+def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: StoresConfig, *, as_json: bool) -> None:
+    from hdtool.builders.export_corpus import export_corpus
+
+    exported = export_corpus(loading, out, stores, history)
+    if as_json:
+        row = {"file": str(out), **asdict(exported), "stores": [str(folder) for folder in exported.stores]}
+        print(json.dumps(row, ensure_ascii=False))
+        return
+    print(
+        f"{out}: {counted(exported.documents, 'document')}, {counted(exported.tokens, 'token')} as SGLang counts them"
+    )
+    for folder in exported.stores:
+        print(f"from {folder}", file=sys.stderr)
+    if lost := exported.lost_tokens:
+        of = counted(exported.changed_documents, "document")
+        print(f"note: {counted(lost, 'token')} of {of} come back as others when SGLang reads the text", file=sys.stderr)
+    if empty := exported.empty_documents:
+        print(f"note: {counted(empty, 'document')} left out: no text remains", file=sys.stderr)
+    limit = exported.tokens if exported.tokens > DEFAULT_LIMIT else None
+    command = [
+        f"sglang serve --model-path {shlex.quote(str(loading.model))} --speculative-algorithm NGRAM",
+        f"--speculative-ngram-external-corpus-path {shlex.quote(str(out))}",
+        f"--speculative-ngram-external-sam-budget {EXAMPLE_NODES}",
+        *([f"--speculative-ngram-external-corpus-max-tokens {limit}"] if limit else []),
+    ]
+    print(" ".join(command), file=sys.stderr)

@@ -27,6 +27,11 @@ class Conflict(NamedTuple):
 
 
 PARTS_OF_AMPHISTA = ("auto_embedding", "positions", "adaptation", "sampled_token")
+OF_A_FOLDER = (
+    *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
+    *("heads", "drafter", "history_prompts", "tree"),
+)
+"""Options of an exported folder, which drafts."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
@@ -52,6 +57,7 @@ CONFLICTS = (
     ),
     Conflict(("temperatures",), ("report",), (None,), "without --report"),
     Conflict(("address",), ("engine",), ("local",), "without --engine ray"),
+    Conflict(OF_A_FOLDER, ("to",), ("sglang",), "with --to sglang, which writes what stores hold"),
 )
 
 

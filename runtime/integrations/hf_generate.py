@@ -25,6 +25,7 @@ from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided
 from hdtool.runtime.integrations.generate_request import GenerateRequest, UnsupportedCallError, predictions_of
+from hdtool.runtime.integrations.rollouts import Rollouts
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
@@ -88,8 +89,8 @@ NESTED = (
     "streamer: give the inner call a Generator of its own"
 )
 NO_PREDICTION = (
-    "a prediction is given to generate, but this Generator's drafter does not use one: make it by Generator.drafting "
-    f"with method {', '.join(HIERARCHIES)}, or leave the prediction out"
+    "a prediction is given to generate or made of rollouts, but this Generator's drafter does not use one: make it by "
+    f"Generator.drafting with method {', '.join(HIERARCHIES)}, or leave it out"
 )
 
 
@@ -103,11 +104,19 @@ class Generator:
     """
 
     def __init__(
-        self, drafter: Drafter | Maker | None = None, *, seed: int | None = None, prefix_caching: bool = True
+        self,
+        drafter: Drafter | Maker | None = None,
+        *,
+        seed: int | None = None,
+        prefix_caching: bool = True,
+        rollouts: int = 0,
     ) -> None:
         """``drafter`` is a drafter or a function that makes one for a target; None is plain decoding.
 
         With ``prefix_caching``, a prompt that begins as the last conversation did is read from where it differs.
+
+        ``rollouts`` is how many tokens of answers are kept by their prompts: a prompt that is asked again is drafted
+        for from the answers that it got before.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
         program reproducible. The rows of a batch count on from the seed.
@@ -118,6 +127,7 @@ class Generator:
         self._compiler: GrammarCompiler | None = None
         self._prefix_caching = prefix_caching
         self._calls = CallLock(NESTED)
+        self._rollouts = Rollouts(rollouts)
         self._target: Target | None = None
         self._drafters: dict[int, list[Drafter]] = {}
         """Those of calls with as many rows."""
@@ -132,6 +142,7 @@ class Generator:
         store_set: StoresConfig | None = None,
         *,
         seed: int | None = None,
+        rollouts: int = 0,
     ) -> Generator:
         """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the model."""
         config = decoding or DecodeConfig()
@@ -151,7 +162,7 @@ class Generator:
                 opened[target] = replace(stores, history=history_for(config, target, stores))
             return drafters_for(replace(config, batch_size=rows), target, opened[target])
 
-        made = cls(seed=seed, prefix_caching=config.prefix_caching)
+        made = cls(seed=seed, prefix_caching=config.prefix_caching, rollouts=rollouts)
         made._make, made._tokenizer = make, tokenizer
         return made
 
@@ -199,12 +210,15 @@ class Generator:
                     processors.insert(0, GrammarProcessor(guide))
                 sampler = _Recorder(request, processors, (first_seed + number) % 2**63, input_ids.device)
                 stops = Stops((), criteria, sampler, sampler.device, partial(_scores_of, sampler))
-                rows.append(_Row(request, sampler, stops, predictions[number], guide))
+                predicted = self._rollouts.prediction(request.prompt, predictions[number])
+                rows.append(_Row(request, sampler, stops, predicted, guide))
             for row, step in self._steps(model, rows):
                 row.output += step.tokens
                 if streamer is not None:
                     for token in step.tokens:
                         streamer.put(torch.tensor([token]))
+            for row in rows:
+                self._rollouts.add(row.request.prompt, row.output)
         if streamer is not None:
             streamer.end()
         return _output(input_ids, rows, _padding_token(generation_config))
@@ -217,7 +231,7 @@ class Generator:
         drafters = self._drafters[len(rows)]
         requests = []
         for row, drafter in zip(rows, drafters, strict=True):
-            if row.prediction and not isinstance(drafter, HistoryDrafter):
+            if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
                 raise OptionError(NO_PREDICTION)
             requests.append(row.to_answer(guided(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
