@@ -11,6 +11,8 @@ CPU_TORCH ?= $(shell grep '^torch==' constraints.txt)
 SGLANG_NEEDS := IPython aiohttp einops fastapi interegular loguru msgspec orjson partial_json_parser pillow psutil pybase64 \
 	python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision uvloop
 # Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
+# What is compiled is kept, also where the environment forbids it: without it each process compiles torch for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 QUICK := --quiet --disable-pip-version-check --no-compile
 # For the demo: pip names each package, and of some 250 lines those of 1 MB or more are shown, and the last step.
 LISTED := --disable-pip-version-check --no-compile --progress-bar off

@@ -21,8 +21,8 @@ os.environ["HDTOOL_HOME"] = HOME.name
 collect_ignore = ["smoke"]  # for an installation: make test-newest
 collect_ignore += [engine for engine in ("sglang", "vllm") if not find_spec(engine)]
 
-FAMILIES = {"llama", "gemma2", "gpt2", "qwen3_moe", "llama4", "mistral"}
-"""Full, sliding and chunked attention, learned positions, mixtures of experts; the others are tested by test-long."""
+FAMILIES = {"llama", "gemma2", "gpt2", "llama4"}
+"""Full, sliding and chunked attention, learned positions, a mixture of experts; the others are tested by test-long."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "each_value: of all combinations of parameters, `make test` runs as few as hold each value once, "
         "`make test-long` every sixteenth one of the others, and `make test-all` the rest",
+    )
+    config.addinivalue_line(
+        "markers",
+        "one_in(number): of its cases, `make test` runs every so many, `make test-long` those after them, "
+        "and `make test-all` the rest",
     )
     # The process that hands tests to workers runs none, and loading torch takes seconds.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -44,7 +49,7 @@ def _set_up_libraries() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True)
+    hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=50)
     hypothesis.settings.load_profile("hdtool")
 
 
@@ -53,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     crossed: dict[str, list[pytest.Function]] = defaultdict(list)
     others: dict[str, list[pytest.Function]] = defaultdict(list)
     families: dict[str, list[pytest.Function]] = defaultdict(list)
+    sampled: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             family, test = item.callspec.params.get("family"), item.nodeid.partition("[")[0]
@@ -62,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 (others if is_other else crossed)[test].append(item)
             elif is_other:
                 families[test].append(item)
+            elif (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("long"):
+                sampled[test, mark.args[0]].append(item)
     # The wheel and the script of GPU checks take longest: begun last, one worker would wait for the other.
     items.sort(key=lambda item: "project" not in item.path.parts)
     for test, cases in crossed.items():
@@ -72,6 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Each test begins with another one, so that together they take all families.
             for number, case in enumerate(cases, crc32(test.encode())):
                 case.add_marker(pytest.mark.exhaustive if number % step else pytest.mark.long)
+    for (test, step), cases in sampled.items():
+        for number, case in enumerate(cases, crc32(test.encode())):
+            if number % step:
+                case.add_marker(pytest.mark.long if number % step == 1 else pytest.mark.exhaustive)
 
 
 def _each_value_once(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -76,6 +76,7 @@ def trained(
 
 
 @each_kind
+@pytest.mark.one_in(2)
 def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     """The model has 97 tokens, of which chance finds one in a hundred."""
     learned, config = texts(10), TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1)
@@ -96,6 +97,7 @@ def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
 
 
 @each_kind
+@pytest.mark.one_in(2)
 def test_a_killed_training_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
     learned = texts(9)
     config = TrainConfig(epochs=8, batch=4, save_every=3, val_fraction=0.2)
@@ -161,6 +163,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gptj"])
 @pytest.mark.parametrize("kind", ["hydra++", "mtp"])
+@pytest.mark.each_value
 def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None:
     """A head that drafts token by token is learned after the tokens of the text; an MTP layer after its own states."""
     model = copy.deepcopy(model_of(family))
@@ -198,6 +201,7 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["hydra", "mtp"])
+@pytest.mark.one_in(2)
 def test_an_easy_text_is_learned_far_above_chance(kind: str, tmp_path: Path) -> None:
     """Tokens that count up: only the token before says which comes next, and chance finds one in 97."""
 
@@ -376,6 +380,7 @@ def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("kind", "method"), [("amphista", "amphista"), ("hydra++", "hydra"), ("mtp", "mtp")])
+@pytest.mark.one_in(2)
 def test_the_command_trains_heads_that_draft(
     kind: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,6 +353,7 @@ class TestCommand:
             monkeypatch.setattr(Stages, method, stub(stage))
         return ran
 
+    @pytest.mark.long
     def test_rankings_stay_when_answers_join_them_and_can_be_added(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

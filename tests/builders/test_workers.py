@@ -164,6 +164,7 @@ def test_a_killed_training_goes_on_at_the_same_step(
     assert whole.dtype == torch.float32
 
 
+@pytest.mark.long
 def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path: Path) -> None:
     recipe = replace(TINY, kind="hybrid", layers=4, vocabulary=4096, steps=60)
     places: dict[str, Any] = {**sources}

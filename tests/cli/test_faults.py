@@ -81,6 +81,7 @@ def proportional(folder: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells the shares")
 @pytest.mark.parametrize("kind", BUILDS)
+@pytest.mark.one_in(2)
 def test_processes_share_one_copy(kind: str, tmp_path: Path) -> None:
     size = build(kind, tmp_path, 1000).bytes
     context = multiprocessing.get_context("spawn")

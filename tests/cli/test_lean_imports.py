@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAN = "from hdtool.runtime.lean_imports import import_leanly\nimport_leanly()\n"
 NAMES = "import json, transformers, transformers.models\nprint(json.dumps(sorted(dir(transformers))))\n"
 
@@ -32,6 +34,7 @@ def test_models_are_imported_without_the_compiler(tmp_path: Path) -> None:
     output_of(program, tmp_path)
 
 
+@pytest.mark.long
 def test_the_compiler_is_whole_once_it_is_used(tmp_path: Path) -> None:
     program = (
         LEAN + "import torch, types, transformers.models.llama.modeling_llama\n"
@@ -47,6 +50,7 @@ def test_the_compiler_is_whole_once_it_is_used(tmp_path: Path) -> None:
     output_of(program, tmp_path)
 
 
+@pytest.mark.long
 def test_an_interrupted_load_of_the_compiler_is_tried_again(tmp_path: Path) -> None:
     program = (
         LEAN + "import builtins, sys, torch, types, transformers.models.llama.modeling_llama\n"
@@ -75,6 +79,7 @@ def test_distributions_are_listed_once(tmp_path: Path) -> None:
     assert output_of(program, tmp_path) == output_of(program.removeprefix(LEAN), tmp_path)
 
 
+@pytest.mark.long
 def test_names_of_transformers_are_those_of_an_ordinary_import(tmp_path: Path) -> None:
     usual = output_of(NAMES, tmp_path)
     assert output_of(LEAN + NAMES, tmp_path) == usual

@@ -230,7 +230,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_any_value_is_a_conversation_or_a_reason(value: Any) -> None:
     try:
         found = conversation_of(value)

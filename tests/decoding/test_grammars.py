@@ -121,6 +121,7 @@ def check_valid(answer: Any, schema: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
+@pytest.mark.one_in(2)
 def test_a_token_that_is_called_allowed_is_one_that_the_mask_allows(
     name: str, embedded: Loaded, compiler: GrammarCompiler
 ) -> None:

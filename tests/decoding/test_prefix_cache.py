@@ -166,6 +166,7 @@ SHARED_TURN = st.tuples(
 
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
+@pytest.mark.each_value
 def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache(family: str, capture: str) -> None:
     model = model_of(family)
     target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
@@ -200,6 +201,7 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
 
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.each_value
 def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(family: str, capture: str) -> None:
     model = model_of(family)
     kept, fresh = Target(model, CAPTURES[capture]), Target(model, never)

@@ -67,6 +67,7 @@ PAIRS: dict[str, tuple[Callable[[], PreTrainedModel], Maker]] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.one_in(2)
 def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
     made, make = PAIRS[pair]
     model = made()
@@ -104,6 +105,7 @@ def test_answers_of_a_batch_are_drafted_apart(pair: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("length", [5, 20, 41])
 @pytest.mark.parametrize("pair", ["dflash", "assistant"])
+@pytest.mark.each_value
 def test_drafts_are_those_of_the_library(
     pair: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,9 +125,9 @@ class Checked:
             self.looked += 1
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
 @each_kind
+@pytest.mark.one_in(3)
 def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, capture: CaptureMaker) -> None:
     target = Target(model_of("llama"), capture)
     assert target.captures is (capture is not never)
@@ -197,6 +197,7 @@ def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
 
 
 @each_kind
+@pytest.mark.one_in(2)
 def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsConfig) -> None:
     target = Target(model_of("qwen2"))
     heads = random_for(target, config, size=0.1).heads

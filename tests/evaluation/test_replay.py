@@ -123,6 +123,7 @@ def conversations(loaded: Loaded, recorded: Path) -> list[list[RecordedTurn]]:
 
 
 @pytest.mark.parametrize(("method", "budget"), [("ar", 0), *((method, 32) for method in REPLAYED), ("hd", 5)])
+@pytest.mark.one_in(2)
 def test_a_replay_is_a_real_run_step_by_step(
     method: str, budget: int, loaded: Loaded, store_set: StoreSet, conversations: list[list[RecordedTurn]]
 ) -> None:
@@ -424,6 +425,7 @@ def test_a_cost_says_what_pays(command: list[str], tmp_path: Path, capfd: pytest
     assert re.search(r"^hd-paper: 0\.\d\d times plain decoding: do not use it here$", words, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_the_headline_of_a_report_is_the_default_method(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -537,7 +539,7 @@ def test_conversations_without_answers_are_told(
 @pytest.fixture
 def many(recorded: Path, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "many.jsonl"
-    path.write_text(recorded.read_text() * 2000)
+    path.write_text(recorded.read_text() * 500)
     yield path
 
 

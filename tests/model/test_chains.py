@@ -174,6 +174,7 @@ def test_drafts_and_further_turns_change_no_answer(family: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.one_in(2)
 def test_an_answer_is_drawn_with_its_seed(sampling: SamplingConfig) -> None:
     target, prompt = target_of("zaya"), prompt_of(30)
     expected = said(run(target, prompt, sampling))

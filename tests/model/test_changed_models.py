@@ -140,6 +140,7 @@ def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: 
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.each_value
 def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], target: Target) -> None:
     model, prompt, captures, was_compiled = target.model, prompt_of(40), target.captures, is_compiled(target)
     before = generated(model, prompt, MOST)
@@ -283,6 +284,7 @@ def test_contexts_that_a_batch_keeps_are_dropped(target: Target) -> None:
 
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.each_value
 def test_a_generator_answers_as_generate_does_with_the_changed_model(
     change: Callable[[Any], None], capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
     assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
@@ -50,6 +51,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     target = compiled_of(name)
     of_tree = logits_of(target, prompt_of(40))
@@ -62,6 +64,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):

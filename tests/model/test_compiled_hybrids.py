@@ -46,6 +46,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRID_MODELS)
+@pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
     assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
@@ -53,6 +54,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRID_MODELS)
+@pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     """In a tree, decoded alone, in a batch, after an accepted path of a tree, and in a prompt."""
     target, context = compiled_of(name), prompt_of(40)
@@ -76,6 +78,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
     target, prompt = compiled_of(name), prompt_of(PIECE + 40)
     whole = logits_of(target, prompt)
@@ -87,6 +90,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_threads_change_no_bit(name: str) -> None:
     found, threads = [], torch.get_num_threads()
     try:
@@ -104,6 +108,7 @@ def test_threads_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
 @pytest.mark.parametrize("name", HYBRID_MODELS)
+@pytest.mark.one_in(5)
 def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
     target, usual, prompt = compiled_of(name), target_of(name), prompt_of(30)
     expected = said(run(usual, prompt, SAMPLINGS[sampling], most=24))
@@ -116,6 +121,7 @@ def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
     """Answers of different lengths leave a batch and others take their slots, whose states move."""
     target, usual = compiled_of(name), target_of(name)
@@ -144,6 +150,7 @@ def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_turns_go_on_from_kept_states(name: str) -> None:
     """And other conversations, shorter ones as well, begin with states of their own."""
     target, turns = compiled_of(name), [prompt_of(30)]
@@ -163,6 +170,7 @@ def test_turns_go_on_from_kept_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
     target, context = compiled_of(name), prompt_of(20)
     one = after(target, context)
@@ -182,6 +190,7 @@ def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_a_path_is_accepted_after_other_passes(name: str) -> None:
     """Another sequence is read and verified on the same model before it."""
     target, context = compiled_of(name), prompt_of(20)
@@ -209,6 +218,7 @@ def test_a_library_pass_goes_on_from_compiled_ones() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_weights_written_in_place_are_used(name: str) -> None:
     target = compiled_of(name)
     with torch.no_grad():
@@ -233,6 +243,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.one_in(3)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = WRONG[fault]
     known = HYBRID_FAMILIES[name]
@@ -304,6 +315,7 @@ def test_limited_time_steps_are_the_librarys() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
     found = []
     for is_compact in (False, True):

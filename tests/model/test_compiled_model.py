@@ -56,6 +56,7 @@ def without_the_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
 def test_the_logits_are_those_of_the_library(
     kind: str, dtype: torch.dtype, without_the_library: Callable[[Target], None]
 ) -> None:
@@ -233,6 +234,7 @@ def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) ->
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(TRAINED) - {"rest"}))
+@pytest.mark.one_in(2)
 def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     _, fused = both("qwen3")
     prompt = prompt_of(12) * 3

@@ -67,6 +67,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", VARIED_MODELS)
+@pytest.mark.one_in(3)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
     assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
@@ -74,6 +75,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIED_MODELS)
+@pytest.mark.one_in(3)
 def test_a_row_has_the_same_bits_in_every_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree, decoded alone, with 16-bit weights, and with two threads, whose parts of attention differ by layer."""
     target = compiled_of(name)
@@ -115,6 +117,7 @@ def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: i
 
 
 @pytest.mark.parametrize("name", VARIED_MODELS)
+@pytest.mark.one_in(3)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):

@@ -56,6 +56,7 @@ def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
 
 @pytest.mark.parametrize("layout", [never, direct], ids=["usual", "fixed"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in TRAINED])
+@pytest.mark.each_value
 def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: CaptureMaker, store_set: StoreSet) -> None:
     prompt = prompt_of(20)
     plain = answer(Target(model_of("llama"), never), prompt)

@@ -30,8 +30,8 @@ from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
 
-RARER = ("glm4", "granite", "olmo2", "phi3, a part rotated", "smollm3")
-BY_KERNELS = ("gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in RARER))
+RARER = ("glm4", "granite", "olmo2", "smollm3")
+BY_KERNELS = ("gemma3", "phi3, a part rotated", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARER))
 
 
 def is_fused(model: Any) -> bool:
@@ -39,6 +39,7 @@ def is_fused(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     model = model_of(name)
     target = Target(model, direct)
@@ -48,6 +49,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_KERNELS)
+@pytest.mark.long
 def test_trees_get_the_logits_of_forward_by_kernels(name: str) -> None:
     with interpreted_kernels():
         model = model_of(name)
@@ -57,6 +59,7 @@ def test_trees_get_the_logits_of_forward_by_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(4)
 def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
     llamas: Kind[Module] = Kind(lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True)
     assert model_parts(model_of(name), llamas) is None
@@ -163,6 +166,7 @@ def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypat
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+@pytest.mark.one_in(3)
 def test_norms_round_where_those_of_the_library_do(name: str) -> None:
     """In float16: Triton's interpreter cuts numbers to bfloat16, where GPUs round them."""
     torch.manual_seed(0)

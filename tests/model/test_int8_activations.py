@@ -82,6 +82,7 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 65, PIECE, PIECE + 1, 2 * PIECE + 30])
+@pytest.mark.one_in(2)
 def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
     """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
     target = target_of(file_of(tmp_path))

@@ -86,6 +86,7 @@ def all_logits(model: Any, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_path: Path) -> None:
     packed, wide = both(file_of(tmp_path, kind))
     assert packed_names(packed.model) == matrices(wide.model) and not packed_names(wide.model)

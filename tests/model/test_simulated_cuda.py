@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.device_processes import needs_no_cuda, scenarios
-from tests.support.families import FAMILIES, HYBRIDS
+from tests.support.families import FAMILIES
 from tests.support.simulated_cuda.counts import COPY_IN, COPY_OUT, KERNEL, REPLAY, REPLAYED, WAIT, waits
 
 pytestmark = needs_no_cuda
@@ -69,21 +69,20 @@ NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a c
 """Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
 BY_LEVELS = {"jamba"}
 """Families whose passes depend on the shape of the tree, so that none is captured."""
-OFTEN = {"qwen3_5", "granitemoehybrid", "jamba", "lfm2"}
-"""Hybrids of the long suite; the exhaustive one has all."""
+OFTEN = ("gemma2", "gpt_oss", "llama4", "deepseek_v3", "falcon"), ("qwen3_5", "granitemoehybrid", "jamba", "lfm2")
+"""Families of the long suite, each of a kind of its own; the exhaustive one has all."""
 AT_ONCE = 5
-"""Families that a process of the long suite decodes with."""
+"""Families that a process decodes with."""
 NEAR_TIE = 0.1
 """The distance of two logits, in standard deviations, of which bfloat16 may prefer either."""
 
 
 def groups_of_families() -> list[Any]:
     """A few processes for all families, as each takes seconds to start."""
-    rarer = [name for name in HYBRIDS if name not in OFTEN]
-    names = [name for name in FAMILIES if name not in rarer]
-    groups = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
-    of_long = [pytest.param(group, id=group[0]) for group in groups]
-    return [*of_long, pytest.param(rarer, id="rarer hybrids", marks=pytest.mark.exhaustive)]
+    others = sorted(set(FAMILIES).difference(*OFTEN))
+    rarer = [others[first : first + AT_ONCE] for first in range(0, len(others), AT_ONCE)]
+    of_long = [pytest.param(group, id=group[0]) for group in OFTEN]
+    return [*of_long, *(pytest.param(group, id=group[0], marks=pytest.mark.exhaustive) for group in rarer)]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(home: Path) -> dict[str, Any]:
-    found: dict[str, Any] = scenarios(home, "answers", *KERNELS)["answers"]
+    found: dict[str, Any] = scenarios(home, "answers", *KERNELS, "qwen3_5")["answers"]
     return found
 
 
@@ -158,11 +157,10 @@ def test_the_kernels_of_a_step_are_bounded(answers: dict[str, Any]) -> None:
             assert few - layers * per_layer <= budget.others, (family, way)
 
 
-def test_a_step_with_recurrent_layers_waits_once(home: Path) -> None:
+def test_a_step_with_recurrent_layers_waits_once(answers: dict[str, Any]) -> None:
     """The states of the accepted path are written after a step, of all layers at once."""
-    family = scenarios(home, "answers", "qwen3_5")["answers"]
-    assert not family["faults"]
-    found = family["qwen3_5"]
+    assert not answers["faults"]
+    found = answers["qwen3_5"]
     assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"]
     assert found["batch"]["tokens"] == found["expected of slots"] and found["captures"]
     for way in ("plain", "lying drafter"):
@@ -173,6 +171,7 @@ def test_a_step_with_recurrent_layers_waits_once(home: Path) -> None:
             assert step[REPLAYED] <= RECURRENT_STEP
 
 
+@pytest.mark.long
 def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, Any]) -> None:
     found = others["captures"]
     assert found["captures"] and not found["faults"]
@@ -180,6 +179,7 @@ def test_the_captures_before_and_within_answers_are_bounded(others: dict[str, An
     assert sum(found["answers"]) <= CAPTURES_WITHIN
 
 
+@pytest.mark.long
 def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
     """Top-k needs rankings alone, other draws wait for the rows after the root, and penalties for each token."""
     found, expected = others["sampled"]["found"], others["sampled"]["expected"]
@@ -193,6 +193,7 @@ def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
                 assert waited <= 1 + extra, (name, others["sampled"]["lines"])
 
 
+@pytest.mark.long
 def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> None:
     found = others["heads"]
     assert not found["faults"]
@@ -203,6 +204,7 @@ def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> N
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step) <= 2, found["lines"]
 
 
+@pytest.mark.long
 def test_each_pass_of_a_layer_that_drafts_token_by_token_is_waited_for_once(others: dict[str, Any]) -> None:
     found = others["mtp"]
     assert not found["faults"]
@@ -213,6 +215,7 @@ def test_each_pass_of_a_layer_that_drafts_token_by_token_is_waited_for_once(othe
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step), found["lines"]
 
 
+@pytest.mark.long
 def test_a_step_that_waits_is_refused_before_its_capture(others: dict[str, Any]) -> None:
     """Falcon's code makes tensors of numbers of the host: no capture fails by that, where none may."""
     told = others["without_recovery"]
@@ -222,6 +225,7 @@ def test_a_step_that_waits_is_refused_before_its_capture(others: dict[str, Any])
     assert told["found"]["falcon"]["captured"] == 1, "that of nothing, which makes the seed of random numbers"
 
 
+@pytest.mark.long
 def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_again(others: dict[str, Any]) -> None:
     found = others["reserved"]
     assert found["captures"] and not found["faults"]
@@ -231,6 +235,7 @@ def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_ag
     assert found["capacities"][0] >= 4096 and found["capacities"][1] >= 4096, "all that the model can read"
 
 
+@pytest.mark.long
 def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(others: dict[str, Any]) -> None:
     found = others["changes"]
     assert found["device"] == found["expected"] and not found["faults"]
@@ -239,6 +244,7 @@ def test_a_model_that_changes_between_answers_gives_the_tokens_of_the_cpu(others
     assert all(found["captures"])
 
 
+@pytest.mark.long
 def test_the_device_works_late_and_forgets(others: dict[str, Any]) -> None:
     found = others["basics"]
     assert found["read before and after a wait"] == [[0.0, 0.0], [1.0, 1.0]]
@@ -251,6 +257,7 @@ def test_the_device_works_late_and_forgets(others: dict[str, Any]) -> None:
     assert found["faults"][0].startswith(refused) and len(found["faults"]) == 1
 
 
+@pytest.mark.long
 def test_faults_of_device_code_are_noticed(home: Path) -> None:
     found = scenarios(home, "mutations")["mutations"]
     sound = found.pop("nothing")

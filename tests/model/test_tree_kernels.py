@@ -117,6 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.each_value
 def test_attention_is_that_of_each_row_to_its_path(case: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(case["rows"])
     rows, width, lengths = case["rows"], case["width"], case["lengths"]
@@ -158,6 +159,7 @@ def exact_norm(rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 @KINDS
 @pytest.mark.parametrize("multiplier", [1.0, 0.22])
 @pytest.mark.parametrize("where", ["before", "after", "both", "neither"])
+@pytest.mark.each_value
 def test_a_residual_is_that_of_float64(kind: NormKind, dtype: torch.dtype, multiplier: float, where: str) -> None:
     torch.manual_seed(1)
     rows, added, *weights = (torch.randn(shape).to(dtype) for shape in ((5, 96), (5, 96), (96,), (96,)))
@@ -201,6 +203,7 @@ ROTATED = {"the whole head": (80, False), "a part": (48, False), "pairs of a par
 @KINDS
 @pytest.mark.parametrize("rotated", ROTATED.values(), ids=ROTATED)
 @pytest.mark.parametrize("normed", ["no norms", "each head", "all heads together"])
+@pytest.mark.each_value
 def test_rotated_heads_are_those_of_float64(
     kind: NormKind, dtype: torch.dtype, rotated: tuple[int, bool], normed: str
 ) -> None:
@@ -250,19 +253,15 @@ def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
     assert torch.equal(*moved) and not torch.equal(moved[0], stored)
 
 
-LONG = ("qwen3", "qwen3_moe", "gemma2", "gpt_oss")
-
-
-BY_LIBRARY = ("gemma2", "gpt_oss", pytest.param("gpt2", marks=pytest.mark.long))
-
-
-@pytest.mark.parametrize("family", BY_LIBRARY)
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
 def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_passes, "fuse", lambda target: None)
     assert_trees_of_a_batch_are_right(family)
 
 
-@pytest.mark.parametrize("family", ["mistral", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"])
 def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
     assert_trees_of_a_batch_are_right(family)
 
@@ -394,10 +393,16 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
 CAPABILITIES = pytest.mark.parametrize(
     "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
 )
+FARTHER = (), (pytest.mark.long,), (pytest.mark.exhaustive,)
+"""Another capability or another width is for the long suite, and both together for the exhaustive one."""
+COMPILED = [
+    pytest.param(capability, width, marks=FARTHER[(capability != 90) + (width != 128)])
+    for capability in SHARED_MEMORY
+    for width in (64, 128, 256)
+]
 
 
-@pytest.mark.parametrize("width", [128, *(pytest.param(each, marks=pytest.mark.long) for each in (64, 256))])
-@CAPABILITIES
+@pytest.mark.parametrize(("capability", "width"), COMPILED)
 def test_attention_compiles_without_spills(capability: int, width: int, tmp_path: Path) -> None:
     cases = compiled(ATTENTION, capability, (width,), tmp_path)
     assert len(cases) > 2

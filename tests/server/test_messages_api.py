@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from hdtool.runtime.model.load import Loaded
 from tests.server.plain import plain_text
 from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer
+
+if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
+    import anthropic
 
 QUESTION = "What is a list comprehension?"
 WEATHER: Any = {
@@ -23,6 +25,8 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
         yield client
 
@@ -161,6 +165,8 @@ def test_an_answer_that_matches_a_schema(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="is not served here: ask for demo"):
         ask(client, model="claude-9")
     with pytest.raises(anthropic.BadRequestError, match="of type 'image'"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import torch
 
@@ -18,6 +17,9 @@ from hdtool.runtime.text_stream import text_of
 from tests.server.plain import plain_ids, plain_text
 from tests.server.schemas import CITY_AND_UNIT
 from tests.support.server import RunningServer
+
+if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
+    import openai
 
 QUESTION = "What is a list comprehension?"
 WEATHER = {
@@ -37,6 +39,8 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -114,6 +118,8 @@ def test_a_stop_string_ends_the_answer_and_is_cut_off(client: openai.OpenAI, loa
 
 
 def test_both_limits_of_tokens(client: openai.OpenAI) -> None:
+    import openai
+
     answer = chat(client, max_tokens=openai.omit, max_completion_tokens=3)
     assert answer.usage.completion_tokens == 3
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
@@ -223,6 +229,8 @@ def test_completions_take_texts_and_tokens(client: openai.OpenAI, loaded: Loaded
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError, match="not served here"):

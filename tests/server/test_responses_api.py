@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from hdtool.runtime.model.load import Loaded
 from tests.server.plain import plain_text
 from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer
+
+if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
+    import openai
 
 QUESTION = "What is a list comprehension?"
 WEATHER: Any = {
@@ -24,6 +26,8 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -152,6 +156,8 @@ def test_an_answer_that_matches_a_schema(client: openai.OpenAI) -> None:
 
 
 def test_what_needs_kept_responses_is_refused_by_name(client: openai.OpenAI) -> None:
+    import openai
+
     kept: dict[str, Any] = {"previous_response_id": "resp_1", "conversation": "conv_1", "prompt": {"id": "p"}}
     for name, value in kept.items():
         with pytest.raises(openai.BadRequestError, match=f"{name}: this server keeps no responses"):
