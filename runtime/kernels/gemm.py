@@ -37,8 +37,10 @@ from hdtool.runtime.kernels.gemm_tiles import (
 from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
 
-GROUP, SMALL_GROUP = SUMS // 2, SUMS // 4
-"""Input rows of a tile, and of that of the last rows if they are no more."""
+GROUPS = (2, 4, 6) if LANES == 8 else (SUMS // 4, SUMS // 2)
+"""Input rows of a tile; the smallest group that holds the last rows is used for them. AVX has registers for twelve
+sums, with which a tile loads less for each multiplication."""
+SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MOST_COLUMNS = 768
 """Columns of a tile, so that its input rows stay in the first cache; whole blocks of all formats."""
 BLOCK_OUTS = 64
@@ -47,7 +49,7 @@ next group. On an Intel Xeon with AMX, 128 rows took 1.05 to 1.1 times as long."
 MOST_TOGETHER = 128
 """Input rows that are interleaved at once. There, 256 took 1.02 times as long."""
 
-_GROUP_OUTS = {rows: SUMS // rows for rows in (GROUP, SMALL_GROUP)}
+_GROUP_OUTS = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
 """Matrix rows of a tile, beside these numbers of input rows."""
 _add, _complete = partial_tile(_GROUP_OUTS, last=False), partial_tile(_GROUP_OUTS, last=True)
 
@@ -83,7 +85,10 @@ def _multiply_together(
     """The same for so many input rows as are interleaved at once."""
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
-    group = GROUP if rows - whole > SMALL_GROUP else SMALL_GROUP
+    group = SMALL_GROUP
+    for size in GROUPS:
+        if group < rows - whole:
+            group = size
     unpacked = line_after(memory.ctypes.data)
     sums = unpacked + BLOCK_OUTS * MOST_COLUMNS * ITEM_SIZE
     last = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUTS * LANES * ITEM_SIZE
@@ -156,7 +161,7 @@ def _multiply_group(
     ``near`` is the next group and ``far`` a row of the matrix that is multiplied later: a tile prefetches as many bytes
     of both as it has columns. Two tiles prefetch the same row, so that fetches from memory spread over more groups.
     """
-    beside = SUMS // group
+    beside = 4 if group == SMALL_GROUP else 2
     for number in range(outs // beside):
         later = far + number // 2 * far_stride
         if last:
@@ -164,7 +169,7 @@ def _multiply_group(
         else:
             _add(matrix, stride, columns, inputs, sums, first, outputs, apart, near, later, group)
         matrix += beside * stride
-        sums += SUMS * LANES * ITEM_SIZE
+        sums += beside * group * LANES * ITEM_SIZE
         outputs += beside * ITEM_SIZE
         near += columns
 
@@ -198,6 +203,10 @@ MOST_IN_REGISTERS = 18 if LANES == 16 else 11
 """Input rows up to which a matrix is unpacked in registers, once for each tile; for more, ``multiply_many`` is faster.
 On an Intel Xeon with AVX-512, 17 rows by 1,536 x 768 numbers in Q4_1 take 0.84 of its time, 20 rows 0.97; of Q6_K they
 take 0.97 and 1.15 of it."""
+MOST_LONG_ROWS = 8 if LANES == 8 else MOST_IN_REGISTERS
+"""The limit for input rows that fill L1 together: eleven by 576 x 1,536 numbers in Q4_1 took 1.3 times as long in
+registers on Zen 4 without AVX-512."""
+L1_NUMBERS = 8192
 NEAR_NUMBERS = 1 << 17 if LANES == 16 else 10240
 """Numbers of a group of input rows that stay in a cache, where each tile of matrix rows finds them again: the second
 one of processors with AVX-512, which reads them faster than a matrix is unpacked once more."""
@@ -228,7 +237,8 @@ def multiply(
     """
     stride = columns // block_numbers(kind) * size
     whole = outs - outs % MOST_OUTS
-    if rows > MOST_IN_REGISTERS:
+    long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
+    if rows > (MOST_LONG_ROWS if long else MOST_IN_REGISTERS):
         multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart)
     elif rows <= FEW_ROWS or size == ITEM_SIZE:  # numbers of 32 bits cost nothing to unpack
         for out in range(0, whole, MOST_OUTS):
