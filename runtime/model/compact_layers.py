@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import (
-    FORMATS,
+    NARROW_DTYPES,
     CompactEmbedding,
     CompactWeight,
     Stored,
@@ -32,9 +32,9 @@ from hdtool.runtime.kernels.compact_weight import (
 )
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
-from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_matmul
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
+from hdtool.runtime.kernels.linear import MATRIX_KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -106,7 +106,7 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1)
+TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 """Together, these use all tiles of the compiled matmul."""
 _loading = Lock()
 
@@ -130,13 +130,13 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
         narrow = narrowed(weight.detach()) if fits else None
         if narrow is not None and _is_proved(narrow, places, proved):
             # A copy: tensors of a file are mapped, at any address, and the file may change.
-            narrow = narrow.clone() if weight.dtype in FORMATS else narrow
+            narrow = narrow.clone() if weight.dtype in NARROW_DTYPES else narrow
             replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
-        elif weight.dtype in FORMATS and _is_ordinary(weight):
+        elif weight.dtype in NARROW_DTYPES and _is_ordinary(weight):
             replace_parameter(places, weight.detach().float(), requires_grad=weight.requires_grad)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in FORMATS:
+            if buffer is not None and buffer.dtype in NARROW_DTYPES:
                 module._buffers[name] = buffer.float()
     for module in list(model.modules()):
         for name, child in module._modules.items():
@@ -189,7 +189,7 @@ def expand_weights_read(model: Module) -> None:
     Such code is right with weights in 16 bits, but expands them in each pass.
     """
     for weight, places in compact_places(model):
-        if weight.reads.number:
+        if weight.expansions.count:
             replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
 
 
@@ -235,7 +235,7 @@ def _places(model: Module) -> dict[int, list[Place]]:
 def _takes(module: Module, name: str) -> bool:
     """Whether a module computes with a weight in 16 bits without expanding all of it."""
     if name in WEIGHTS:
-        return fits_compiled_experts(module, KINDS)
+        return fits_compiled_experts(module, MATRIX_KINDS)
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
@@ -243,7 +243,7 @@ def _takes(module: Module, name: str) -> bool:
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # a limit changes the weight
-    return type(module) is Linear and fits_compiled_matmul(module, KINDS)
+    return type(module) is Linear and fits_compiled_matmul(module, MATRIX_KINDS)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
@@ -270,7 +270,7 @@ def _has_same_bits(narrow: Stored) -> bool:
     """Whether the compiled matmul with compact weights has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
-    part = narrow[: MOST_OUTS + 1]
+    part = narrow[: TILE_OUT_FEATURES + 1]
     inputs = torch.randn(
         max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )

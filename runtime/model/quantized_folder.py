@@ -27,7 +27,7 @@ from hdtool.data.output_files import OutputFile, json_object, json_with, to_disk
 from hdtool.data.stores.home import quantized_at_home, quantized_models
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.packed_matrix import BY_NAME, Q4_0, Q8_0, PackedMatrix, quantized_matrix
+from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
 from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_places
 from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash
 from hdtool.runtime.model.hub import fingerprint_of
@@ -186,7 +186,8 @@ def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
         assert manifest
         blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
         found: dict[str, torch.Tensor] = {
-            name: CompactWeight(PackedMatrix(blocks[name], BY_NAME[kind])) for name, kind in manifest.kinds.items()
+            name: CompactWeight(PackedMatrix(blocks[name], FORMATS_BY_NAME[kind]))
+            for name, kind in manifest.kinds.items()
         }
     except (AssertionError, OSError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
@@ -257,9 +258,9 @@ def _quantized_weights(
             continue
         seen.add(id(weight))
         if weight.dim() == 2 and id(weight) in places and all(map(_is_matrix, places[id(weight)])):
-            format = BY_NAME["Q8_0" if id(weight) in tables else kind]
+            format = FORMATS_BY_NAME["Q8_0" if id(weight) in tables else kind]
             fits = weight.shape[1] % COLUMN_MULTIPLE == 0 and is_of_linear_layers(places[id(weight)])
-            if fits and (matrix := quantized_matrix(weight, format)):
+            if fits and (matrix := quantize_matrix(weight, format)):
                 blocks[name], kinds[name] = matrix.blocks, format.name
                 weight.data = weight.data.new_empty(0)
                 continue

@@ -18,7 +18,7 @@ import torch
 
 from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.topk import MOST_RANKED
+from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
@@ -308,7 +308,7 @@ class _Buffers:
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
-        words = self._rows * (2 + MOST_RANKED + MOST_RANKED // 2)
+        words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
         self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
         """What goes to the host in one copy, which must be of one block.
 
@@ -344,7 +344,7 @@ class _Buffers:
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if most := min(want.most_ranked, MOST_RANKED, logits.shape[1]):
+        if most := min(want.most_ranked, MAX_RANKED, logits.shape[1]):
             end += number * most + -(-number * most // 2)
             best = logits[:number].topk(most)
             for part, found in zip(rankings_in(self._outcome, number, most), (best.indices, best.values), strict=True):

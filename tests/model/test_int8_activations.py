@@ -20,7 +20,7 @@ from hdtool.runtime.engines.cpu.tree_pass import PIECE
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
@@ -37,7 +37,10 @@ from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
-KINDS = [one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long) for one in FORMATS.values()]
+KINDS = [
+    one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long)
+    for one in FORMATS_BY_GGUF_TYPE.values()
+]
 """Each format compiles its layers, which takes a while."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads as wide as vectors, and blocks of 256 columns."""

@@ -14,7 +14,7 @@ from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
 from hdtool.runtime.engines.cpu.int8_panels import TOGETHER, Panels
-from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, RECORD, panel_tile, quantize_row
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD, panel_tile, quantize_row
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_kind import by_rows
 from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, BlockFormat
@@ -51,7 +51,7 @@ def assert_is_product(
 
 @given(
     st.sampled_from(ALL_FORMATS),
-    st.integers(1, 3 * MOST_ROWS),
+    st.integers(1, 3 * INT8_TILE_ROWS),
     st.integers(1, 3 * PANEL_ROWS),
     st.integers(1, 10),
     st.booleans(),

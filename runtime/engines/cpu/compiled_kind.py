@@ -28,7 +28,7 @@ from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, mod
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
+from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.library import text_class
@@ -44,7 +44,7 @@ def _multiplies(module: Any) -> bool:
 
 def _fits(weight: Any) -> bool:
     is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-    return is_float and (is_compact(weight) or type(weight) in PLAIN)
+    return is_float and (is_compact(weight) or type(weight) in ORDINARY_TENSORS)
 
 
 def _embeds(module: Module) -> bool:

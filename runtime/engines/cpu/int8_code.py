@@ -19,7 +19,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core.registry import cpu_target
 
 from hdtool.runtime.kernels.compiled import WORD
-from hdtool.runtime.kernels.packed_formats import TABLES, BlockFormat
+from hdtool.runtime.kernels.packed_formats import VALUE_TABLES, BlockFormat
 from hdtool.runtime.kernels.vector_code import (
     FLOAT,
     LOOK_UP_ARM,
@@ -97,7 +97,7 @@ class PanelFormat:
 
 
 def _without_sign(name: str, offset: int) -> tuple[int, ...]:
-    return tuple(number + offset for number in TABLES[name])
+    return tuple(number + offset for number in VALUE_TABLES[name])
 
 
 PANEL_FORMATS = {

@@ -15,21 +15,21 @@ import torch
 from numba import cfunc, njit, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
-from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, RECORD, panel_bytes, panel_tile, quantize_row
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD, panel_bytes, panel_tile, quantize_row
 from hdtool.runtime.kernels.compiled import array_at
-from hdtool.runtime.kernels.gemm import ARGUMENTS, add_bias
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
 from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
 from hdtool.runtime.kernels.packed_formats import BlockFormat
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-_tile = by_rows({rows: panel_tile(rows) for rows in range(1, MOST_ROWS + 1)})
+_tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
 
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
     """The matmul for the panels of a format as a C function; it must be kept as long as its address is used."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
         matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
     ) -> None:
@@ -96,7 +96,7 @@ def _multiply_panel(
     """Multiply a panel by all rows; the outputs of rows are ``apart`` numbers from each other."""
     row = 0
     while row < rows:
-        some = min(rows - row, MOST_ROWS)
+        some = min(rows - row, INT8_TILE_ROWS)
         _tile(panel, kind, columns, inputs + row * width, outputs + row * apart * ITEM_SIZE, apart, some)
         row += some
 

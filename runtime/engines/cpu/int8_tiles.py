@@ -31,7 +31,7 @@ from hdtool.runtime.engines.cpu.int8_code import (
 )
 from hdtool.runtime.kernels.compiled import BYTES, WORD, generated
 from hdtool.runtime.kernels.matrix_kind import Tile
-from hdtool.runtime.kernels.packed_formats import OF_TYPE, TINIEST_SCALE, TINY_SCALES
+from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
 VECTORS = PART // PANEL_ROWS
@@ -51,7 +51,7 @@ ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
 def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
     """Write the records of a row."""
     code = IntegerCode(builder, ANY_PROCESSOR)
-    form = panel_format(OF_TYPE[kind])
+    form = panel_format(FORMAT_OF_TYPE[kind])
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
 
     def write(part: Any, _: list[Any]) -> list[Any]:
@@ -114,15 +114,15 @@ SIGN = 128
 """The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
 MOST_BITS_OF_PAIRS = 6
 """Bits of levels whose products, added by two, fit into 16 bits with any inputs."""
-PREFETCHED = 8192
+PREFETCH_DISTANCE = 8192
 """Bytes from what is read to what is prefetched."""
-PREFETCHED_BY_ONE_ROW = 1024 if CPU in ("znver3", "znver4") else PREFETCHED
+PREFETCHED_BY_ONE_ROW = 1024 if CPU in ("znver3", "znver4") else PREFETCH_DISTANCE
 """The same for a single input row. Zen 4 prefetches by itself as fast as memory allows while little is computed. Others
 do not: a pass of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with 16,384, and
 on an Intel Xeon with AMX 8.4 with 1,024 and 7.5 with 8,192."""
 FEWEST_ROWS_AHEAD = 2
 """Input rows from which on the longer distance is used."""
-MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
+INT8_TILE_ROWS = 8 if PANEL_ROWS == 16 else 4
 """Input rows of a tile: their sums must fit beside the levels into registers, of which AVX-512 has 32 and AVX2 16."""
 
 
@@ -241,11 +241,11 @@ class _Part:
 def panel_tile(rows: int, dot: str | None = None) -> Tile:
     """The multiplication of a panel by this number of quantized rows."""
     used = dot or best_dot()
-    prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_ONE_ROW
+    prefetched = PREFETCH_DISTANCE if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_ONE_ROW
 
     def generate(builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
         code = IntegerCode(builder, used)
-        form = panel_format(OF_TYPE[kind])
+        form = panel_format(FORMAT_OF_TYPE[kind])
         first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
         count = builder.udiv(columns, INDEX(PART))
 
@@ -268,7 +268,7 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
 @generated(None, types.int64, returns=types.int64)
 def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
     """The bytes of a panel."""
-    form = panel_format(OF_TYPE[kind])
+    form = panel_format(FORMAT_OF_TYPE[kind])
     return builder.mul(builder.udiv(columns, INDEX(PART * form.parts)), INDEX(form.group))
 
 

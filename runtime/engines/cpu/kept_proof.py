@@ -183,7 +183,7 @@ def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | 
     if (
         target.compiled is None
         or target.state_shapes
-        or any(is_compact(one) and one.reads.number for one in target.model.parameters())
+        or any(is_compact(one) and one.expansions.count for one in target.model.parameters())
     ):
         return None
     logits = logits_hash(target)

@@ -94,9 +94,17 @@ from hdtool.runtime.engines.cpu.layer_record import (
 from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
 from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, copy_numbers, float_of
-from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, mix_experts, route
-from hdtool.runtime.kernels.gemm import ARGUMENTS
+from hdtool.runtime.kernels.experts import (
+    EXPERT_COUNT,
+    EXPERT_FIELDS,
+    ROUTE,
+    ROUTER_FIELDS,
+    SHARED_GATE,
+    TOP_K,
+    mix_experts,
+    route,
+)
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import (
     ITEM_SIZE,
@@ -132,7 +140,7 @@ def add_experts(shape: Numbers, at: int, attended: int, rows: int, dense: int, s
     record = array_at(at, (BESIDE_FIELDS,), np.int64)
     experts = array_at(record[BESIDE_EXPERTS], (EXPERT_FIELDS,), np.int64)
     router = array_at(record[BESIDE_ROUTER], (ROUTER_FIELDS,), np.int64)
-    number, width, top = experts[NUMBER], shape[HIDDEN], router[TOP]
+    number, width, top = experts[EXPERT_COUNT], shape[HIDDEN], router[TOP_K]
     epsilon, offset, team, threads = float_of(shape, EPSILON), float_of(shape, OFFSET), shape[TEAM], shape[THREADS]
     read = scratch + rows * number * ITEM_SIZE
     mixed = read + rows * width * ITEM_SIZE
@@ -160,7 +168,7 @@ NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, A
 def part_function() -> Any:
     """All parts between matmuls as one C function; threads share its units, which are rows, or blocks of queries."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_part(
         of_pass: int, of_layer: int, of_starts: int, part: int, one: int, two: int, three: int, first: int, end: int
     ) -> None:
@@ -381,13 +389,13 @@ def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
     of_shared = scratch + rows * shape[HIDDEN] * ITEM_SIZE
     at = of_shared + rows * ITEM_SIZE
-    scores = array_at(at, (rows, experts[NUMBER]), types.float32)
-    chosen, shares = np.empty((rows, router[TOP]), np.int64), np.empty((rows, router[TOP]), np.float32)
+    scores = array_at(at, (rows, experts[EXPERT_COUNT]), types.float32)
+    chosen, shares = np.empty((rows, router[TOP_K]), np.int64), np.empty((rows, router[TOP_K]), np.float32)
     multiply_by(shape, router, ROUTE, inputs, rows, at)
     route(router, scores, chosen, shares)
     if router[SHARED_GATE]:
         multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
-    rest = at + rows * experts[NUMBER] * ITEM_SIZE
+    rest = at + rows * experts[EXPERT_COUNT] * ITEM_SIZE
     mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
 
 

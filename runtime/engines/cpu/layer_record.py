@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, float_of
 from hdtool.runtime.kernels.gemm import call_at
-from hdtool.runtime.kernels.thread_pool import LEAST_NUMBERS, compute_together, multiply_together
+from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
@@ -92,7 +92,7 @@ def multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int,
 def multiply_by(shape: Numbers, layer: Numbers, field: int, inputs: int, rows: int, outputs: int) -> None:
     """Multiply by the matrix whose fields begin there."""
     matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
-    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias)
+    parallel_matmul(shape[TEAM], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias)
 
 
 @compiled
@@ -109,9 +109,9 @@ def compute_part(
     work: int,
 ) -> None:
     """Compute a part between matmuls, with the other threads if there is enough work."""
-    team = shape[TEAM] if work >= LEAST_NUMBERS else 0
+    team = shape[TEAM] if work >= MIN_PARALLEL_WEIGHTS else 0
     of_layer = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
-    compute_together(team, shape[THREADS], function, *of_layer, part, one, two, three, units, 1)
+    run_parallel(team, shape[THREADS], function, *of_layer, part, one, two, three, units, 1)
 
 
 EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NORM, EMBED_WIDTH, SHARE = range(10)
@@ -134,7 +134,7 @@ def compute_layer_inputs(shape: Numbers, at: int, of_ids: int, rows: int, embedd
     record = array_at(at, (INPUT_FIELDS,), np.int64)
     stride, width = record[OUT_FEATURES], record[EMBED_WIDTH]
     matmul, matrix = record[PROJECT], record[PROJECTION]
-    multiply_together(shape[TEAM], shape[THREADS], matmul, matrix, stride, shape[HIDDEN], embedded, rows, written, 0)
+    parallel_matmul(shape[TEAM], shape[THREADS], matmul, matrix, stride, shape[HIDDEN], embedded, rows, written, 0)
     scale_in_place(written, rows * stride, float_of(record, EMBED_SCALE))
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     norm_rows(written, rows * stride // width, width, record[NORM], offset, epsilon, written)

@@ -42,11 +42,11 @@ from hdtool.runtime.engines.cpu.layer_record import (
 from hdtool.runtime.engines.cpu.mixers.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Array, array_at, compiled, copy_numbers, float_of
-from hdtool.runtime.kernels.gemm import ARGUMENTS, call_at
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.thread_pool import multiply_together
-from hdtool.runtime.kernels.topk import BLOCK, FOLD, INFINITY, fold, folded_size
+from hdtool.runtime.kernels.thread_pool import parallel_matmul
+from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
@@ -74,7 +74,7 @@ IN_CACHE = 1 << 17
 def embedding_of(kind: MatrixKind, size: int) -> Any:
     """The function that writes rows of a matrix in a format; it must be kept as long as its address is used."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def embed(
         matrix: int, columns: int, of_ids: int, rows: int, written: int, _1: int, _2: int, _3: int, _4: int
     ) -> None:
@@ -195,7 +195,7 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
         return
     logits = array_at(ends[LOGITS], (rows, outs), types.float32)
     if shape[TEAM] or not ends[MAXIMA]:
-        multiply_together(shape[TEAM], shape[THREADS], *layer)
+        parallel_matmul(shape[TEAM], shape[THREADS], *layer)
         for row in range(rows):
             _bound(ends, logits[row].ctypes.data, outs)
     if not ends[MAXIMA]:
@@ -205,7 +205,7 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
         for row in range(rows):
             fold(logits[row], maxima[row])
         return
-    size = max(1, IN_CACHE // (rows * BLOCK)) * BLOCK
+    size = max(1, IN_CACHE // (rows * TOPK_BLOCK)) * TOPK_BLOCK
     for first in range(0, outs, size):
         end = min(outs, first + size)
         call_at(*layer, first, end)

@@ -37,7 +37,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes,
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
-from hdtool.runtime.kernels.thread_pool import team_of
+from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
@@ -290,7 +290,7 @@ class _LayerProof:
         kept = torch.empty(slots * new * mixers.kept if mixers else 0, dtype=torch.float32)
         shape[ORIGINS], shape[JOURNAL], shape[ADVANCES] = origins.ctypes.data, kept.data_ptr(), not trees
         lengths = np.array(starts, np.int64)
-        with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+        with shared_thread_pool(torch.get_num_threads()).open() as shape[TEAM]:
             compute_layers(shape, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):
                 rows = _path_of(tree)
@@ -323,7 +323,7 @@ def _has_same_inputs(target: Target, made: CompiledModel, parts: CompiledParts) 
     expected = parts.inputs.of(ids, embedded)
     rows, record = ids.numel(), made.table.ends(1)[LAYER_INPUTS]
     shape, found = made.table.shape_of(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
-    with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+    with shared_thread_pool(torch.get_num_threads()).open() as shape[TEAM]:
         compute_layer_inputs(shape, record, ids.data_ptr(), rows, embedded.data_ptr(), found.data_ptr())
     own = found[:rows].view_as(expected)
     return distance(own, expected, expected) <= TOLERANCE

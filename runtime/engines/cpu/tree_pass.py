@@ -34,7 +34,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
     pass_numbers,
 )
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.thread_pool import ALONE, team_of
+from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
 from hdtool.runtime.tree import OPEN, DraftTree
@@ -221,7 +221,7 @@ class TreePass:
             accept_path(self._at, team, path)
 
     def _team(self) -> AbstractContextManager[int]:
-        return team_of(self._threads).open() if self._threads > 1 else ALONE
+        return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
     def _takes(self, storage: KVTensors, end: int) -> bool:
         """Whether a pass up to a position of the KV cache is computed here; prepares the record for it."""

@@ -25,9 +25,9 @@ from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLU
 from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.compiled import bits
-from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
+from hdtool.runtime.kernels.experts import EXPERT_COUNT, WIDTH, experts_numbers, experts_record
 from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import form_of
+from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
@@ -252,7 +252,9 @@ class WeightTable:
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
         rows_of_each = 2 if self._beside else 1
-        of_experts = [1 + one[NUMBER] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
+        of_experts = [
+            1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts
+        ]
         shape[layers.OF_EXPERTS] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
@@ -283,7 +285,7 @@ class WeightTable:
         stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
         made = np.zeros(ends.END_FIELDS, np.int64)
         made[ends.EMBED : ends.VOCABULARY + 1] = (
-            ends.embedding_of(*form_of(stored)).address,
+            ends.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             weight.shape[0],
         )
@@ -310,7 +312,7 @@ class WeightTable:
         stored = stored_of(inputs.embedding.weight)
         matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
         self._inputs[:] = (
-            ends.embedding_of(*form_of(stored)).address,
+            ends.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             bits(scale_of(inputs.embedding) or 1.0),
             matmul,
@@ -372,8 +374,8 @@ class WeightTable:
         """The address of the record of a mixture beside an MLP."""
         record, (weight, shares) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
-        record[experts.ROUTE : experts.TOP + 1] = *matmul, mixture.top
-        record[experts.RENORMS] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
+        record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top
+        record[experts.RENORMALIZES] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
         record[experts.FACTOR] = bits(1.0)
         self._experts.append(experts_record(mixture.experts, self._panels))
         self._routers.append(record)
@@ -395,7 +397,7 @@ class WeightTable:
         if panels := self._panels.get(stored.data_ptr()):
             called, matrix = panels.matmul, panels.data_ptr()
         else:
-            called, matrix = matmul_of(*form_of(stored)).address, stored.data_ptr()
+            called, matrix = matmul_of(*format_of(stored)).address, stored.data_ptr()
         return called, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
@@ -436,11 +438,11 @@ def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.N
     """What compiled code reads of a router; ``shared_gate`` are the fields of a matmul."""
     record, (number, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
     bias, correction = (0 if one is None else one.data_ptr() for one in (router.bias, router.correction))
-    matmul = matmul_of(*form_of(router.weight)).address
+    matmul = matmul_of(*format_of(router.weight)).address
     record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), number, width, bias
-    record[experts.TOP : experts.RENORMS + 1] = router.top, router.has_sigmoids, router.renorms
+    record[experts.TOP_K : experts.RENORMALIZES + 1] = router.top, router.has_sigmoids, router.renorms
     record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[experts.FACTOR : experts.LEAST + 1] = list(map(bits, (router.factor, router.added, router.least)))
+    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.added, router.least)))
     if shared_gate:
         record[experts.SHARED_GATE :] = shared_gate
     return record

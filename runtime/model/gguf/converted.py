@@ -17,7 +17,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.kept_records import exclusive, lock_of, locked, remove_unfinished, scratch
 from hdtool.data.output_files import to_disk
 from hdtool.data.stores.home import converted_at_home
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.convert import PLAIN, Conversion
 from hdtool.runtime.model.gguf.converted_folder import (
@@ -61,9 +61,9 @@ def slow_weights(header: GGUFHeader) -> str | None:
 
 
 def _reason(tensor: GGUFTensor) -> str:
-    if tensor.kind not in FORMATS:
+    if tensor.kind not in FORMATS_BY_GGUF_TYPE:
         return f"in {NAMES.get(tensor.kind, f'format {tensor.kind}')}"
-    name = FORMATS[tensor.kind].name
+    name = FORMATS_BY_GGUF_TYPE[tensor.kind].name
     if not EXPANDS_FLOAT16:
         return f"in {name} on a processor that cannot convert float16"
     if len(tensor.shape) > 2:

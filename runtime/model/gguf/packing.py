@@ -27,7 +27,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight, as_parameter, is_compact
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
@@ -61,19 +61,19 @@ class PackedTensor:
 
     @property
     def bytes(self) -> int:
-        return self.outs * FORMATS[self.kind].row_bytes(self.columns)
+        return self.outs * FORMATS_BY_GGUF_TYPE[self.kind].row_bytes(self.columns)
 
     def of(self, content: torch.Tensor) -> PackedMatrix:
         """The matrix in the content of the file; the rows are in the order of the file."""
         blocks = content[self.offset : self.offset + self.bytes].view(self.outs, -1)
-        return PackedMatrix(blocks, FORMATS[self.kind])
+        return PackedMatrix(blocks, FORMATS_BY_GGUF_TYPE[self.kind])
 
 
 def packable(header: GGUFHeader) -> list[PackedTensor]:
     """The tensors of a file that our product takes as they are."""
     found = []
     for tensor in header.tensors:
-        if EXPANDS_FLOAT16 and tensor.kind in FORMATS and _fits(tensor, header.architecture):
+        if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor, header.architecture):
             *experts, outs, columns = tensor.shape
             rows, number = outs * prod(experts), sum(experts)
             found.append(PackedTensor(tensor.kind, header.data + tensor.offset, rows, columns, True, number))
@@ -82,7 +82,7 @@ def packable(header: GGUFHeader) -> list[PackedTensor]:
 
 def _fits(tensor: GGUFTensor, architecture: str) -> bool:
     columns, dims = tensor.shape[-1], 2 if architecture in JOINED else 3
-    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
+    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].numbers) == 0
     return 2 <= len(tensor.shape) <= dims and prod(tensor.shape) > 0 and is_whole
 
 
@@ -169,7 +169,7 @@ def _matrix(file: Path, tensors: list[PackedTensor], content: torch.Tensor, orde
         return tensor.of(content)
     # Read and not mapped: of a mapped part, the pages would stay in memory beside the copy.
     part = torch.from_numpy(np.fromfile(file, np.uint8, tensor.bytes, offset=tensor.offset))
-    return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS[tensor.kind])
+    return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS_BY_GGUF_TYPE[tensor.kind])
 
 
 class _TensorInFile:

@@ -54,8 +54,8 @@ from hdtool.runtime.engines.cpu.mixers.convolution import (
     window_numbers,
 )
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
-from hdtool.runtime.kernels.gemm import ARGUMENTS
-from hdtool.runtime.kernels.thread_pool import PARTS_OF_A_THREAD, parts_of
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _buffers_at(shape: Numbers, scratch: int) -> int:
 
 @compiled
 def _work_at(shape: Numbers, scratch: int) -> int:
-    parts = shape[THREADS] * PARTS_OF_A_THREAD
+    parts = shape[THREADS] * PARTS_PER_THREAD
     return _buffers_at(shape, scratch) + parts * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
 
 
@@ -313,7 +313,7 @@ def _shift(shape: Numbers, layer: Numbers, kept: int, of_path: int, first: int, 
 def mixer_function() -> Any:
     """All parts of mixers between matmuls as one C function, for some units: rows, heads or vectors of channels."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_mixer(
         of_pass: int, of_layer: int, _: int, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
     ) -> None:
