@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import linear
 
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import Stored
 from hdtool.runtime.kernels.gemm import matmul_of
@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[Shape, ...]] = {
     "Qwen2.5-7B": ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)),
 }
 """The shapes of queries and outputs of attention, of keys and values, and of the MLP."""
-ROWS = (1, 4, 8, 16, 32, 64, PIECE)
+ROWS = (1, 4, 8, 16, 32, 64, PROMPT_CHUNK)
 FORM_NAMES = ("float32", "bfloat16", "float16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values()))
 USUAL = ("float32", "bfloat16", "Q4_1", "Q8_0")
 IN_TURN = 1 << 26

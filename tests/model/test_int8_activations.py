@@ -16,7 +16,7 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
@@ -84,7 +84,7 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
     assert 1e-5 < distance < 0.05
 
 
-@pytest.mark.parametrize("length", [1, 5, 64, 65, PIECE, PIECE + 1, 2 * PIECE + 30])
+@pytest.mark.parametrize("length", [1, 5, 64, 65, PROMPT_CHUNK, PROMPT_CHUNK + 1, 2 * PROMPT_CHUNK + 30])
 def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
     """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
     target = target_of(file_of(tmp_path))

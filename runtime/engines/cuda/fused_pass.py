@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 from hdtool.runtime.engines.around_layers import (
     Ends,
     Rotary,
+    norms_and_activations_match,
     rotary_kinds,
     rotary_of,
-    small_parts_hold,
     windows_of_layers,
 )
 from hdtool.runtime.engines.cuda.operations import (
@@ -181,7 +181,7 @@ def fuse(target: Target) -> FusedPass | None:
     parts, windows = model_parts(target.model, kind), windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
-    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
+    if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
         return None
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]

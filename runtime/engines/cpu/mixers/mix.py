@@ -33,7 +33,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SIXTH,
     SLOTS,
     STATE_HEADS,
-    TEAM,
+    THREAD_POOL,
     THREADS,
     TO_KEYS,
     TO_OUTPUT,
@@ -418,7 +418,7 @@ class KeptRows:
 
     def __init__(self, mixers: MixerTable, shape: Numbers, layers: Numbers, journal: Array) -> None:
         self._mixers, self._shape, self._layers, self._journal = mixers, shape, layers, journal
-        shape[JOURNAL], shape[TEAM] = journal.ctypes.data, 0
+        shape[JOURNAL], shape[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
         """Turn the states of a slot, wherever they are now, into those after a path of its rows."""
