@@ -69,10 +69,10 @@ def keeping_mxfp4() -> Iterator[None]:
         yield
 
 
-def _kept(given: Any, model: Any, name: str) -> CompactWeight | None:
+def _kept(weights: Any, model: Any, name: str) -> CompactWeight | None:
     path, _, last = name.rpartition(".")
-    found = [given.get(f"{last}_{part}") for part in ("blocks", "scales")]
-    blocks, scales = (one[0] if isinstance(one, list) else one for one in found)
+    tensors = [weights.get(f"{last}_{part}") for part in ("blocks", "scales")]
+    blocks, scales = (item[0] if isinstance(item, list) else item for item in tensors)
     if not isinstance(blocks, torch.Tensor) or not isinstance(scales, torch.Tensor) or model is None:
         return None
     parameter = getattr(model.get_submodule(path), last, None)
@@ -93,12 +93,12 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | 
     if not is_known or blocks.shape[3] != size or blocks.shape[2] * FORMAT.numbers % COLUMN_MULTIPLE:
         return None
     number, rows, count, _ = blocks.shape
-    made = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
+    blocks_ = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
     for expert in range(number):  # so that little memory is needed beside it
         levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
-        made[expert, ..., 0] = scales[expert]
-        made[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
-    return PackedExperts([PackedMatrix(made.view(number * rows, -1), FORMAT)], number, is_transposed=True)
+        blocks_[expert, ..., 0] = scales[expert]
+        blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
+    return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), FORMAT)], number, is_transposed=True)
 
 
 Place = tuple[Module, str]
@@ -151,14 +151,14 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
     Returns whether there are any.
     """
-    found = False
+    packed_any = False
     for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
         module, name = places[0]
         packed = packed_weight(module._parameters[name])
         if packed is not None and all(type(module) is Linear for module, _ in places):
             replace_parameter(places, CompactWeight(packed))
-            found = True
-    return found
+            packed_any = True
+    return packed_any
 
 
 @contextmanager
@@ -203,37 +203,37 @@ def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
 
 
 def is_of_linear_layers(places: list[Place]) -> bool:
-    """Whether linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
+    """True if linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
     return all(_takes(*place) for place in places)
 
 
 def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
     """All weights with their places."""
-    found = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
-    return [(places, weight) for places, weight in found if weight is not None]
+    entries = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
+    return [(places, weight) for places, weight in entries if weight is not None]
 
 
 def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
     if is_compact(weight) and not requires_grad:
-        made: Any = as_parameter(weight)
+        parameter: Any = as_parameter(weight)
     else:
-        made = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
+        parameter = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
     for module, name in places:
-        module._parameters[name] = made
+        module._parameters[name] = parameter
 
 
 def _places(model: Module) -> dict[int, list[Place]]:
     """The places of each parameter: a tied one has several."""
-    found: dict[int, list[Place]] = {}
+    places: dict[int, list[Place]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
 
 
 def _takes(module: Module, name: str) -> bool:
-    """Whether a module computes with a weight in 16 bits without expanding all of it."""
+    """True if a module computes with a weight in 16 bits without expanding all of it."""
     if name in WEIGHTS:
         return fits_compiled_experts(module, MATRIX_KINDS)
     if name != "weight" or not isinstance(module, Embedding | Linear):
@@ -247,12 +247,12 @@ def _takes(module: Module, name: str) -> bool:
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
-    """Whether a weight is not of a class of a library that quantizes."""
+    """True if a weight is not of a class of a library that quantizes."""
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
-    """Whether a weight may be stored so, by the matmul with one weight of each form."""
+    """True if a weight may be stored so, by the matmul with one weight of each form."""
     if all(isinstance(module, Embedding) for module, _ in places):
         return True
     if isinstance(stored, PackedExperts):
@@ -267,7 +267,7 @@ def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> 
 
 @torch.inference_mode()
 def _has_same_bits(narrow: Stored) -> bool:
-    """Whether the compiled matmul with compact weights has the bits of that with the expanded ones."""
+    """True if the compiled matmul with compact weights has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
     part = narrow[: TILE_OUT_FEATURES + 1]

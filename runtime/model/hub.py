@@ -92,10 +92,10 @@ def _without_answer(causes: list[Exception]) -> str:
 
 def _causes(error: BaseException) -> Iterator[Exception]:
     """An error and what caused it."""
-    found: BaseException | None = error
-    while isinstance(found, Exception):
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while isinstance(cause, Exception):
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_offline() -> bool:
@@ -160,10 +160,10 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        path = try_to_load_from_cache(name, "config.json", revision=revision)
     except (HFValidationError, OSError, ValueError):
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 @cache
@@ -180,14 +180,14 @@ def _with_configuration(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        path = snapshot_download(
             name, revision=revision, allow_patterns=CONFIGURATION, ignore_patterns=OTHER_FORMATS, tqdm_class=_Silent
         )
     except LocalEntryNotFoundError:  # of files that may not be needed
         if cached := cached_snapshot(name, revision):
             return cached
         raise
-    return Path(found)
+    return Path(path)
 
 
 def _download_weights(name: str, folder: Path) -> None:

@@ -369,8 +369,8 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
             settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
-            found = getattr(settings, "eos_token_id", None)
-            ends = ends if found is None else found
+            configured = getattr(settings, "eos_token_id", None)
+            ends = ends if configured is None else configured
     return ends_of(ends, tokenizer)
 
 

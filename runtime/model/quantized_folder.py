@@ -51,23 +51,23 @@ class KeptFile(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, sha256: str) -> KeptFile:
-        found = path.stat()
-        return cls(sha256, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        status = path.stat()
+        return cls(sha256, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_at(self, path: Path) -> bool:
-        found = path.stat()
+        status = path.stat()
         if KeptFile.of(path, self.sha256) == self:
             return True
-        return found.st_size == self.bytes and content_hash(path) == self.sha256
+        return status.st_size == self.bytes and content_hash(path) == self.sha256
 
 
 @dataclass(frozen=True)
 class QuantizedManifest:
     scheme: str
     sha256: str
-    """Of the checkpoint."""
+    """SHA-256 of the checkpoint."""
     fingerprint: str
-    """Of the checkpoint, by which stores are found."""
+    """Fingerprint of the checkpoint, by which stores are found."""
     transformers: str
     """The version that read the checkpoint."""
     files: dict[str, KeptFile]
@@ -82,26 +82,26 @@ class QuantizedManifest:
         """The manifest of a folder; None without one that is whole."""
         try:
             row = json_object(folder / MANIFEST)
-            seen = tuple(tuple(Signature(**one) for one in sources) for sources in row.pop("seen"))
-            files = {name: KeptFile(*one) for name, one in row.pop("files").items()}
-            found = cls(**row, files=files, seen=seen)
+            seen = tuple(tuple(Signature(**fields) for fields in sources) for sources in row.pop("seen"))
+            files = {name: KeptFile(*entry) for name, entry in row.pop("files").items()}
+            manifest = cls(**row, files=files, seen=seen)
         except (OSError, KeyError, TypeError, ValueError):
             return None
-        return found if found.format == FORMAT else None
+        return manifest if manifest.format == FORMAT else None
 
     def is_of(self, scheme: str) -> bool:
         return self.scheme == scheme and self.transformers == metadata.version("transformers")
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether all files are there and have their content."""
+        """True if all files are there and have their content."""
         try:
             return all(file.is_at(folder / name) for name, file in self.files.items())
         except OSError:
             return False
 
     def seen_as(self, sources: Sources) -> QuantizedManifest:
-        paths = [one.path for one in sources]
-        others = [one for one in self.seen if [other.path for other in one] != paths]
+        paths = [source.path for source in sources]
+        others = [group for group in self.seen if [source.path for source in group] != paths]
         return replace(self, seen=(*others, sources)[-MOST_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
@@ -117,8 +117,8 @@ class QuantizedManifest:
 def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
     """The folders of all quantized models, with their manifests."""
     for place in quantized_models().glob(f"[!.]*/{MANIFEST}"):
-        if found := QuantizedManifest.read(place.parent):
-            yield place.parent, found
+        if manifest := QuantizedManifest.read(place.parent):
+            yield place.parent, manifest
 
 
 def remove(folder: Path) -> None:
@@ -155,28 +155,28 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
         if manifest.is_of(scheme) and sources in manifest.seen and manifest.is_whole(folder):
             _remember(manifest, folder)
             return folder
-    settled = all(one.is_settled for one in sources)
+    settled = all(source.is_settled for source in sources)
     digest = hashlib.sha256("".join(map(content_hash, files)).encode()).hexdigest()
     folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
     with worded(ModelError, f"{name} cannot be quantized to {folder}", advice), locked(folder, busy):
         remove_unfinished(folder)
-        made = QuantizedManifest.read(folder)  # another process may have made it while this one waited
-        if made is None or not made.is_whole(folder):
+        quantized = QuantizedManifest.read(folder)  # another process may have made it while this one waited
+        if quantized is None or not quantized.is_whole(folder):
             again = ", as files of it were damaged" if folder.is_dir() else ", once"
             print(f"note: quantizing {name} to {SCHEMES[scheme].name} in {folder}{again}", file=sys.stderr)
-            made = _make(load(), name, scheme, folder, digest, sources, files)
+            quantized = _make(load(), name, scheme, folder, digest, sources, files)
             _remove_superseded(folder, scheme, sources)
-        _remember(made.seen_as(sources) if settled else made, folder)
+        _remember(quantized.seen_as(sources) if settled else quantized, folder)
     return folder
 
 
 def _remember(manifest: QuantizedManifest, folder: Path) -> None:
     """Record what is known of files now; where that cannot be written, hashes are computed again each time."""
     with suppress(OSError, ModelError):
-        if (found := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
-            found.write(folder)
+        if (current := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
+            current.write(folder)
 
 
 def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
@@ -185,13 +185,16 @@ def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
     try:
         assert manifest
         blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
-        found: dict[str, torch.Tensor] = {
+        weights: dict[str, torch.Tensor] = {
             name: CompactWeight(PackedMatrix(blocks[name], FORMATS_BY_NAME[kind]))
             for name, kind in manifest.kinds.items()
         }
     except (AssertionError, OSError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
-    return {**found, **{name: one.float() if one.is_floating_point() else one for name, one in rest.items()}}
+    return {
+        **weights,
+        **{name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rest.items()},
+    }
 
 
 def _key(scheme: str, digest: str) -> str:
@@ -211,7 +214,7 @@ def _make(
             f"{COLUMN_MULTIPLE}, or their scales fit no float16",
             file=sys.stderr,
         )
-    _check_room(name, sum(one.nbytes for one in (*blocks.values(), *rest.values())), folder)
+    _check_room(name, sum(tensor.nbytes for tensor in (*blocks.values(), *rest.values())), folder)
     with scratch(folder) as place:
         _save(blocks, place / BLOCKS)
         _save(rest, place / REST)
@@ -293,11 +296,14 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
     """Delete what was made from earlier contents of the same checkpoint."""
-    paths = [one.path for one in sources]
-    for other, manifest in quantized_manifests():
-        held = any(all(one.holds for one in seen) for seen in manifest.seen)
-        was_here = any([one.path for one in seen] == paths for seen in manifest.seen)
-        if other == folder or manifest.scheme != scheme or held or not was_here:
+    paths = [source.path for source in sources]
+    for other_folder, manifest in quantized_manifests():
+        held = any(all(file.holds for file in seen) for seen in manifest.seen)
+        was_here = any([file.path for file in seen] == paths for seen in manifest.seen)
+        if other_folder == folder or manifest.scheme != scheme or held or not was_here:
             continue
-        with suppress(ModelError, OSError), exclusive(lock_of(other), ModelError(f"another process uses {other}")):
-            remove(other)
+        with (
+            suppress(ModelError, OSError),
+            exclusive(lock_of(other_folder), ModelError(f"another process uses {other_folder}")),
+        ):
+            remove(other_folder)

@@ -125,7 +125,7 @@ class DeviceClock:
 
 
 def recovers() -> bool:
-    """Whether torch can capture again after a capture that failed."""
+    """True if torch can capture again after a capture that failed."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= FIRST_THAT_RECOVERS
 
@@ -178,14 +178,14 @@ class StepOutput(NamedTuple):
     hidden: torch.Tensor | None
     """``[slots, rows, width]``; None if hidden states are not watched."""
     states: StatesOfTree | None = None
-    """Those of recurrent layers after each row."""
+    """States of recurrent layers after each row."""
 
 
 class StepPass(Protocol):
     """A pass over trees in fixed shapes."""
 
     reads_extent: bool
-    """Whether it reads a fixed number of positions, whatever the length of the contexts."""
+    """True if it reads a fixed number of positions, whatever the length of the contexts."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
         """Move the positions that are due, and verify the trees; neither waits for the device nor depends on values."""
@@ -278,17 +278,17 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        found = buffers.received(len(trees), rows, want)
+        collect = buffers.received(len(trees), rows, want)
         self._clock.stop()
-        return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
+        return [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
     def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
-        given, step = buffers.input.tensors(slots, rows), _Step()
+        inputs, step = buffers.input.tensors(slots, rows), _Step()
 
         def run() -> None:
-            found = self._pass.run(given, storage, extent)
-            buffers.write(found)
-            step.states = found.states
+            output = self._pass.run(inputs, storage, extent)
+            buffers.write(output)
+            step.states = output.states
 
         step.run = self._capture.record(run)
         return step
@@ -321,9 +321,9 @@ class _Buffers:
         self._roots: torch.Tensor | None = None
         """The logits of the root of each slot, on the host."""
 
-    def write(self, found: StepOutput) -> None:
+    def write(self, output: StepOutput) -> None:
         """Keep the outcome of a pass; the first one tells its shapes."""
-        logits, hidden, _ = found
+        logits, hidden, _ = output
         if self._logits is None:
             self._logits = logits.new_zeros((self._rows, logits.shape[1]))
         if hidden is not None and self._hidden is None:
@@ -344,24 +344,24 @@ class _Buffers:
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if most := min(want.most_ranked, MAX_RANKED, logits.shape[1]):
-            end += number * most + -(-number * most // 2)
-            best = logits[:number].topk(most)
-            for part, found in zip(rankings_in(self._outcome, number, most), (best.indices, best.values), strict=True):
-                part.copy_(found)
+        if k := min(want.most_ranked, MAX_RANKED, logits.shape[1]):
+            end += number * k + -(-number * k // 2)
+            best = logits[:number].topk(k)
+            for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):
+                part.copy_(best_part)
         self._host[:end].copy_(self._outcome[:end], non_blocking=True)
         roots = self._roots_on_host(slots, rows) if want.root else None
         tokens, finite = self._host[: 2 * number].view(2, number).numpy()
-        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, most))
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, k))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
             # A copy: the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
-            of_ranks = (ranked[used], scores[used]) if most else None
+            of_ranks = (ranked[used], scores[used]) if k else None
             root = None if roots is None else roots[first // rows]
-            found = tokens[used], finite[used]
-            return Verified(logits[used], hidden, argmax=found[0], finite=found[1], ranked=of_ranks, root=root)
+            best_part = tokens[used], finite[used]
+            return Verified(logits[used], hidden, argmax=best_part[0], finite=best_part[1], ranked=of_ranks, root=root)
 
         return of_rows
 
@@ -375,10 +375,10 @@ class _Buffers:
         return found
 
 
-def rankings_in(outcome: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens and the logits of rankings in an outcome, ``[rows, most]``."""
-    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * most, len(outcome) - (2 + most) * rows])
-    return tokens.view(rows, most), logits.view(torch.float32)[: rows * most].view(rows, most)
+    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
+    return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
 
 
 def extent_for(rows: int) -> int:

@@ -67,11 +67,11 @@ class Target:
         self.busy = Lock()
         """Held during a step of an answer: one thread at a time uses the model."""
         self.shapes: tuple[LayerShape, ...] = tuple(shapes or ())
-        """Those of the keys and values of each layer."""
+        """Shapes of each layer's keys and values."""
         self.state_shapes: tuple[StateShape, ...] = ()
-        """Those of the states of recurrent layers."""
+        """Shapes of the recurrent layers' states."""
         self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
-        """Whether a prompt may be read in several passes; not where a pass ignores what came before it."""
+        """True if a prompt may be read in several passes, so no pass ignores what came before it."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
@@ -117,13 +117,13 @@ class Target:
 
     @property
     def pads(self) -> bool:
-        """Whether trees that are verified in one pass are padded to the largest."""
+        """True if trees that are verified in one pass are padded to the largest."""
         compiled = None if self.captures else self._current()
         return compiled is None or compiled.pads
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it verifies trees; otherwise only chains, from the library's own cache."""
+        """True if it verifies trees; otherwise it verifies only chains, from the library's own cache."""
         return self._replay is None
 
     def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
@@ -136,7 +136,7 @@ class Target:
 
     @torch.inference_mode()
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Whether the model computes what it did before a prompt was read; what slots hold is void otherwise.
+        """True if the model computes what it did before a prompt was read; what slots hold is void otherwise.
 
         Without a prompt that ``goes_on`` from what was kept, the first answer is noted and nothing is compared.
 
@@ -147,8 +147,8 @@ class Target:
             return True
         cache, token = self.allocate(1, 1), some_context(1, self.config.vocab_size)
         with self.log.unchanged():
-            found = self._replay.prefill(cache, 0, token, 0) if self._replay else None
-            logits = found.logits if found else self.stock.read(token, cache.slots[0])
+            replayed = self._replay.prefill(cache, 0, token, 0) if self._replay else None
+            logits = replayed.logits if replayed else self.stock.read(token, cache.slots[0])
         before, self._first_logits = self._first_logits, logits.clone()
         if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
             return True
@@ -185,7 +185,7 @@ class Target:
 
     @property
     def captures(self) -> bool:
-        """Whether steps have fixed shapes and are captured."""
+        """True if steps have fixed shapes and are captured."""
         return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
@@ -196,7 +196,7 @@ class Target:
         return context_limit(self.config, prompt_length)
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Whether a prompt of this length may be read in several passes.
+        """True if a prompt of this length may be read in several passes.
 
         Not where a pass determines how its rows are computed: in LLM.int8(), in a LongRoPE model beyond its original
         length, and in recurrent layers that ignore what came before a pass.
@@ -260,8 +260,8 @@ class Target:
                     slot.kv.settle()
             verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
-        for slot, tree, found in zip(used, trees, verified, strict=True):
-            slot.tree, slot.hidden_of_tree, found.slot = tree, found.hidden, slot
+        for slot, tree, result in zip(used, trees, verified, strict=True):
+            slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot
         return verified
 
     @torch.inference_mode()
@@ -276,8 +276,8 @@ class Target:
             verified = self.verify(cache, [tree])[0]
             self.wait()
             return verified
-        found = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
-        verified = found or self.stock.verify_alone(sequence, tree)
+        recomputed = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
+        verified = recomputed or self.stock.verify_alone(sequence, tree)
         sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
         return verified
 

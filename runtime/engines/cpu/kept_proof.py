@@ -53,7 +53,7 @@ class Proof:
     shapes: tuple[LayerShape, ...]
     """Shapes of each layer's keys and values."""
     compact: dict[str, bool]
-    """Whether each weight may stay compact, by name."""
+    """True if each weight may stay compact, by name."""
     logits: str
     """Hash of the logits of a small tree."""
 

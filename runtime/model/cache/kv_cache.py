@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether compiled code moves the positions of a tensor, as words of memory."""
+    """True if compiled code moves the positions of a tensor, as words of memory."""
     is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
     return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
 
@@ -194,7 +194,7 @@ class KVTensors:
     layers: list[Views]
     capacity: int
     states: States | None = None
-    """Those of recurrent layers, of as many sequences."""
+    """States of recurrent layers, for the same sequences."""
     indexers: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The keys of the indexer of each layer that has one, ``[batch, 1, positions, width]``."""
 
@@ -357,19 +357,19 @@ class StaticKVCache(Cache):
         """A copy of the keys and values of one position, ``[layers, ...]`` for each shape of layers."""
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
-    def copy_from(self, other: StaticKVCache, length: int | None = None) -> None:
+    def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy another sequence, of the same batch or of a smaller cache, or the first ``length`` tokens of it."""
-        other.settle()
+        source.settle()
         self.due = self._unsure = None
-        self.length = other.settled if length is None else length
-        for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
+        self.length = source.settled if length is None else length
+        for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
         self.used = max(self.used, self.length)
         self.clear_from(self.length)
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Whether the positions of a path, which increase, are not contiguous yet."""
+    """True if the positions of a path, which increase, are not contiguous yet."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 

@@ -38,12 +38,12 @@ class RecordedWeights:
             holder for module in modules for holder in (module._modules, module._parameters, module._buffers)
         ]
         self._held = self._now_held()
-        weights = [one for one in self._held if isinstance(one, torch.Tensor)]
+        weights = [item for item in self._held if isinstance(item, torch.Tensor)]
         self._compact = list(filter(is_compact, weights))
         self._stored = self._now_stored()
-        self._tensors = list(chain.from_iterable(_with_numbers(one) for one in weights if not is_compact(one)))
-        for one in self._stored:
-            self._tensors += one.tensors if isinstance(one, PackedMatrix) else [one]
+        self._tensors = list(chain.from_iterable(_with_numbers(weight) for weight in weights if not is_compact(weight)))
+        for item in self._stored:
+            self._tensors += item.tensors if isinstance(item, PackedMatrix) else [item]
         self._addresses = self._now_at()
 
     def memory(self) -> list[torch.UntypedStorage]:
@@ -85,21 +85,21 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """Whether nothing changed; modules that were added or replaced are in the place of others."""
+        """True if nothing changed; modules that were added or replaced are in the place of others."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
-        """Whether weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
+        """True if weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:
-        """Whether a model has the recorded modules, classes and hooks."""
+        """True if a model has the recorded modules, classes and hooks."""
         modules = list(model.modules())
         is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
         return is_same and self._code == self._code_now()
 
     def _versions_now(self) -> list[int]:
-        return [-1 if one.is_inference() else one._version for one in self._parameters]
+        return [-1 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
     def _code_now(self) -> list[Hashable]:
         """Ids of hooks are never used twice."""
@@ -173,7 +173,7 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Whether the model changed since it was recorded; it must be recorded again then, or if it never was.
+        """True if the model changed since it was recorded; it must be recorded again then, or if it never was.
 
         ``discard`` is called with whether the model has other code, but not if its weights were merely written in
         place; if it fails, the model is still another one at the next prompt.

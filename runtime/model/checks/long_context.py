@@ -107,7 +107,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:
         return []
-    largest = max(sizes.items(), key=lambda one: one[1], default=None)
+    largest = max(sizes.items(), key=lambda entry: entry[1], default=None)
     length = min(max(DEFAULT_LENGTH, largest[1] * 5 // 4 if largest else 0), LARGEST_LENGTH)
     if limit is None or length + length // 2 + ROWS <= limit:
         return [LongContext(length, length // 2, largest)]
@@ -127,7 +127,7 @@ def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _is_foreign(module: Module) -> bool:
-    """Whether the code of a module, other than that of a linear layer, is neither torch's nor the library's."""
+    """True if the code of a module, other than that of a linear layer, is neither torch's nor the library's."""
     is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
@@ -178,12 +178,12 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         storage = KVTensors.for_layers(shapes, capacity)
     else:
         different = list(dict.fromkeys(shapes))
-        made = KVTensors.for_layers(different, capacity)
-        views = [made.layers[different.index(shape)] for shape in shapes]
+        tensors = KVTensors.for_layers(different, capacity)
+        views = [tensors.layers[different.index(shape)] for shape in shapes]
         indexers = {
-            number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
+            number: tensors.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
         }
-        storage = KVTensors(made.tensors, views, made.capacity, indexers=indexers)
+        storage = KVTensors(tensors.tensors, views, tensors.capacity, indexers=indexers)
     random = torch.Generator().manual_seed(1)
     for keys, values in dict.fromkeys(storage.layers):
         if not keys.numel():
@@ -191,7 +191,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         like: list[Any] = [
             layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
         ]
-        layer = max(like, key=lambda one: float(one.values.float().norm()))
+        layer = max(like, key=lambda entry: float(entry.values.float().norm()))
         # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
         # that occurs several times do in a first layer, where choices among them depend on the order of keys.
         count = keys.shape[2]
@@ -208,7 +208,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
     """A mask with hidden columns that begin at ``start``."""
     if isinstance(mask, dict):
-        return {kind: None if one is None else _inserted(one, start, hidden) for kind, one in mask.items()}
+        return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}
     assert mask is not None
     return _inserted(mask, start, hidden)
 

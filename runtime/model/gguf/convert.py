@@ -52,12 +52,12 @@ def read_once() -> Iterator[None]:
         @data.setter
         def data(self, mapped: Any) -> None:
             self._data = mapped.view(np.ndarray)
-            if isinstance(own := getattr(mapped, "_mmap", None), mmap.mmap):
-                maps.append(own)
+            if isinstance(file_map := getattr(mapped, "_mmap", None), mmap.mmap):
+                maps.append(file_map)
 
-    def dequantize(*given: Any, really: Any = gguf.dequantize) -> Any:
+    def dequantize(*arguments: Any, really: Any = gguf.dequantize) -> Any:
         try:
-            return really(*given)
+            return really(*arguments)
         finally:
             for mapped in maps:  # the pages would stay in memory beside the numbers
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -82,17 +82,17 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
     The file has no settings for it, but a tensor with the divisor of each frequency.
     """
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
-    found = [tensor for tensor in header.tensors if tensor.name in FACTORS]
-    if header.architecture == READ or (not found and scaling == "none"):
+    factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
+    if header.architecture == READ or (not factors and scaling == "none"):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if scaling == "none" and [one.name for one in found] == [FACTORS[0]] and found[0].kind == FLOAT32:
-        divisors = np.fromfile(file, "<f4", found[0].numbers, offset=header.data + found[0].offset)
+    if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:
+        divisors = np.fromfile(file, "<f4", factors[0].numbers, offset=header.data + factors[0].offset)
         factor = round(float(divisors.max(initial=1)), 3)
         if rope.get("rope_type") == "default" and _are_of_llama_3(divisors, rope["rope_theta"], factor):
             settings.rope_parameters = {**rope, **LLAMA_3, "rope_type": "llama3", "factor": factor}
             return
-    what = found[0].name if found else f"of type {scaling}"
+    what = factors[0].name if factors else f"of type {scaling}"
     print(
         f"note: {file} scales its rotary positions ({what}), which transformers {metadata.version('transformers')} "
         "does not read: answers differ from those of the original model",
@@ -101,7 +101,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Whether these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
+    """True if these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -125,9 +125,9 @@ def weights_in_turn(take: Take) -> Iterator[None]:
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
             with suppress(ImportError):
-                found = import_module(f"transformers.{module}")
-                if hasattr(found, name):
-                    patches.enter_context(patch.object(found, name, wrapped(getattr(found, name), take)))
+                module_ = import_module(f"transformers.{module}")
+                if hasattr(module_, name):
+                    patches.enter_context(patch.object(module_, name, wrapped(getattr(module_, name), take)))
         yield
 
 
@@ -151,11 +151,11 @@ def _reading(read: Function, take: Take) -> Function:
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
         taken: dict[str, tuple[int, ...]] = {}
         processors = {name: _processor(kind, take, taken) for name, kind in unpacking.TENSOR_PROCESSORS.items()}
-        other = _processor(unpacking.TensorProcessor, take, taken)
-        with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", other):
-            found: dict[str, Any] = read(*arguments, **options)
-        found.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
-        return found
+        processor = _processor(unpacking.TensorProcessor, take, taken)
+        with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", processor):
+            content: dict[str, Any] = read(*arguments, **options)
+        content.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
+        return content
 
     return read_in_turn
 
@@ -163,15 +163,15 @@ def _reading(read: Function, take: Take) -> Function:
 def _processor(kind: type[Any], take: Take, taken: dict[str, tuple[int, ...]]) -> type[Any]:
     class InTurn(kind):  # type: ignore[misc]
         def process(self, weights: Any, name: str, **options: Any) -> Any:
-            found = super().process(weights=weights, name=name, **options)
-            place = options["tensor_key_mapping"].get(found.name)
+            tensor = super().process(weights=weights, name=name, **options)
+            place = options["tensor_key_mapping"].get(tensor.name)
             # Tensors that are not unpacked are views of the file, and not writable.
-            if place is None or not found.weights.flags.writeable:
-                return found
-            if not take(place, torch.from_numpy(np.ascontiguousarray(found.weights))):
-                return found
-            taken[place] = found.weights.shape
-            return found._replace(name="")  # tensors without a place in the model are left out
+            if place is None or not tensor.weights.flags.writeable:
+                return tensor
+            if not take(place, torch.from_numpy(np.ascontiguousarray(tensor.weights))):
+                return tensor
+            taken[place] = tensor.weights.shape
+            return tensor._replace(name="")  # tensors without a place in the model are left out
 
     return InTurn
 
@@ -221,8 +221,8 @@ class Conversion:
         kinds = {tensor.kind for tensor in self.header.tensors}
         if not kinds <= PLAIN.keys():
             return torch.float32
-        found = {PLAIN[kind] for kind in kinds}
-        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), torch.float32)
+        dtypes = {PLAIN[kind] for kind in kinds}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
     @property
     def bytes(self) -> int:
@@ -251,7 +251,7 @@ class Conversion:
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
             for weight in model.parameters():
-                weight.data = narrowed(weight.data)
+                weight.data = narrow_if_exact(weight.data)
         with _progress():
             _save(model, folder)
         return (folder / WEIGHTS,)
@@ -287,9 +287,9 @@ class Conversion:
                 raise ModelError(f"{self.file} lacks {len(lacking)} weights of its model ({lacking[0]}, …)")
         return model
 
-    def _ends(self, found: int | list[int] | None) -> int | list[int] | None:
+    def _ends(self, token_ids: int | list[int] | None) -> int | list[int] | None:
         """The tokens that end an answer: those that transformers read and those that end a turn."""
-        ends = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in ENDS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys(ends))
         return ends if len(ends) > 1 else ends[0] if ends else None
@@ -343,8 +343,8 @@ def _save(model: Any, folder: Path) -> None:
         raise OSError(0, " ".join(str(error).split())) from error
 
 
-def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in 16 bits if these hold them exactly."""
+def narrow_if_exact(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in 16 bits if these hold it exactly, otherwise unchanged."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal((narrow := weight.to(dtype)).to(weight.dtype), weight):
             return narrow

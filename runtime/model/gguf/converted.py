@@ -53,7 +53,7 @@ def slow_weights(header: GGUFHeader) -> str | None:
     """How many matrices of a file are computed in float32 though they are quantized, and why; None if none are."""
     matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
     packed = {tensor.offset for tensor in packable(header)}
-    slow = [one for one in matrices if one.kind not in PLAIN and header.data + one.offset not in packed]
+    slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and header.data + matrix.offset not in packed]
     if not slow:
         return None
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
@@ -105,7 +105,7 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
 
 
 def stays_packed(file: Path) -> bool:
-    """Whether a file has weights that can be computed with as they are."""
+    """True if a file has weights that can be computed with as they are."""
     signature = Signature.of(file)
     if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
         return True
@@ -181,14 +181,14 @@ def _with_weights(
 ) -> Manifest:
     """Add the files that ``write`` makes of a folder's configuration in another folder."""
     with scratch(folder) as place:
-        made = write(folder, place)
-        for written in made:
+        paths = write(folder, place)
+        for written in paths:
             shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
             to_disk(written)
         _check_unchanged(file, signature)
-        for written in made:
+        for written in paths:
             written.replace(folder / written.name)
-    files = {written.name: (folder / written.name).stat().st_size for written in made}
+    files = {written.name: (folder / written.name).stat().st_size for written in paths}
     manifest = replace(manifest, files={**manifest.files, **files})
     manifest.write(folder)
     return manifest
@@ -209,10 +209,14 @@ def _remember(folder: Path, signature: Signature) -> None:
 
 def _remove_superseded(folder: Path, signature: Signature) -> None:
     """Delete models converted from earlier contents of the same file, or from it by another version of transformers."""
-    for other, manifest in manifests():
-        files = {one.path: one for one in manifest.seen}
-        if other == folder or not files.pop(signature.path, None) or any(one.holds for one in files.values()):
+    for other_folder, manifest in manifests():
+        files = {signature_.path: signature_ for signature_ in manifest.seen}
+        if (
+            other_folder == folder
+            or not files.pop(signature.path, None)
+            or any(signature_.holds for signature_ in files.values())
+        ):
             continue
-        busy = ModelError(f"another process converts to {other}")
-        with suppress(ModelError, OSError), exclusive(lock_of(other), busy):
-            remove(other, manifest)
+        busy = ModelError(f"another process converts to {other_folder}")
+        with suppress(ModelError, OSError), exclusive(lock_of(other_folder), busy):
+            remove(other_folder, manifest)

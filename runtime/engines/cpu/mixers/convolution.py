@@ -44,14 +44,14 @@ def origins_at(address: int, slot: int, rows: int) -> Numbers:
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Buffers that suffice for any tree of so many rows: each one but the last is of a row with a later child."""
+    """Buffers enough for any tree of this many rows: each except the last belongs to a row with a later child."""
     return rows // 2 + 1
 
 
 @compiled
 def fill_origins(origins: Numbers, parents: Ints) -> None:
     """Fill the table of a sequence from the parents of the nodes of its tree; further rows are padding."""
-    rows, made, free = len(origins), 0, 0
+    rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
         origins[row, LAST_CHILD] = BEFORE
         origins[row, PARENT] = BEFORE if row == 0 else PADDING if row > len(parents) else parents[row - 1] + 1
@@ -68,8 +68,8 @@ def fill_origins(origins: Numbers, parents: Ints) -> None:
             free -= 1
             target = origins[free, FREE]
         else:
-            target = made
-            made += 1
+            target = buffers
+            buffers += 1
         origins[row, TARGET] = target
         if origins[row, LAST_CHILD] == BEFORE and row < rows - 1:
             origins[free, FREE] = target
@@ -106,13 +106,13 @@ def silu_of(builder: Any, numbers: Any, size: Any) -> None:
 
 
 @generated(*[types.int64] * 4)
-def multiply_numbers(builder: Any, one: Any, two: Any, size: Any, written: Any) -> None:
+def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
     """``written = one * two``"""
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        found = builder.fmul(code.read(code.at(one, index)), code.read(code.at(two, index)))
-        code.store(found, code.at(written, index))
+        products = builder.fmul(code.read(code.at(first, index)), code.read(code.at(second, index)))
+        code.store(products, code.at(written, index))
         return []
 
     code.loop(size, [], apply)
@@ -120,7 +120,7 @@ def multiply_numbers(builder: Any, one: Any, two: Any, size: Any, written: Any) 
 
 @compiled
 def window_numbers(layer: Numbers) -> int:
-    """Those of ``copy_windows`` for one sequence."""
+    """Float32 numbers that ``copy_windows`` needs for one sequence."""
     return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
 
 
