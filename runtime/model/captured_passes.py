@@ -1,4 +1,4 @@
-"""Passes over trees by captured steps, as long as the model can be captured and computes the same."""
+"""Captured passes over trees, used while the model can be captured and stays unchanged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class CapturedPasses:
 
     @property
     def is_fused(self) -> bool:
-        """True if hdtool's own pass is captured, and not the library's."""
+        """True if hdtool's fused pass is captured, not the library's."""
         return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
@@ -132,7 +132,7 @@ class CapturedPasses:
             self.record(cache)
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps of single answers before they begin, as far as there is memory."""
+        """Capture the steps of single answers ahead, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):
             if self.steps and cache.capacity > LARGEST_TREE:
                 self.steps.record(cache)
@@ -180,7 +180,7 @@ class CapturedPasses:
         return verified
 
     def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the step that still runs: its seconds, nodes and trees; None if there is none."""
+        """Wait for the running step; its seconds, nodes and trees, or None if there is none."""
         if self.steps is None or self._running is None:
             return None
         running, self._running = self._running, None

@@ -1,4 +1,4 @@
-"""Which checkpoint a model is: of a configuration before anything is loaded, or of a model in memory."""
+"""Identifies a checkpoint from a configuration before loading, or from a model in memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """True if numbers of a model equal those of its files; what has another form or name is not compared."""
+    """True if a model's numbers equal its files'; tensors of another form or name aren't compared."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

@@ -1,8 +1,8 @@
-"""Keeps the weights of a CPU model in the 16 bits of their checkpoint, or packed, and computes in float32 as before.
+"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, while results stay the same.
 
 Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly. It stays compact only if linear layers, experts and embeddings alone have it, and if the compiled
-matmul gives the same bits for both.
+numbers exactly. It stays compact only if linear layers, experts and embeddings alone use it, and the compiled matmul
+gives the same bits for both forms.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
 
 @contextmanager
 def keeping_mxfp4() -> Iterator[None]:
-    """Have transformers load experts in float32 as blocks meanwhile."""
+    """Make transformers keep float32 experts in blocks while it loads in this block."""
     try:
         expanding = getattr(import_module(EXPANDING[0]), EXPANDING[1])
         usual = expanding.convert
@@ -281,7 +281,7 @@ def _has_same_bits(narrow: Stored) -> bool:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """The 16-bit dtype of all tensors of a checkpoint; None if they have several, or another one."""
+    """The 16-bit dtype shared by all tensors of a checkpoint, or None."""
     files = weight_files(folder) or []
     if not files or any(file.suffix != ".safetensors" for file in files):
         return None
@@ -293,7 +293,7 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Have a model give its weights in float32 to what saves them; tied ones share their memory."""
+    """Give float32 weights to whatever saves the model; tied weights share memory."""
     expanded: dict[int, torch.Tensor] = {}
     for name, weight in state.items():
         if is_compact(weight):

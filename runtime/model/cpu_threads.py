@@ -1,8 +1,8 @@
-"""Chooses the number of CPU threads of torch.
+"""Chooses torch's number of CPU threads.
 
-Compiled passes give the same bits with any number of threads, so the fastest one is measured for them: on a busy
-machine, or if memory is the bottleneck, fewer threads can be faster. In the library's code the number of threads can
-change the order of a summation, so there it follows from the machine alone.
+Compiled passes give the same bits with any number of threads, so the fastest is measured: on a busy machine, or if
+memory is the bottleneck, fewer can be faster. In the library's code the number can change the order of a sum, so there
+it depends on the machine only.
 """
 
 from __future__ import annotations

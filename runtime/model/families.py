@@ -1,4 +1,4 @@
-"""Model families: checks whether a model can verify a draft tree, and the reasons for a refusal."""
+"""Which models can verify draft trees, the reasons for refusals, and access to hidden states."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def refusal(kind: str, reason: str) -> FamilyError:
 
 
 def tells_prompts_from_answers(config: Any) -> bool:
-    """True if layers attend to a token of an answer in another way than to one of a prompt."""
+    """True if layers attend to answer tokens differently from prompt tokens."""
     return OF_PROMPTS in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
@@ -157,7 +157,7 @@ def rotary_switch(config: Any) -> int | None:
 
 
 class HiddenStates:
-    """The input of a model's output layer in each pass, once it is watched, and beside it the output of some layers."""
+    """Watches the input of a model's output layer in each pass, and the outputs of some layers."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -200,7 +200,7 @@ class HiddenStates:
         return None
 
     def record(self, layer: int | None, returned: object) -> None:
-        """Note what a layer of a pass returned, or the module that returns the output layer's input."""
+        """Record the output of a layer, or of the module that returns the output layer's input."""
         if layer is not None:
             hidden = returned[0] if isinstance(returned, tuple) else returned
             assert isinstance(hidden, torch.Tensor)
@@ -220,7 +220,7 @@ class HiddenStates:
 
 
 class Recorder:
-    """A hook that records what a module returns. In copies of the model, and where it is loaded, it does nothing."""
+    """A hook that records a module's output. It does nothing in copies of the model and after unpickling."""
 
     only_watches = True
 
@@ -237,12 +237,12 @@ class Recorder:
 
 
 def only_watches(hook: object) -> bool:
-    """True if a hook changes nothing: one that watches hidden states, for this target or another one."""
+    """True if a hook only watches hidden states, for any target."""
     return bool(getattr(hook, "only_watches", False))
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:
-    """The hidden states ``[batch, tokens, width]`` in the output of a module, if there are any."""
+    """Hidden states ``[batch, tokens, width]`` in a module's output, if any."""
     hidden = getattr(returned, "last_hidden_state", None)
     return hidden if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 else None
 

@@ -1,6 +1,6 @@
-"""What hdtool relies on inside transformers beyond its documented interface.
+"""Undocumented parts of transformers that hdtool relies on.
 
-Everything here asks for a feature, never for a version, so that one release may rename what another one had.
+All checks are for features, never versions, so that a release may rename them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache_argument(module: torch.nn.Module, cache: Cache | None) -> dict[str, Ca
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The KV cache among the arguments of a pass, or the fields of its output; None if there is none."""
+    """The KV cache in a pass's arguments or output fields, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
@@ -67,7 +67,7 @@ def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def is_own_cache(cache: object) -> bool:
-    """True if ``generate`` made this cache rather than its caller: it marks those it is given."""
+    """True if the caller of ``generate`` passed this cache: ``generate`` marks the caches it is given."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
@@ -216,7 +216,7 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """A configuration and those of its parts, such as one for images."""
+    """A configuration and its parts' configurations, such as one for images."""
     yield config
     for name in getattr(config, "sub_configs", None) or ():
         if (part := getattr(config, name, None)) is not None:

@@ -1,6 +1,6 @@
-"""The inputs of a pass over draft trees: token ids, positions and tree-attention masks.
+"""Inputs of a pass over draft trees: token ids, positions and tree-attention masks.
 
-A step with fixed shapes has one buffer, which is sent to the device in one copy.
+A step with fixed shapes has one buffer, sent to the device in a single copy.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _fill_batch(
     lengths: npt.NDArray[np.int64],
     mask_value: float,
 ) -> None:
-    """Write the masks of several trees, whose parents follow each other; padding sees the first token alone."""
+    """Write the masks of several concatenated trees; padding sees only the first token."""
     values[:] = mask_value
     values[:, :, 0] = 0.0
     first = 0
@@ -232,7 +232,7 @@ def _fill_batch(
 MOVES = MOST_DUE
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Places in the header: length of the context; the first position to which others are moved, how many, and these."""
+"""Header fields: context length; first position of a move, number of moved positions, and the positions."""
 
 
 class StepTensors(NamedTuple):
@@ -243,7 +243,7 @@ class StepTensors(NamedTuple):
     length: torch.Tensor
     """Length of the context, ``[slots]``."""
     moved_to: torch.Tensor
-    """The first position to which others are moved, ``[slots]``."""
+    """First position of the move, ``[slots]``."""
     moved_from: torch.Tensor
     """The moved positions, ``[slots, MOVES]``, padded with positions that stay."""
     tokens: torch.Tensor

@@ -53,7 +53,7 @@ def require_accelerate(feature: str) -> None:
 
 
 HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-"""The next dtype of much higher precision; there is none above float64."""
+"""The next dtype of much higher precision; float64 has none."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Quantization: schemes, the libraries they need, their layers, and what rules out int8 activations.
+"""Quantization schemes, the libraries they need, their layers, and checks that rows stay independent.
 
-So it is refused before weights are read. The proof of compiled code comes after that, and can rule it out as well.
+Invalid combinations are refused before weights are read; the later proof of compiled code can also rule out int8
+activations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """Libraries for quantization on loading; checkpoints name their own."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
-"""What to import of the libraries that are known to work."""
+"""Modules to import from the supported libraries."""
 
 
 def library_of(settings: Any) -> str:
@@ -113,7 +114,7 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """The relative change of a row's output if another row is added to the pass."""
+    """Relative change of a row's output when another row is added to the pass."""
     places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
     place = places[0] if places and places[0].type != "meta" else device
     row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
@@ -158,7 +159,7 @@ class RowByRow:
 
     @property
     def reason(self) -> str:
-        """Why steps cannot be captured, if the model has such layers."""
+        """Why steps can't be captured, if the model has such layers."""
         return "its 8-bit layers look for outliers in each pass" if self.layers else ""
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
-"""A checkpoint with its weights in blocks of Q8_0 or Q4_0, in hdtool's home: made once, and found by its content.
+"""A checkpoint quantized to Q8_0 or Q4_0 blocks in hdtool's home: made once, and found by its content.
 
-Weights of linear layers and embeddings become blocks, the others stay as they are. The table of embeddings and the
-output layer are in Q8_0 with any scheme: an error there reaches each logit.
+Linear layers and embeddings are quantized, everything else stays. Embeddings and the output layer use Q8_0 with either
+scheme: their error reaches every logit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """A file of the folder: its content, and what shows that it was not written since."""
+    """A file of the folder: its hash and file status, which shows later writes."""
 
     sha256: str
     bytes: int
@@ -74,7 +74,7 @@ class QuantizedManifest:
     kinds: dict[str, str]
     """The format of each weight in blocks."""
     seen: tuple[Sources, ...] = ()
-    """Files that are known to have this content."""
+    """Files known to have this content."""
     format: int = FORMAT
 
     @classmethod
@@ -93,7 +93,7 @@ class QuantizedManifest:
         return self.scheme == scheme and self.transformers == metadata.version("transformers")
 
     def is_whole(self, folder: Path) -> bool:
-        """True if all files are there and have their content."""
+        """True if all files exist with their content."""
         try:
             return all(file.is_at(folder / name) for name, file in self.files.items())
         except OSError:
@@ -105,7 +105,7 @@ class QuantizedManifest:
         return replace(self, seen=(*others, sources)[-MOST_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
-        """The manifest with files of known content as they are in a folder."""
+        """The manifest with the current status of a folder's known files."""
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
@@ -173,7 +173,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
 
 
 def _remember(manifest: QuantizedManifest, folder: Path) -> None:
-    """Record what is known of files now; where that cannot be written, hashes are computed again each time."""
+    """Update the manifest with what is known of the files; if it can't be written, hashes are recomputed each time."""
     with suppress(OSError, ModelError):
         if (current := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
             current.write(folder)
@@ -295,7 +295,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete what was made from earlier contents of the same checkpoint."""
+    """Delete what was made from the checkpoint's earlier contents."""
     paths = [source.path for source in sources]
     for other_folder, manifest in quantized_manifests():
         held = any(all(file.holds for file in seen) for seen in manifest.seen)

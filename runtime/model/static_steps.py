@@ -1,8 +1,8 @@
-"""Steps with fixed shapes, each captured once (as a CUDA graph) and then replayed.
+"""Steps with fixed shapes, captured once (as a CUDA graph) and then replayed.
 
-A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the arg-max
-at each of their nodes. There is one captured step for each number of slots and size of trees and, if its pass reads a
-fixed number of positions, for each extent of the cache.
+A step moves the accepted paths' cache positions, verifies a tree in each of the first slots and computes the arg-max at
+each node. There is one captured step per number of slots and tree size and, if its pass reads a fixed number of
+positions, per cache extent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Capture(Protocol):
         ...
 
     def reset(self) -> None:
-        """Release what was captured so far; it is not replayed again."""
+        """Release everything captured so far; it isn't replayed again."""
         ...
 
 
@@ -97,7 +97,7 @@ class CudaGraphs:
 
 
 class DeviceClock:
-    """Measures work that a device does by itself, whatever the host does meanwhile."""
+    """Measures work on a device, independently of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -145,7 +145,7 @@ def refused_waits() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the memory that cuBLAS keeps for each handle and stream; the next product allocates it again."""
+    """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates them again."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -165,7 +165,7 @@ def never(device: torch.device) -> Capture | None:
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
-"""Rows of a captured step for one slot. Matmuls fill tiles of 64 rows: one row more begins another tile."""
+"""Rows of a captured step for one slot. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
 """Sizes that are captured before an answer needs them. Budgets choose no larger ones."""
 
@@ -233,7 +233,7 @@ class StaticSteps:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
-        """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
+        """Wait for the last step's logits and arg-max; return the seconds it took."""
         return self._clock.seconds()
 
     def prepared(
@@ -303,7 +303,7 @@ class _Step:
 
 
 class _Buffers:
-    """The input and the outcome of steps over at most so many slots, at addresses that do not change."""
+    """Input and output buffers of steps over up to a number of slots, at fixed addresses."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
@@ -382,7 +382,7 @@ def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor,
 
 
 def extent_for(rows: int) -> int:
-    """The smallest extent with so many positions."""
+    """The smallest extent with at least this many positions."""
     extent = SHORTEST_EXTENT
     while extent < rows:
         if extent * 3 // 2 >= rows:

@@ -1,4 +1,4 @@
-"""Passes by the library's own code: over prompts and draft trees, and over chains with a cache of any kind."""
+"""Passes by the library's own code over prompts and draft trees, and over chains with any kind of cache."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CompiledPasses(Protocol):
         ...
 
     def use_int8_activations(self) -> bool:
-        """Multiply packed weights by activations in 8 bits from now on; whether the model has any."""
+        """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights."""
         ...
 
     @property
@@ -76,7 +76,7 @@ NOTHING = nullcontext()
 
 
 class StockPasses:
-    """The passes of one model, and what they have cost."""
+    """Passes of one model, and their timings."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -205,7 +205,8 @@ class StockPasses:
 
 
 MOST_WAITING = 12
-"""A pass that reads more accepted tokens again verifies no drafts: what it leaves is kept for certain."""
+"""Maximum accepted tokens a pass rereads together with drafts; with more, it verifies none, so that its cache is surely
+kept."""
 
 
 class ReplayPasses:
@@ -235,7 +236,7 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify a chain in each of the first slots, one after another; it counts as one pass."""
+        """Verify a chain in each of the first slots, one after another; counts as one pass."""
         log = self._stock.log
         passes, seconds = log.passes, log.seconds
         verified = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]

@@ -1,4 +1,4 @@
-"""The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where it can."""
+"""The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Target:
         self.state_shapes: tuple[StateShape, ...] = ()
         """Shapes of the recurrent layers' states."""
         self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
-        """True if a prompt may be read in several passes, so no pass ignores what came before it."""
+        """True if a prompt may be read in several passes: no pass ignores earlier tokens."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
@@ -131,7 +131,7 @@ class Target:
 
     @property
     def changes(self) -> int:
-        """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
+        """Number of changes of adapters, weights or hooks so far; each voids what was computed before."""
         return self._changes.count
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class Target:
         return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
-        """A Capture for passes of other modules, if the steps of the model are captured."""
+        """A ``Capture`` for passes of other modules, if the model's steps are captured."""
         return self._capture(self.device) if self.captures else None
 
     def context_limit(self, prompt_length: int) -> int | None:
@@ -266,7 +266,7 @@ class Target:
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify the root of a slot without drafts, after a pass with drafts overflowed; discard what that wrote."""
+        """Verify a slot's root without drafts after a pass with drafts overflowed; discard what that pass wrote."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         if self._replay:
             return self._replay.verify_alone(cache, slot, tree)
@@ -282,7 +282,7 @@ class Target:
         return verified
 
     def wait(self) -> None:
-        """Wait for the captured step that still runs, if there is one."""
+        """Wait for the running captured step, if any."""
         if self._captured.steps and (waited := self._captured.wait()):
             self.log.add(*waited)
 

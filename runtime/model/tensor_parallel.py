@@ -1,7 +1,7 @@
 """Tensor parallelism: processes started by torchrun compute one model, each with a shard of its weights.
 
-The leader alone encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The others repeat its
-operations on the target. So decisions that depend on time or rounding cannot differ between processes.
+Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints; the others repeat its
+operations on the target. So decisions that depend on time or rounding can't differ between processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Load = Callable[["ModelConfig"], Target]
 
 
 class ProcessGroup:
-    """The process group, and messages from the leader to the others."""
+    """The process group, with messages from the leader to the followers."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -57,7 +57,7 @@ class ProcessGroup:
         self._messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
 
     def broadcast(self, operation: str, *arguments: object) -> None:
-        """Send an operation to all others."""
+        """Send an operation to the followers."""
         payload = pickle.dumps((operation, arguments))
         message = bytearray(MESSAGE_SIZE)
         message[:LENGTH_BYTES] = len(payload).to_bytes(LENGTH_BYTES, "little")
@@ -86,7 +86,7 @@ _group: ProcessGroup | None = None
 
 
 def leader() -> ProcessGroup | None:
-    """The process group, if there are several processes and this one is the leader."""
+    """The process group if there are several processes and this is the leader."""
     return _group
 
 

@@ -1,4 +1,4 @@
-"""A pass of a model over draft trees, by the description of its layers: merged matmuls, and little between them."""
+"""A fused pass of a described model over draft trees: merged matmuls and few operations in between."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The matmuls of one layer, with parallel ones merged, and what lies between them."""
+    """Matmuls of one layer, with parallel ones merged, and the operations between them."""
 
     qkv: Matmul
     out: Matmul

@@ -1,4 +1,4 @@
-"""The operations between the matmuls of a fused pass, in plain torch: the reference, and what runs without Triton."""
+"""Operations between a fused pass's matmuls in plain torch (the reference, used without Triton), and tree attention."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ HeadNorms = tuple[Norm, Norm] | None
 
 
 class Operations(Protocol):
-    """What a fused pass does beside matmuls."""
+    """What a fused pass does between matmuls."""
 
     reads_extent: bool
     """True if attention reads a fixed number of positions, which the caller chooses."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
-        """Before the first pass: all that passes will give to the other operations."""
+        """Called before the first pass with everything the other operations will get."""
         ...
 
     def begin(self, step: StepTensors, extent: int) -> None:
@@ -109,7 +109,7 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """Each operation by a few calls of torch."""
+    """Each operation as a few torch calls."""
 
     reads_extent = True
 

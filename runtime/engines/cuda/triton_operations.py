@@ -1,4 +1,4 @@
-"""The operations of a fused pass as Triton kernels."""
+"""Operations of a fused pass as Triton kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """Query rows and keys of a program of attention, and its warps."""
+    """Query rows and keys per attention program, and its warps."""
 
     queries: int
     keys: int

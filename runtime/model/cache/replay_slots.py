@@ -28,7 +28,7 @@ WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, Modul
 
 
 def copied(cache: Any, shared: Collection[Place]) -> Any:
-    """A copy on which a pass can be made while the cache stays as it is; passes replace what is at ``shared``."""
+    """A copy for a pass that must leave the cache unchanged; passes replace the tensors at ``shared``."""
     return _rebuilt(cache, lambda place, tensor: tensor if place in shared else tensor.clone())
 
 
@@ -45,7 +45,7 @@ def tensors_of(cache: Any) -> dict[Place, torch.Tensor]:
 
 
 def with_views_of(longer: Any, cache: Any, shared: Collection[Place]) -> Any:
-    """A copy of a cache that holds no memory of its own for what a longer one begins with."""
+    """A copy of a cache that shares memory with a longer cache it is a prefix of."""
     others = tensors_of(longer)
 
     def view(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,20 +191,20 @@ class ReplaySlot(Slot):
         self.tree = None
 
     def _go_back(self, source: ReplaySlot, length: int) -> None:
-        """Take over the longest cache of a slot that has no more than so many tokens."""
+        """Take over a slot's longest cache of at most ``length`` tokens."""
         candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
         self.older = [filled for filled in source.older if filled.length <= length]
         self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
 
     def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
-        """Accept tokens that a pass has read after all others."""
+        """Accept tokens that a pass appended."""
         if hidden is not None:
             self.hidden.append(hidden)
         self.tokens += tokens
         self.filled = Filled(len(self.tokens), cache)
 
     def verified(self, tree_length: int, cache: Any) -> None:
-        """A pass has read all waiting tokens, the root and a chain of so many nodes."""
+        """Note that a pass read all waiting tokens, the root and a chain of this many nodes."""
         self._after = Filled(self.length + 1 + tree_length, cache)
 
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The cache of an engine: keys, values and states of several sequences, and which tokens they are of."""
+"""An engine's cache: keys, values and states of several sequences, and their tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hdtool.runtime.model.families import picked
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
-"""The version of a context that no prompt may continue."""
+"""Version of a context that no prompt may continue."""
 
 
 class StatesOfTree(Protocol):
     """The states after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Turn the states before the tree of a slot into those after a path of its rows, the root first."""
+        """Advance a slot's states from before the tree along a path of its rows, the root first."""
         ...
 
 
@@ -42,15 +42,15 @@ class Slot:
         self.version = 0
         """The number of changes of the model before it was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
-        """The tree that was verified last, and nothing of it accepted yet."""
+        """The last verified tree, of which nothing is accepted yet."""
         self.hidden_of_tree: torch.Tensor | None = None
         self.states_of_tree: StatesOfTree | None = None
         self.place_in_tree = 0
         """Index of its slot in the pass that verified the tree."""
         self.states_length = 0
-        """The accepted tokens that the states follow; -1 after an interrupt of what changed them."""
+        """Number of accepted tokens that the states follow; -1 after an interrupted update."""
         self.snapshots: list[Snapshot] = []
-        """States after fewer tokens, from which another prompt may go on."""
+        """States after fewer tokens, from which another prompt may continue."""
 
     @property
     def states(self) -> States | None:
@@ -82,7 +82,7 @@ class Slot:
         return max((length for length in lengths if length <= shared), default=0)
 
     def keep_states(self) -> None:
-        """Keep a copy of the states as they are now."""
+        """Keep a copy of the current states."""
         if self.states and self.states_length > 0:
             self.snapshots = kept(self.snapshots, Snapshot(self.states_length, self.states.copy()))
 
@@ -96,7 +96,7 @@ class Slot:
         self.tree = self.states_of_tree = None
 
     def _cut_states(self, length: int) -> None:
-        """Return to the states after ``length`` tokens, if there are any."""
+        """Return to the states after ``length`` tokens, if they were kept."""
         if self.states is None:
             return
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
@@ -117,7 +117,7 @@ class Slot:
         self.states_length = -1
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Accept tokens that were read after the others."""
+        """Append accepted tokens."""
         if hidden is not None:  # first: an interrupt may leave hidden states too many, but never too few
             self.hidden.append(hidden)
         self.kv.length += len(tokens)
@@ -149,7 +149,7 @@ class Slot:
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Take over the first ``length`` tokens of another slot, or all of them."""
+        """Take over another slot's first ``length`` tokens, or all."""
         self.kv.copy_from(source.kv, length)
         self._copy_states(source)
         self.tokens = source.tokens[: self.kv.length]
@@ -238,7 +238,7 @@ class Cache:
 
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
-        """A copy of what a slot holds, in memory of its own."""
+        """A copy of a slot's contents in its own memory."""
         held = self.slots[slot]
         copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
         copy.copy_from(held)

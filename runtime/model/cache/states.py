@@ -1,4 +1,4 @@
-"""States of recurrent layers and short convolutions, which a cache holds beside keys and values."""
+"""States of recurrent layers and short convolutions in a cache."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class States:
 
     @property
     def address(self) -> int:
-        """Where the first of them lies: no other states are there at the same time."""
+        """Address of the first state; it identifies these states while they exist."""
         return next(iter(self.stacks.values())).data_ptr()
 
     @property
@@ -95,7 +95,7 @@ class States:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Set all numbers to 0, as they are before the first token."""
+        """Zero all states, as before the first token."""
         for stack in self.stacks.values():
             stack.zero_()
 
@@ -142,7 +142,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Say whether the states are those after a token; otherwise they are not read."""
+        """Record whether the states follow a token; otherwise they aren't read."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 

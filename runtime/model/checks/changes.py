@@ -1,6 +1,6 @@
-"""Notices that a model's weights, hooks or adapters changed since they were recorded.
+"""Detects changed weights, hooks or adapters of a model.
 
-Adapters replace modules, training and merging replace weights, and hooks expect each module to be called.
+Adapters replace modules, training and merging replace weights, and hooks expect every module to be called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 LAYOUT = attrgetter("shape", "dtype")
-"""What beside its address and its strides tells how a tensor lies in memory: a transposed one has the same address."""
+"""Memory layout beyond address and strides: a transposed tensor has the same address."""
 
 OF_EVERY_MODULE = frozenset(vars(Module()))
 """Attributes that torch gives to a module."""
@@ -85,11 +85,11 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """True if nothing changed; modules that were added or replaced are in the place of others."""
+        """True if nothing changed, including added or replaced modules."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
-        """True if weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
+        """True if weights were written in place, as by an optimizer; what was compiled or captured stays valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:
@@ -109,7 +109,7 @@ class RecordedModel:
         return [*hooks, *kinds, *forwards, *(kind.forward for kind in dict.fromkeys(kinds))]
 
     def _settings_now(self) -> list[Hashable]:
-        """Plain attributes of modules, such as which adapters are active and how they are scaled."""
+        """Plain attributes of modules, such as active adapters and their scales."""
         return [
             (name, _plain(value))
             for module in self._modules
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Hashable:
 
 
 class ModelChanges:
-    """What a model was at its last prompt, and how often it was found changed since."""
+    """State of a model at its last prompt, and how often it has changed since."""
 
     def __init__(self, model: Module) -> None:
         self._model = model

@@ -1,7 +1,6 @@
-"""A proof that a model follows masks and positions after a long context, where a window that it applies itself shows.
+"""Proves that a model follows masks and positions after a long context, where its own window would show.
 
-No long prompt is read. Keys and values of the context are drawn at random, and all layers share them, so the passes
-take little longer than those after a short context: an embedding of a few tokens, and attention of a few rows.
+No long prompt is read: all layers share random keys and values, so a pass costs little more than after a short context.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
-"""Tokens of context of the proof: at least and at most, as far as the model's own limit allows."""
+"""Minimum and maximum context tokens of the proof, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
 OF_STATES = re.compile(r"conv|chunk|kernel")
 """Sizes that recurrent layers have, which are no windows of attention."""
@@ -43,9 +42,9 @@ class LongContext:
 
     length: int
     hidden: int
-    """Places of the cache that the mask hides, as it hides those of other branches: in its middle and at its end."""
+    """Cache positions hidden by the mask, in the middle and at the end, as other branches are."""
     largest: tuple[str, int] | None
-    """The largest size that the model names beside those of hdtool's masks."""
+    """Largest size the model names beyond those in hdtool's masks."""
 
     @property
     def found_in(self) -> str:
@@ -127,7 +126,7 @@ def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _is_foreign(module: Module) -> bool:
-    """True if the code of a module, other than that of a linear layer, is neither torch's nor the library's."""
+    """True if a module's code is neither torch's nor the library's; linear layers are exempt."""
     is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
@@ -145,7 +144,7 @@ class _SharedContext(Cache):
         self.begin_after(0)
 
     def begin_after(self, context: int) -> None:
-        """Discard all tokens after a context of so many."""
+        """Discard all tokens after a context of this length."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
         self._later_of_indexers: dict[int, torch.Tensor] = {}
@@ -173,7 +172,7 @@ class _SharedContext(Cache):
 
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
-    """A cache of random keys and values, which layers share unless one of them reads those of another layer."""
+    """A cache of random keys and values, shared by layers unless one reads another's."""
     if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:

@@ -1,4 +1,4 @@
-"""Checks that a model verifies draft trees, or chains of drafts, as it decodes token by token."""
+"""Checks that a model verifies draft trees, or chains, as it decodes token by token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def prove_recurrent_trees(target: Target) -> None:
 
 
 class Expected(NamedTuple):
-    """Logits of decoding token by token, by the model's own code."""
+    """Logits of token-by-token decoding by the model's own code."""
 
     of_rows: list[torch.Tensor]
     """After the root of the small tree, and after each depth of its paths: ``[paths, vocabulary]``."""
@@ -85,7 +85,7 @@ class Expected(NamedTuple):
 
 
 def _find_recurrences(target: Target) -> Expected:
-    """Find what updates states, and the shapes of the cache; logits of decoding token by token."""
+    """Find the mixers and the cache shapes; return the logits of token-by-token decoding."""
     context, _, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
     target.rounding = None
@@ -136,7 +136,7 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Logits after the last token of each row, by the model's own code; ``start`` tokens were read before."""
+    """Logits after each row's last token by the model's own code, after ``start`` earlier tokens."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
@@ -156,7 +156,7 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance; in low precision the median, since a row may go to other experts."""
+    """Largest distance; in low precision the median, since a row may be routed to other experts."""
     # Some models in low precision have logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
     return decisive(distances(actual, expected), is_rounded=is_rounded)
@@ -347,7 +347,7 @@ def prove_trees(target: Target) -> None:
 
 
 def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCache) -> None:
-    """Check a tree after more tokens than a window has, if the model may have one beside those of the masks."""
+    """Check a tree after a context longer than any window the model may have beyond those of the masks."""
     kind, limit = target.model.config.model_type, target.context_limit(LARGEST_LENGTH)
     for context in long_contexts(target.model, target.stock.windows, limit):
         try:

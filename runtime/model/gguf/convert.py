@@ -1,11 +1,9 @@
-"""The conversion of a GGUF file by transformers: its configuration and tokenizer, and its weights.
+"""Converts a GGUF file with transformers: configuration, tokenizer and weights.
 
-What it reads stays the same. Of SmolLM2's file, the header has 150,000 values, and the model has 397 modules.
-
-transformers unpacks the tensors of most architectures into a dictionary before it fills the model, and converts those
-of a few one by one while it does. Both places are taken, and a weight that is handed over is one zero in the model.
-
-The weights are written in float32, or only those that no product takes from the file itself.
+The file's header is read once; SmolLM2's has 150,000 values. Transformers unpacks most architectures' tensors into a
+dictionary before it fills the model, and converts a few architectures' one by one. Both code paths are patched to hand
+over each weight, which leaves a single zero in the model. Weights are written in float32, or only those that no matmul
+takes from the file.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads meanwhile."""
+    """Call ``take`` for each weight that transformers reads in this block."""
     with ExitStack() as patches:
         # Else threads read ahead without a limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
@@ -192,14 +190,14 @@ UNSHARDED = 1 << 60
 
 @dataclass(frozen=True)
 class Conversion:
-    """A GGUF file that is whole and that transformers can be asked to read."""
+    """A complete GGUF file that transformers can read."""
 
     file: Path
     header: GGUFHeader
 
     @classmethod
     def of(cls, file: Path) -> Conversion:
-        """Check the file and the libraries; raises a ``ModelError`` that states what is wrong."""
+        """Check the file and the libraries; raise a ``ModelError`` that says what is wrong."""
         header = GGUFHeader.read(file)
         if lacking := [name for name in LIBRARIES if not find_spec(name)]:
             needed = " and ".join(lacking)
@@ -247,7 +245,7 @@ class Conversion:
                 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
 
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
-        """Write the weights; ``configuration`` is what ``write_configuration`` wrote."""
+        """Write the weights for a configuration from ``write_configuration``."""
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
             for weight in model.parameters():
@@ -257,7 +255,7 @@ class Conversion:
         return (folder / WEIGHTS,)
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
-        """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""
+        """Write which weights stay in the file, and the other weights; reuses expanded weights."""
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
             return plan.write(load_file(there).items(), folder)
@@ -296,7 +294,7 @@ class Conversion:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """A folder with the file alone: what lies beside it, such as another tokenizer, would be read as well."""
+        """A folder with only the file: transformers would also read its neighbours, such as another tokenizer."""
         source = folder / "source"
         source.mkdir()
         link = source / LINK
@@ -325,7 +323,7 @@ class Conversion:
 
 
 def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model; of tied ones the first, by which the other is found."""
+    """Weights of a model; of tied weights only the first, from which the others follow."""
     seen = set()
     for name, weight in model.state_dict().items():
         place = weight.data_ptr(), weight.shape

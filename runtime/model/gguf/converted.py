@@ -1,4 +1,5 @@
-"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, whole or not there."""
+"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, and complete or
+absent."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ NAMES = {
     35: "TQ2_0",
     40: "NVFP4",
 }
-"""Formats that transformers reads and no product takes, by their number in a file."""
+"""Formats that transformers reads but no matmul takes, by type number."""
 
 
 def slow_weights(header: GGUFHeader) -> str | None:
-    """How many matrices of a file are computed in float32 though they are quantized, and why; None if none are."""
+    """Describe how many quantized matrices are computed in float32 and why, or return None."""
     matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
     packed = {tensor.offset for tensor in packable(header)}
     slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and header.data + matrix.offset not in packed]
@@ -73,7 +74,7 @@ def _reason(tensor: GGUFTensor) -> str:
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26
-"""Bytes that stay free on the disk after a conversion."""
+"""Disk space in bytes to leave free after a conversion."""
 
 
 def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
@@ -105,7 +106,7 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
 
 
 def stays_packed(file: Path) -> bool:
-    """True if a file has weights that can be computed with as they are."""
+    """True if weights of the file can be computed in their blocks."""
     signature = Signature.of(file)
     if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
         return True
@@ -131,7 +132,7 @@ def _fingerprint(digest: str) -> str:
 def _complete(
     conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool, packed: bool
 ) -> None:
-    """Make what the folder lacks; its lock is held."""
+    """Make what the folder lacks, while its lock is held."""
     remove_unfinished(folder)
     manifest = Manifest.read(folder)  # another process may have made it while this one waited
     if manifest is None:
@@ -179,7 +180,7 @@ def _check_room(conversion: Conversion, folder: Path) -> None:
 def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
-    """Add the files that ``write`` makes of a folder's configuration in another folder."""
+    """Add the files that ``write`` makes from a folder's configuration, via a temporary folder."""
     with scratch(folder) as place:
         paths = write(folder, place)
         for written in paths:
@@ -208,7 +209,7 @@ def _remember(folder: Path, signature: Signature) -> None:
 
 
 def _remove_superseded(folder: Path, signature: Signature) -> None:
-    """Delete models converted from earlier contents of the same file, or from it by another version of transformers."""
+    """Delete models converted from the file's earlier contents, or by another version of transformers."""
     for other_folder, manifest in manifests():
         files = {signature_.path: signature_ for signature_ in manifest.seen}
         if (

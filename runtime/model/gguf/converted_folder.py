@@ -1,4 +1,4 @@
-"""Which GGUF file is meant, its identity, and the manifest of the folder that holds its converted model."""
+"""Identity of a GGUF file, and the manifest of the folder with its converted model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Signature:
 
     @property
     def holds(self) -> bool:
-        """True if the file is there and has this signature still."""
+        """True if the file still exists with this signature."""
         try:
             return Signature.of(Path(self.path)) == self
         except OSError:
@@ -123,12 +123,12 @@ def _listed(files: list[Path]) -> str:
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
-"""Where the file has the weights that stay packed, and all others."""
+"""File names of the plan of packed weights and of all other weights."""
 FORMAT = 1
 PACKING = 3
-"""Raised whenever products take more formats: what stays packed is looked for again then."""
+"""Incremented whenever matmuls take more formats, so that packed weights are searched for again."""
 MOST_SEEN = 16
-"""Signatures kept: one for each place of the same file, such as a copy."""
+"""Maximum signatures kept: one for each location of the same file, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
 
@@ -137,7 +137,7 @@ class Manifest:
     sha256: str
     """SHA-256 of the GGUF file."""
     transformers: str
-    """The version that read the file: another one may read it differently."""
+    """Version of transformers that read the file: others may read it differently."""
     files: dict[str, int]
     """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
     seen: tuple[Signature, ...] = ()
@@ -145,12 +145,12 @@ class Manifest:
     packing: int = 0
     """The ``PACKING`` by which packed weights were looked for."""
     slow: str = ""
-    """Which weights are not computed with as they are, in words; empty if all are."""
+    """Which weights aren't computed in their blocks, in words; empty if all are."""
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder if all files that it names are there; None otherwise."""
+        """The manifest of a folder if all its files exist, or None."""
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**fields) for fields in row["seen"])

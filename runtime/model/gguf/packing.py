@@ -1,7 +1,7 @@
-"""Which weights of a model can be computed with in the blocks of its GGUF file, and in which order of rows.
+"""Which weights of a model can be computed in the blocks of its GGUF file, and in what row order.
 
-Families differ in names and in the order of rows, so nothing is derived from these: a weight stays packed if each of
-its rows in float32, as transformers reads the file, has the bits of a row of one tensor of the file.
+Families differ in names and row order, so neither is relied on: a weight stays packed if each of its float32 rows, as
+transformers reads the file, equals a row of one of the file's tensors bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PART = 1 << 22
 DIGEST = 16
 """Bytes of the hash of a row."""
 ORDER = ".rows"
-"""The end of the name of the tensor that has the order of a weight's rows in the file."""
+"""Suffix of the tensor with a weight's row order in the file."""
 
 
 JOINED = ("gpt-oss",)
@@ -55,7 +55,7 @@ class PackedTensor:
     outs: int
     columns: int
     ordered: bool
-    """True if the file has the rows in the order of the weight."""
+    """True if the file has the rows in the weight's order."""
     experts: int = 0
     """How many experts have as many of its rows each; 0 for a matrix."""
 
@@ -70,7 +70,7 @@ class PackedTensor:
 
 
 def packable(header: GGUFHeader) -> list[PackedTensor]:
-    """The tensors of a file that our product takes as they are."""
+    """Tensors of a file that the compiled matmul takes as they are."""
     tensors = []
     for tensor in header.tensors:
         if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor, header.architecture):
@@ -100,7 +100,7 @@ class PackingPlan:
         self._found: dict[str, Place | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
-        """Look for a weight of the model in the file; whether it is there."""
+        """Look for a weight of the model in the file; return True if it is there."""
         try:
             return self._place(name, weight) is not None
         finally:
@@ -265,7 +265,7 @@ def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Pla
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """The model in float32 on the CPU with these weights; ``folder`` is what it was converted to."""
+    """A float32 CPU model with these weights; ``folder`` is its converted folder."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],

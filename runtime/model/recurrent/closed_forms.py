@@ -1,11 +1,11 @@
-"""Recurrences over a tree in closed form: all rows of a pass at once, from the states before them.
+"""Recurrences over a tree in closed form: all rows of a pass at once.
 
-A chunked recurrence lets each token of a chunk read those before it. Over a tree each row reads its ancestors instead,
-with the decay between both; rows come after their parents, so the same triangular system gives what each row writes.
-No state is made for a row: the accepted path alone is written to the states.
+A chunked recurrence lets each token of a chunk read the tokens before it. Over a tree each row reads its ancestors
+instead, with the decay in between; rows follow their parents, so the same triangular system applies. No row gets a
+state: only the accepted path is written to the states.
 
-The functions of a modeling module by which several tokens are read at once (a convolution, a chunked recurrence) are
-replaced in a copy of the forward, so that the library's module stays as it is.
+The modeling module's multi-token functions (a convolution, a chunked recurrence) are replaced in a copy of ``forward``;
+the library's module stays as it is.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class _TreeLayer(StateLayer):
 
 
 class UnknownRecurrenceError(Exception):
-    """A mixer has a state that no known function updates, so that none of the rows would change it."""
+    """Raised for a mixer with a state that no known function updates."""
 
 
 class ClosedForm:

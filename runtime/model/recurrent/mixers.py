@@ -1,4 +1,4 @@
-"""Finds the modules of a model that update the states of recurrent layers, by watching a pass of its own code."""
+"""Finds the modules that update recurrent states by watching a pass, and indexes the rows of trees for them."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True if a row reads another one: its ancestors and itself, ``[slots, rows, rows]``."""
+        """True if a row reads another: its ancestors and itself, ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
     def sums(self) -> torch.Tensor:
-        """``ancestors`` as numbers: a product with it sums over the path of each row."""
+        """``ancestors`` as numbers: a matmul with it sums over each row's path."""
         return self.ancestors.float()
 
     @cached_property
@@ -171,13 +171,13 @@ def lock_of(model: Module) -> Any:
 
 
 def has_own_forward(module: Module) -> bool:
-    """True if the forward of a module is another one than that of its class, as with hooks of accelerate."""
+    """True if a module's ``forward`` isn't its class's, as with accelerate's hooks."""
     return "forward" in vars(module)
 
 
 @contextmanager
 def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """In this block modules have other forwards in this thread."""
+    """Replace the modules' ``forward`` in this block, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:
@@ -211,7 +211,8 @@ class Mixer:
 
 
 class AttentionInMixerError(Exception):
-    """A module updates keys and values beside its state, so it cannot be called for one level of a tree alone."""
+    """Raised if a module updates keys and values beside its state, so it can't be called for a single level of a
+    tree."""
 
 
 class _Watched(DynamicCache):
@@ -263,7 +264,7 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
 
 @dataclass
 class _Trace:
-    """The linear layers that were called in a module, with what they read and gave."""
+    """Linear layers called in a module, with their inputs and outputs."""
 
     given: torch.Tensor | None = None
     returned: torch.Tensor | None = None
@@ -311,5 +312,5 @@ def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) 
 
 
 def is_linear(module: Module) -> bool:
-    """True if a module computes each row of its input alone, as a matrix product."""
+    """True if a module computes each input row independently, like a matmul."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")

@@ -1,6 +1,6 @@
-"""Passes over trees of a model with recurrent layers: its mixers start each row from the state after its parent.
+"""Passes over trees of a model with recurrent layers.
 
-Each row starts from the state after its parent. This needs no knowledge of the recurrence.
+Mixers start each row from the state after its parent, without knowing the recurrence.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> to
 
 
 def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
-    """The chosen rows of what a mixer is given, each as a sequence of one token."""
+    """Select rows of a mixer's arguments, each as a sequence of one token."""
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
         whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
         return whole[chosen][:, None]
@@ -195,7 +195,7 @@ class RecurrentLayers:
 
     @contextmanager
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
-        """In this block each mixer has another forward."""
+        """Replace each mixer's ``forward`` in this block."""
         modules = [mixer.module for mixer in self._mixers]
         with self._lock, other_forwards(zip(modules, forwards, strict=True)):
             yield

@@ -1,12 +1,10 @@
-"""A short convolution over the rows of a tree: each row reads itself, its ancestors and the columns of the state.
+"""A short convolution over the rows of a tree: each row reads itself, its ancestors and the state's columns.
 
-A row takes over the buffer of its parent if no later row starts from it. So a sequence has one buffer, and a tree at
-most one for each two rows.
+A row takes over its parent's buffer if no later row starts from it, so a sequence has one buffer, and a tree at most
+one for every two rows. Products are added from the row backwards, wherever an earlier number is stored.
 
-Products are added from the row itself backwards, wherever an earlier number stands.
-
-The in-projection gives three times the channels: the gate of the input, that of the output, and the input. Kept of a
-row: its gated input.
+The in-projection gives three times the channels: the input's gate, the output's gate, and the input. The gated input of
+each row is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ BEFORE, PADDING = -1, -2
 
 @compiled
 def origins_at(address: int, slot: int, rows: int) -> Numbers:
-    """The table of the rows of one sequence."""
+    """Origins of the rows of one sequence."""
     return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
 
 
@@ -50,7 +48,7 @@ def buffers_of(rows: int) -> int:
 
 @compiled
 def fill_origins(origins: Numbers, parents: Ints) -> None:
-    """Fill the table of a sequence from the parents of the nodes of its tree; further rows are padding."""
+    """Fill a sequence's origins from its tree's parents; further rows are padding."""
     rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
         origins[row, LAST_CHILD] = BEFORE
