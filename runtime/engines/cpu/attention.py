@@ -173,9 +173,9 @@ def attend(
     ``queries`` and ``written`` are ``[rows, heads * groups, width]``. Keys and values of each of the ``heads`` are
     ``head_stride`` numbers apart, with the new rows after ``length`` earlier ones. Mask rows are ``mask_stride``
     numbers apart; address 0 is no mask. A nonzero ``cap`` caps scores; a nonzero ``window`` limits how many positions a
-    row sees, counted from ``of_positions``. Each query has a score among the ``sinks`` (0 for none) that takes weight
-    but has no value. ``scratch`` has room for ``attention_numbers``. Computes blocks ``first`` to ``end`` of ``heads *
-    query_blocks(rows, groups, block_size)``, numbered head by head.
+    row sees, counted from those at ``positions_at``. Each query has a score among the ``sinks`` (0 for none) that takes
+    weight but has no value. ``scratch`` has room for ``attention_numbers``. Computes blocks ``first`` to ``end`` of
+    ``heads * query_blocks(rows, groups, block_size)``, numbered head by head.
     """
     positions = length + rows
     padded = (positions + LANES - 1) // LANES * LANES
