@@ -28,7 +28,7 @@ class Want(NamedTuple):
     rank: bool = False
     """What top-k needs of each row."""
     most_ranked: int = 0
-    """Tokens that are read of the ranking of each row, if that is known and at most ``MOST_RANKED``."""
+    """Tokens that are read of the ranking of each row, if that is known and at most ``MAX_RANKED``."""
     root: bool = False
     """The logits of the root on the host."""
 

@@ -16,7 +16,7 @@ from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import KINDS
+from hdtool.runtime.kernels.linear import MATRIX_KINDS
 from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
@@ -36,7 +36,7 @@ def compile_layers_and_matmuls() -> None:
     compile_layers()
     compile_passes()
     compile_tree_passes()
-    for dtype, kind in KINDS.items():
+    for dtype, kind in MATRIX_KINDS.items():
         matmul_of(kind, dtype.itemsize)
         embedding_of(kind, dtype.itemsize)
     for format in ALL_FORMATS:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hdtool.data.errors import CostError
 from hdtool.data.output_files import OutputFile, json_with
 from hdtool.runtime.config import LARGEST_BUDGET
-from hdtool.runtime.kernels.compiled import Pinned, array_at, compiled
+from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:
     from hdtool.runtime.engine import PassLog
@@ -208,7 +208,7 @@ COSTS = np.dtype(
 )
 
 
-class PassCosts(Pinned):
+class PassCosts(Uncopyable):
     """Seconds of passes with 0, 1, 2 … nodes, which are known."""
 
     def __init__(self, sizes: Sizes = EACH, shares: Shares = ALL, passes: float = np.inf) -> None:

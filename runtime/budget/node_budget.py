@@ -20,7 +20,7 @@ from hdtool.runtime.budget.cost_curve import (
     passes_of,
 )
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
-from hdtool.runtime.kernels.compiled import Ints, Pinned, array_at, compiled
+from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
@@ -104,7 +104,7 @@ class SmoothedSeconds:
         self.mean += max(SMOOTHING, 1 / self._observed) * (seconds - self.mean)
 
 
-class ChosenSize(Pinned):
+class ChosenSize(Uncopyable):
     """The number of nodes with the most expected tokens per second.
 
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.

@@ -159,7 +159,7 @@ HISTORY_HELP = (
 )
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
-MOST_RANKED = 64
+MAX_RANKED = 64
 ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 
@@ -264,7 +264,7 @@ class RecordingConfig(Settings):
         "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
         "logitspec reads 61.",
         least=0,
-        most=MOST_RANKED,
+        most=MAX_RANKED,
     )
 
 

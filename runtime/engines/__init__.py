@@ -1,4 +1,4 @@
-"""Engines beside that of `runtime/model`: what computes forward passes over draft trees in another way.
+"""Alternative engines for forward passes over draft trees.
 
 Imports `data`, `runtime/config`, `runtime/kernels`, `runtime/model` and the draft tree.
 """

@@ -1,4 +1,5 @@
-"""What surrounds the layers of a model that is described: rotary positions, windows, and what is done to its ends."""
+"""Around the layers of a described model: rotary positions, attention windows, per-layer inputs, embeddings and
+logits."""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 GATE, ACTIVATION, OUT, NORM = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
-OF_LAYER = frozenset({GATE, ACTIVATION, OUT, NORM})
-"""Modules of a layer that has an input of its own."""
+LAYER_INPUT_MODULES = frozenset({GATE, ACTIVATION, OUT, NORM})
+"""Modules of a layer with its own input."""
 EMBEDDING, PROJECTION, PROJECTION_NORM = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
     "per_layer_projection_norm",
 )
-OF_DECODER = frozenset({EMBEDDING, PROJECTION, PROJECTION_NORM})
-"""Modules of the decoder that make the inputs of all layers."""
+DECODER_INPUT_MODULES = frozenset({EMBEDDING, PROJECTION, PROJECTION_NORM})
+"""Decoder modules that make the inputs of all layers."""
 
 
 @dataclass(frozen=True)
 class InputParts(Generic[Matmul]):
-    """What a layer adds to hidden states, of its own input, after its MLP."""
+    """Adds a layer's own input to the hidden states after its MLP."""
 
     gate: Matmul
     out: Matmul
-    activates: Module
+    activation_module: Module
     norm: Module
 
     @property
@@ -47,43 +48,43 @@ class InputParts(Generic[Matmul]):
 
 @dataclass(frozen=True)
 class LayerInputs(Generic[Matmul]):
-    """What makes the inputs of all layers: an embedding of the token, and a projection of the usual one."""
+    """Makes the inputs of all layers from a token embedding and a projection of the main embedding."""
 
     decoder: Module
     embedding: Any
     projection: Matmul
     norm: Any
     scale: float
-    """The factor of projections."""
+    """Factor of the projection."""
     share: float
-    """The factor of what both make together."""
+    """Factor of the sum of both."""
 
     @torch.inference_mode()
     def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The inputs ``[batch, tokens, layers, width]``, which the library's own code computes."""
+        """Inputs ``[batch, tokens, layers, width]``, computed by the library's code."""
         decoder: Any = self.decoder
-        found: torch.Tensor = decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(ids, embedded))
-        return found
+        inputs: torch.Tensor = decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(ids, embedded))
+        return inputs
 
 
 def input_parts(layer: Module) -> InputParts[Any] | None:
-    """What a layer does with an input of its own; None if it has none."""
-    own = layer._modules
-    if own.get(GATE) is None:
+    """Modules that add a layer's own input, or None."""
+    modules = layer._modules
+    if modules.get(GATE) is None:
         return None
     return InputParts(*(layer.get_submodule(name) for name in (GATE, OUT, ACTIVATION, NORM)))
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
-    """What makes inputs of a width for so many layers; None for modules of other shapes or kinds."""
+    """Modules that make inputs of this width for all layers; None if their shapes or kinds don't fit."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     share: Any = getattr(decoder, "per_layer_input_scale", None)
     if embedding is None or not kind.multiplies(projection) or norm is None or not kind.embeds(embedding):
         return None
-    numbers = layers * width
+    out_features = layers * width
     fits = (
-        embedding.weight.shape[1] == projection.out_features == numbers
+        embedding.weight.shape[1] == projection.out_features == out_features
         and projection.bias is None
         and isinstance(scale, float)
         and isinstance(share, float)
@@ -101,9 +102,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
 }
 MIXING = ("conv", "linear_attention", "mamba")
-"""Kinds of layers that mix tokens by a state."""
-SIZES = torch.tensor([[1e-3], [1.0]])
-"""Sizes of the rows by which norms are compared: in the smaller one, the epsilon counts."""
+"""Layer types that mix tokens through a state."""
+MAGNITUDES = torch.tensor([[1e-3], [1.0]])
+"""Magnitudes of the rows on which norms are compared; in the small one, epsilon matters."""
 
 
 class Rotary(NamedTuple):
@@ -112,13 +113,13 @@ class Rotary(NamedTuple):
     cos: torch.Tensor
     """``[tokens, width]``."""
     sin: torch.Tensor
-    """Negative for the first number of each pair."""
+    """Negated for the first number of each pair."""
     is_interleaved: bool = False
-    """Whether a pair are two numbers side by side, and not one of each half."""
+    """True if a pair is adjacent, False if it has one number in each half."""
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """From cosines and sines by halves, as the library's modules give them."""
+        """Build from cosines and sines by halves, as the library's modules give them."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:
@@ -128,12 +129,12 @@ class Rotary(NamedTuple):
 
 
 def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
-    """The cosines and sines of one kind of layers, which the model's own module computes."""
-    found = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
-    cos, sin = (part.flatten(0, 1) for part in found)
+    """Cosines and sines of one layer type, computed by the model's own module."""
+    embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
+    cos, sin = (part.flatten(0, 1) for part in embeddings)
     width, layer = cos.shape[1], parts.attending
     if parts.family.varies_heads:
-        layer = parts.layers[kinds_of_positions(parts).index(kind)]
+        layer = parts.layers[position_kinds(parts).index(kind)]
     if 2 * width == layer.width and parts.family.has_half_tables:
         cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
     if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
@@ -141,15 +142,15 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
 
 
-def kinds_of_positions(parts: ModelParts[Any]) -> list[str]:
-    """The kind of positions that each layer is given; empty where there is but one."""
-    several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
-    return list(cast(Any, parts.decoder).config.layer_types) if several else [""] * len(parts.layers)
+def position_kinds(parts: ModelParts[Any]) -> list[str]:
+    """Layer type passed to the rotary module for each layer; empty strings if there is only one."""
+    has_several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
+    return list(cast(Any, parts.decoder).config.layer_types) if has_several else [""] * len(parts.layers)
 
 
 def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
-    """The kind of the rotary positions of each layer, None for a layer that does not use any."""
-    rotates, kinds = parts.family.rotates, kinds_of_positions(parts)
+    """Rotary type of each layer; None for a layer without rotary positions."""
+    rotates, kinds = parts.family.rotates, position_kinds(parts)
     return [
         kind if layer.mixer is None and rotates(layer.attention) else None
         for layer, kind in zip(parts.layers, kinds, strict=True)
@@ -157,7 +158,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
 
 
 def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
-    """The attention window of each layer; None if one has chunks, or attends in another way."""
+    """Attention window of each layer; None if a layer has chunks or an unknown type."""
     by_kind = {window.kind: window for window in target.stock.windows}
     if any(window.chunk for window in by_kind.values()):
         return None
@@ -169,7 +170,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
 
 @dataclass(frozen=True)
 class Ends:
-    """What a model does to its embeddings and its logits."""
+    """What a model does to its embeddings and logits."""
 
     multiplier: float
     divisor: float
@@ -195,26 +196,26 @@ class Ends:
 
 
 @torch.inference_mode()
-def small_parts_hold(parts: ModelParts[Any], device: torch.device) -> bool:
-    """Whether the norms and activations of a model compute what its description says, exactly.
+def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) -> bool:
+    """Compare a model's norms and activations with their descriptions.
 
-    They take rows in float32 whatever the dtype of the weights, so that no rounding hides a difference.
+    Rows are float32 whatever the weights' dtype, so that rounding hides no difference.
     """
-    kind, expected, found = parts.family.norm, [], []
+    kind, expected, actual = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
     ends = [(norm, parts.epsilon) for norm in (parts.norm, *([parts.inputs.norm] if parts.inputs else ()))]
-    weighed = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
-    bare = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
-    plain = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in bare]
-    for norm, epsilon, weight in [*weighed, *plain]:
-        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * SIZES.to(device)
+    weighted = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
+    unweighted = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
+    unit_weighted = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in unweighted]
+    for norm, epsilon, weight in [*weighted, *unit_weighted]:
+        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * MAGNITUDES.to(device)
         scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
         expected.append(rows * scale * weight)
-        found.append(norm(rows))
-    activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activates)}
-    activations |= {(layer.inputs.activates, layer.activation) for layer in parts.layers if layer.inputs}
+        actual.append(norm(rows))
+    activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activation_module)}
+    activations |= {(layer.inputs.activation_module, layer.activation) for layer in parts.layers if layer.inputs}
     for activation, name in activations:
         rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
         expected.append(ACTIVATIONS[name](rows))
-        found.append(activation(rows))
-    return all(map(torch.allclose, found, expected, repeat(1e-4), repeat(1e-5)))
+        actual.append(activation(rows))
+    return all(map(torch.allclose, actual, expected, repeat(1e-4), repeat(1e-5)))

@@ -1,4 +1,4 @@
-"""Model types with recurrent layers or short convolutions beside attention, each described by what it adds to Llama."""
+"""Hybrid model types: recurrent layers or short convolutions beside attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from hdtool.runtime.engines.mixer_parts import (
     DELTA_RULE,
-    DELTA_RULE_APART,
     DELTA_RULE_BY_HEADS,
+    DELTA_RULE_SEPARATE,
     MAMBA2,
     SHORT_CONVOLUTION,
     ExpertKind,
@@ -20,9 +20,9 @@ from hdtool.runtime.engines.mixer_parts import (
 )
 from hdtool.runtime.engines.model_families import (
     AFTER,
+    EXPERT_SETTINGS,
     GEMMA_NORM,
     LLAMA_NORMS,
-    OF_EXPERTS,
     ROUNDED_AFTER,
     Family,
     Names,
@@ -36,92 +36,91 @@ if TYPE_CHECKING:
 Matmul = TypeVar("Matmul", bound=Module)
 NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 ROUTER, EXPERTS = "router", "experts"
-OF_MIXTURE = frozenset({ROUTER, EXPERTS, *NORMS})
-"""Modules of a layer with such a mixture."""
-OF_ROUTER = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
-"""Attributes of routers that this package reads, or that change nothing."""
+MIXTURE_MODULES = frozenset({ROUTER, EXPERTS, *NORMS})
+"""Modules of a layer with an MLP and experts side by side."""
+ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
+"""Router attributes this package reads, or that change nothing."""
 
 
 @dataclass(frozen=True)
 class MixtureParts(Generic[Matmul]):
-    """The modules of a mixture beside an MLP."""
+    """Modules of a mixture of experts beside an MLP."""
 
     router: Module
     experts: Module
     norms: tuple[Module, ...]
-    """Those after the MLP, before the experts, and after their sum."""
+    """Norms after the MLP, before the experts, and after their sum."""
 
     @property
     def projection(self) -> Matmul:
-        """What gives the scores of experts."""
+        """The linear layer that gives expert scores."""
         return self.router.get_submodule("proj")  # type: ignore[return-value]
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the router multiplies normed rows by, and the shares of each expert."""
+        """The router's input scale and each expert's factor."""
         router: Any = self.router
         return router.scale, router.per_expert_scale
 
     @property
     def factor(self) -> float:
-        """What the router multiplies normed rows by, besides."""
+        """Constant factor of the router's input."""
         return float(self.router.scalar_root_size)  # type: ignore[arg-type]
 
     @property
     def top(self) -> int:
-        """The experts of a row."""
+        """Experts per token."""
         router: Any = self.router
         return int(router.config.top_k_experts)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Those of the router and the experts."""
         for module in (self.router, self.experts):
             yield from module.parameters()
             yield from module.buffers()
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
-    """The mixture beside the MLP of a layer, with a router of this class; None if there is none."""
-    own = layer._modules
-    if not router or own.get(EXPERTS) is None or type(own.get(ROUTER)).__name__ != router:
+    """The mixture beside a layer's MLP with a router of this class, or None."""
+    modules = layer._modules
+    if not router or modules.get(EXPERTS) is None or type(modules.get(ROUTER)).__name__ != router:
         return None
-    norms = tuple(own.get(name) for name in NORMS)
+    norms = tuple(modules.get(name) for name in NORMS)
     if None in norms:
         return None
     return MixtureParts(layer.get_submodule(ROUTER), layer.get_submodule(EXPERTS), norms)  # type: ignore[arg-type]
 
 
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
-    """Whether the router of a mixture computes what its class says, as far as its modules and attributes tell."""
+    """True if the router computes what its class says, judging by its modules and attributes."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")
     if set(router._modules) != {"norm", "proj"} or set(router._parameters) != {"scale", "per_expert_scale"}:
         return False
-    number = getattr(projection, "out_features", 0)
+    experts = getattr(projection, "out_features", 0)
     return (
         is_of_package(router, package)
         and is_of_package(norm, package)
-        and all(name in OF_ROUTER or name.startswith("_") for name in vars(router))
+        and all(name in ROUTER_MODULE_ATTRIBUTES or name.startswith("_") for name in vars(router))
         and isinstance(getattr(router, "scalar_root_size", None), float)
         and not norm._parameters
         and getattr(norm, "eps", None) == epsilon
         and kind.multiplies(projection)
         and projection.in_features == width
         and projection.bias is None
-        and [len(weight) for weight in parts.weights] == [width, number]
+        and [len(weight) for weight in parts.weights] == [width, experts]
         and all(map(kind.fits, parts.weights))
         and not any("forward" in vars(module) for module in router.modules())
     )
 
 
-OF_DELTA_RULES = frozenset({
+DELTA_RULE_SETTINGS = frozenset({
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim",
 })  # fmt: skip
 LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
-OF_LFM2 = Names(
+LFM2_NAMES = Names(
     mlp="feed_forward",
     gate="w1",
     up="w3",
@@ -141,7 +140,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         embedding="embedding_multiplier",
         logit_divisor="logits_scaling",
         attributes=frozenset({"block_type", "block_sparse_moe", "has_experts", "input_size", "mamba", "self_attn"}),
-        settings=OF_EXPERTS
+        settings=EXPERT_SETTINGS
         | {
             "attention_multiplier", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
             "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
@@ -154,7 +153,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "lfm2": Family(
         norms=LFM2_NORMS,
-        names=OF_LFM2,
+        names=LFM2_NAMES,
         mixers={"conv": {"Lfm2ShortConv": SHORT_CONVOLUTION}},
         attributes=frozenset({"is_attention_layer"}),
         settings=frozenset({
@@ -164,22 +163,22 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "lfm2_moe": Family(
         norms=LFM2_NORMS,
-        names=replace(OF_LFM2, rotary="pos_emb"),
+        names=replace(LFM2_NAMES, rotary="pos_emb"),
         mixers={"conv": {"Lfm2MoeShortConv": SHORT_CONVOLUTION}},
         experts=ExpertKind(
             "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", added=1e-6
         ),
         attributes=frozenset({"is_attention_layer"}),
-        settings=OF_EXPERTS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
+        settings=EXPERT_SETTINGS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
     ),
     "olmo_hybrid": Family(
-        mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_APART}},
+        mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_SEPARATE}},
         norms=AFTER,
         norms_of_mixers=LLAMA_NORMS,
         norm=ROUNDED_AFTER,
         norms_all_heads=True,
         rotates=lambda attention: (attention.config.rope_parameters or {}).get("rope_theta") is not None,
-        settings=OF_DELTA_RULES
+        settings=DELTA_RULE_SETTINGS
         | {
             "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max",
             "linear_dt_min",
@@ -192,7 +191,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_partial=True,
         experts=qwen_experts("Qwen3Next"),
         attributes=frozenset({"block_type"}),
-        settings=OF_DELTA_RULES | OF_EXPERTS,
+        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
     ),
     "qwen3_5": Family(
         mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
@@ -200,7 +199,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         gates_heads=True,
         is_partial=True,
         attributes=frozenset({"block_type"}),
-        settings=OF_DELTA_RULES,
+        settings=DELTA_RULE_SETTINGS,
     ),
     "qwen3_5_moe": Family(
         mixers={"linear_attn": {"Qwen3_5MoeGatedDeltaNet": DELTA_RULE}},
@@ -209,7 +208,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_partial=True,
         experts=qwen_experts("Qwen3_5Moe"),
         attributes=frozenset({"block_type"}),
-        settings=OF_DELTA_RULES | OF_EXPERTS,
+        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
     ),
 }  # fmt: skip
-"""By the name of the library's package of a model type."""
+"""Families by the name of the library's package for the model type."""

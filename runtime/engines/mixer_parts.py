@@ -1,4 +1,4 @@
-"""Recognises what mixes the tokens of a layer beside attention, in the library's own modules."""
+"""Recognizes recurrent mixers, convolutions and mixtures of experts in the library's modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
-DELTA_RULE_APART = "gated delta rule, queries, keys and values apart"
+DELTA_RULE_SEPARATE = "gated delta rule, queries, keys and values apart"
 DELTA_RULE_BY_HEADS = "gated delta rule, inputs by heads of keys"
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
@@ -22,12 +22,12 @@ STATE_ATTRIBUTES = frozenset({
     "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
     "time_step_limit", "bias", "training", "config",
 })  # fmt: skip
-"""Attributes of mixers that this file reads, or that the shapes of weights show."""
+"""Mixer attributes this file reads, or that weight shapes imply."""
 
 
 @dataclass(frozen=True)
 class MixerParts(Generic[Matmul]):
-    """The modules of a mixer, and its shapes."""
+    """Modules and shapes of a mixer."""
 
     kind: str
     module: Module
@@ -35,13 +35,13 @@ class MixerParts(Generic[Matmul]):
     out: Matmul
     convolution: Conv1d
     norm: Module | None = None
-    """That of what is read, with a gate."""
+    """Gated norm of the mixer's output."""
     key_heads: int = 0
     heads: int = 0
     key_width: int = 0
     value_width: int = 0
     strength: float = 1.0
-    """The factor of how much a row teaches a gated delta rule."""
+    """Factor of a delta rule's learning rate."""
 
     @property
     def channels(self) -> int:
@@ -53,14 +53,16 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Those of its own: a number for each head."""
+        """The mixer's own parameters, one number per head."""
         return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
 
 
-def mixer_parts(module: Any, place: int, kind: Kind[Matmul], classes: Mapping[str, str]) -> MixerParts[Matmul] | None:
-    """The parts of a mixer, of which the ``classes`` have a known code; None for any other, or another shape."""
+def mixer_parts(
+    module: Any, layer_index: int, kind: Kind[Matmul], classes: Mapping[str, str]
+) -> MixerParts[Matmul] | None:
+    """Parts of a mixer whose class is in ``classes``; None for any other class or shape."""
     read = READERS.get(classes.get(type(module).__name__, ""))
-    if read is None or getattr(module, "layer_idx", None) != place:
+    if read is None or getattr(module, "layer_idx", None) != layer_index:
         return None
     if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
         return None
@@ -69,13 +71,19 @@ def mixer_parts(module: Any, place: int, kind: Kind[Matmul], classes: Mapping[st
     except AttributeError:
         return None
     matmuls = (*parts.inputs, parts.out)
-    own = [*parts.parameters.values(), *_tensors(parts.convolution), *(_tensors(parts.norm) if parts.norm else ())]
-    known = {id(tensor) for tensor in (*own, *(one for matmul in matmuls for one in _tensors(matmul)))}
+    small_tensors = [
+        *parts.parameters.values(),
+        *_tensors(parts.convolution),
+        *(_tensors(parts.norm) if parts.norm else ()),
+    ]
+    known_ids = {
+        id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in _tensors(matmul)))
+    }
     is_whole = (
         all(map(kind.multiplies, matmuls))
-        and all(map(kind.fits, own))
-        and {id(tensor) for tensor in _tensors(module)} == known
-        and not any("forward" in vars(one) for one in module.modules())
+        and all(map(kind.fits, small_tensors))
+        and {id(tensor) for tensor in _tensors(module)} == known_ids
+        and not any("forward" in vars(submodule) for submodule in module.modules())
     )
     return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
 
@@ -86,7 +94,7 @@ def _tensors(module: Module) -> Iterator[torch.Tensor]:
 
 
 def _is_causal(convolution: Any) -> bool:
-    """Whether a convolution is one of each channel over its last columns, as the library's functions compute it."""
+    """True for a depthwise causal convolution."""
     return (
         type(convolution) is Conv1d
         and convolution.groups == convolution.in_channels == convolution.out_channels
@@ -97,9 +105,12 @@ def _is_causal(convolution: Any) -> bool:
 
 
 def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
-    """Whether all weights have the shapes that the others show, and divide into the engine's vectors."""
+    """True if the weights' shapes are consistent and divide into the engine's vectors."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
-    hidden, own = parts.out.out_features, {name: tuple(one.shape) for name, one in parts.parameters.items()}
+    hidden, head_parameters = (
+        parts.out.out_features,
+        {name: tuple(weight.shape) for name, weight in parts.parameters.items()},
+    )
     if parts.kind == SHORT_CONVOLUTION:
         channels, outputs, read = hidden, [3 * hidden], hidden
     elif parts.kind == DELTA_RULE:
@@ -112,22 +123,22 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
     widths = [channels] if parts.kind == SHORT_CONVOLUTION else [channels, parts.key_width, parts.value_width, values]
     return (
         parts.channels == channels
-        and [one.out_features for one in parts.inputs] == outputs
-        and all(one.in_features == hidden for one in parts.inputs)
+        and [layer.out_features for layer in parts.inputs] == outputs
+        and all(layer.in_features == hidden for layer in parts.inputs)
         and parts.out.in_features == read
-        and own == dict.fromkeys(NAMES[parts.kind], (heads,))
+        and head_parameters == dict.fromkeys(HEAD_PARAMETERS[parts.kind], (heads,))
         and all(width > 0 and width % kind.divisor == 0 for width in widths)
         and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
         and (parts.norm is None or _norms(parts))
     )
 
 
-NAMES = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
-"""Of the parameters that have a number for each head."""
+HEAD_PARAMETERS = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
+"""Parameters with one number per head."""
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
-    """Whether the gated norm is over a head of the delta rule, or over groups of heads of a scan."""
+    """True if the gated norm covers a delta rule's head, or a scan's groups of heads."""
     norm: Any = parts.norm
     weight = norm._parameters.get("weight")
     values = parts.heads * parts.value_width
@@ -156,8 +167,8 @@ def _delta_rule(module: Any) -> MixerParts[Any]:
     )  # fmt: skip
 
 
-def _delta_rule_apart(module: Any) -> MixerParts[Any]:
-    """With a matrix for each of queries, keys and values."""
+def _delta_rule_separate(module: Any) -> MixerParts[Any]:
+    """Separate matrices for queries, keys and values."""
     parts = MixerParts(
         DELTA_RULE, module,
         (module.q_proj, module.g_proj, module.b_proj, module.a_proj, module.k_proj, module.v_proj),
@@ -171,7 +182,7 @@ def _delta_rule_apart(module: Any) -> MixerParts[Any]:
 
 
 def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
-    """With a matrix for queries, keys, values and gates, and one for what heads learn and forget."""
+    """One matrix for queries, keys, values and gates, and one for write strengths and decays."""
     if module.activation != "silu":
         raise AttributeError("another activation")
     return MixerParts(
@@ -192,7 +203,7 @@ def _mamba2(module: Any) -> MixerParts[Any]:
 READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
     SHORT_CONVOLUTION: _short_convolution,
     DELTA_RULE: _delta_rule,
-    DELTA_RULE_APART: _delta_rule_apart,
+    DELTA_RULE_SEPARATE: _delta_rule_separate,
     DELTA_RULE_BY_HEADS: _delta_rule_by_heads,
     MAMBA2: _mamba2,
 }
@@ -205,31 +216,31 @@ ROUTER_ATTRIBUTES = frozenset({
     "hidden_dim", "norm_min", "norm_topk_prob", "num_experts", "num_group", "routed_scaling_factor", "top_k",
     "topk_group", "training", "use_expert_bias",
 })  # fmt: skip
-"""Attributes that this file reads, that the shapes of weights show, or that training alone reads."""
+"""Attributes this file reads, that weight shapes imply, or that only training reads."""
 
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """What a type of models has in place of an MLP in some layers, or beside it."""
+    """A model type's mixture of experts, in place of an MLP or beside it."""
 
     block: str
-    """The class of the mixture, which engines without code for experts call as it is."""
+    """Class of the mixture; engines without code for experts call it as it is."""
     router: str
-    """The class of what chooses experts."""
+    """Class of the router."""
     gate: str = "gate"
-    """The name of that in the mixture."""
+    """Attribute name of the router."""
     beside: str = ""
-    """The name of a mixture in the layer that is added to the MLP; empty for one in the place of it."""
+    """Attribute name of a mixture that is added to the MLP; empty if it replaces the MLP."""
     shared: str = ""
-    """The name in the mixture of an MLP that all tokens have."""
+    """Attribute name of the shared expert's MLP."""
     shared_gate: str = ""
-    """The name of a linear layer whose sigmoid is the share of that."""
+    """Attribute name of a linear layer whose sigmoid is the shared expert's share."""
     has_sigmoids: bool = False
-    """Whether shares are sigmoids of scores, and no softmax."""
+    """Shares are sigmoids of scores instead of a softmax."""
     correction: str = ""
-    """The name in the mixture of what is added to shares to choose by, where there is such a tensor."""
+    """Path of a tensor added to shares for choosing only."""
     added: float = 0.0
-    """Added to the sum by which shares are divided."""
+    """Added to the sum that shares are divided by."""
 
 
 @dataclass(frozen=True)
@@ -239,23 +250,23 @@ class Router:
     weight: torch.Tensor
     bias: torch.Tensor | None
     top: int
-    """Experts of a token."""
+    """Experts per token."""
     has_sigmoids: bool
-    renorms: bool
-    """Whether shares are made to add up to 1."""
+    renormalizes: bool
+    """Shares are scaled to sum to 1."""
     correction: torch.Tensor | None
     groups: int
     used_groups: int
     factor: float
-    """By which all shares are multiplied in the end."""
+    """Factor of the final shares."""
     added: float
-    """Added to the sum by which shares are divided."""
-    least: float
-    """The least sum by which shares are divided."""
+    """Added to the sum that shares are divided by."""
+    min_sum: float
+    """Minimum of that sum."""
 
 
 def qwen_experts(family: str) -> ExpertKind:
-    """The mixture of a family of Qwen, with a gated MLP that all tokens have; ``family`` begins its classes' names."""
+    """Qwen's mixture with a gated shared expert; ``family`` is the prefix of its class names."""
     return ExpertKind(
         f"{family}SparseMoeBlock",
         f"{family}TopKRouter",
@@ -265,29 +276,29 @@ def qwen_experts(family: str) -> ExpertKind:
 
 
 def router_of(block: Any, kind: ExpertKind) -> Router | None:
-    """What chooses the experts of a mixture of a known kind; None where it has anything more than is known."""
+    """The router of a known kind of mixture, or None if it has anything unknown."""
     gate = block._modules.get(kind.gate)
     if gate is None or type(gate).__name__ != kind.router:
         return None
-    own = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
-    known = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
+    checked = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
+    known_names = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
     present = {name for name, module in block._modules.items() if module is not None}
-    if not {kind.gate, "experts"} <= present <= known or any("forward" in vars(module) for module in own):
+    if not {kind.gate, "experts"} <= present <= known_names or any("forward" in vars(module) for module in checked):
         return None
     if not _knows(block, BLOCK_ATTRIBUTES | {kind.shared}) or not _knows(gate, ROUTER_ATTRIBUTES):
         return None
     weight, bias, correction = gate._parameters.get("weight"), gate._parameters.get("bias"), _tensor(block, kind)
-    tensors = [one for one in (weight, bias, correction) if one is not None]
-    held = [*block._parameters.values(), *block._buffers.values(), *gate.parameters(), *gate.buffers()]
-    number = len(block.experts.down_proj)
-    groups, used = getattr(gate, "num_group", 1), getattr(gate, "topk_group", 1)
+    tensors = [tensor for tensor in (weight, bias, correction) if tensor is not None]
+    all_tensors = [*block._parameters.values(), *block._buffers.values(), *gate.parameters(), *gate.buffers()]
+    experts = len(block.experts.down_proj)
+    groups, used_groups = getattr(gate, "num_group", 1), getattr(gate, "topk_group", 1)
     if (
         weight is None
-        or {id(one) for one in held} != {id(one) for one in tensors}
+        or {id(tensor) for tensor in all_tensors} != {id(tensor) for tensor in tensors}
         or weight.dim() != 2
-        or any(one.numel() != number for one in tensors if one is not weight)
-        or len(weight) != number
-        or (groups > 1 and (correction is None or number % groups or number // groups < 2))
+        or any(tensor.numel() != experts for tensor in tensors if tensor is not weight)
+        or len(weight) != experts
+        or (groups > 1 and (correction is None or experts % groups or experts // groups < 2))
     ):
         return None
     return Router(
@@ -298,7 +309,7 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         bool(getattr(gate, "norm_topk_prob", True)),
         correction,
         int(groups),
-        int(used),
+        int(used_groups),
         float(getattr(gate, "routed_scaling_factor", 1.0)),
         kind.added,
         float(getattr(gate, "norm_min", 0.0)),
@@ -308,10 +319,10 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
 def _tensor(block: Module, kind: ExpertKind) -> torch.Tensor | None:
     path, _, name = kind.correction.rpartition(".")
     try:
-        found: Any = getattr(block.get_submodule(path), name, None) if name else None
+        tensor: Any = getattr(block.get_submodule(path), name, None) if name else None
     except AttributeError:
         return None
-    return found if isinstance(found, (torch.Tensor, Parameter)) else None
+    return tensor if isinstance(tensor, (torch.Tensor, Parameter)) else None
 
 
 def _knows(module: Module, attributes: frozenset[str]) -> bool:

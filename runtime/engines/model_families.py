@@ -1,7 +1,7 @@
-"""Model types whose layers differ from Llama's, each described by what it adds.
+"""Model types described by how their layers differ from Llama's.
 
-A description holds for the library's own classes of that type, and only while their modules have no attribute and their
-configuration no setting beyond those named here: a release that adds one may compute something else with it.
+A description holds for the library's own classes only while their modules have no attribute, and their configuration no
+setting, beyond those named here: a release that adds one may compute something else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTRIBUTES = frozenset({
     "is_causal", "is_sliding", "layer_idx", "layer_type", "num_attention_heads", "num_key_value_groups",
     "num_key_value_heads", "scaling", "sliding_window",
 })  # fmt: skip
-"""Attributes of layers, attention and MLPs that this package reads, or that change nothing beside a window."""
+"""Attributes of layers, attention and MLPs this package reads, or that only affect a window."""
 SETTINGS = frozenset({
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act",
     "hidden_activation", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
@@ -38,24 +38,24 @@ SETTINGS = frozenset({
     "pad_token_id", "rms_norm_eps", "rope_parameters", "sliding_window", "tie_word_embeddings", "use_cache",
     "vocab_size",
 })  # fmt: skip
-"""Settings of configurations that modules of all families read."""
-OF_EXPERTS = frozenset({
+"""Settings common to all families."""
+EXPERT_SETTINGS = frozenset({
     "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "moe_intermediate_size", "n_group",
     "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
     "num_local_experts", "output_router_logits", "routed_scaling_factor", "router_aux_loss_coef",
     "router_jitter_noise", "shared_expert_intermediate_size", "topk_group",
 })  # fmt: skip
-"""Settings that mixtures of experts, which the library computes, read themselves, or that training alone reads."""
+"""Settings that mixtures of experts read themselves, or that only training reads."""
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """How an RMSNorm multiplies normed rows by its weight."""
+    """How an RMSNorm applies its weight."""
 
     offset: float = 0.0
     """Added to the weight."""
     rounds: bool = True
-    """Whether rows are rounded to the model's dtype before they are multiplied, and not only after it."""
+    """Rows are rounded to the model's dtype before the multiplication, not only after it."""
 
 
 ROUNDED_FIRST = NormKind()
@@ -69,10 +69,10 @@ class Names:
     gate: str = "gate_proj"
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"
-    """Of one matrix that gives both."""
+    """A single matrix for both."""
     down: str = "down_proj"
     activation: str | None = None
-    """Of the activation of an MLP, if it has another name than usual; empty for a SiLU that is no module."""
+    """Attribute name of the MLP's activation if unusual; empty for a SiLU that isn't a module."""
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     last_norm: str = "norm"
@@ -81,81 +81,81 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """What the layers of a model type compute, where it is not what Llama's do."""
+    """How a model type's layers differ from Llama's."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
-    """Names of the norms before and after attention, and before and after the MLP; empty for none."""
+    """Norms before and after attention, and before and after the MLP; empty for none."""
     norm: NormKind = ROUNDED_FIRST
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Names of modules in the place of attention, and what those of which class compute."""
+    """Mixer modules in place of attention: attribute names, and by class what they compute."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
-    """Names of the norms in layers with such a module, if others are there."""
+    """Norms of layers with a mixer, if they differ."""
     gates_heads: bool = False
-    """Whether each query head has a gate beside it, for what it attends to."""
+    """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
-    """Whether one matrix gives queries, keys and values."""
+    """One matrix gives queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
-    """Which modules give queries, keys and values: values are keys where the third one is missing, and keys and values
-    those of an earlier layer of the same kind where there is but one."""
+    """Modules that give queries, keys and values. Without the third, values are keys; with only the first, keys and
+    values come from an earlier layer of the same type."""
     keeps: str = ""
-    """The attribute of attention that says whether later layers read its keys and values."""
+    """Attention attribute that says whether later layers read its keys and values."""
     value_norm: str = ""
-    """The name of a norm of values, which has no weight."""
+    """Attribute name of a weightless norm of values."""
     varies_heads: bool = False
-    """Whether the heads of layers may differ in number and width."""
+    """Head number and width may vary between layers."""
     factor: str = ""
-    """The buffer of a layer by which it multiplies its output."""
+    """Layer buffer that scales its output."""
     has_inputs: bool = False
-    """Whether layers may have inputs beside hidden states."""
+    """Layers may have their own inputs beside hidden states."""
     joins_gate: bool = False
-    """Whether one matrix gives gate and up."""
+    """One matrix gives gate and up."""
     norms_all_heads: bool = False
-    """Whether the norms of queries and keys are over all heads together."""
+    """Norms of queries and keys span all heads."""
     is_partial: bool = False
-    """Whether rotary positions may turn the first part of a head only."""
+    """Rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
-    """Whether rotary positions turn each number with the next one, and not with that half of the part away."""
+    """Rotary pairs are adjacent numbers instead of numbers half a head apart."""
     has_half_tables: bool = False
-    """Whether the rotary module gives cosines and sines for the first half of a head alone, and the other has them."""
+    """The rotary module gives cosines and sines for half a head; the other half repeats them."""
     rotates: Callable[[Any], bool] = field(default=lambda attention: True)
-    """Whether this attention has rotary positions."""
+    """True if an attention module uses rotary positions."""
     softcap: str = ""
-    """The attribute of attention that bounds its scores."""
+    """Attention attribute that caps its scores."""
     has_sinks: bool = False
     residual: str = ""
-    """The attribute of a layer by which it multiplies what it adds."""
+    """Layer attribute that scales what it adds to hidden states."""
     embedding: str = ""
-    """The attribute of the decoder by which it multiplies the embeddings."""
+    """Decoder attribute that scales embeddings."""
     logit_divisor: str = ""
-    """The setting by which logits are divided."""
+    """Setting that divides logits."""
     logit_softcap: str = ""
-    """The setting that bounds the logits."""
+    """Setting that caps logits."""
     bounding: tuple[str, ...] = ("ForCausalLM",)
-    """How the names of the classes end that change logits so."""
+    """Class-name suffixes of models that change logits this way."""
     placeholders: tuple[str, ...] = ()
-    """The settings of a multimodal model that name tokens which stand for something else than text."""
+    """Settings that name placeholder tokens of a multimodal model."""
     experts: ExpertKind | None = None
     """The mixture of experts in some layers."""
     beside: str = ""
-    """The class of what chooses experts that layers may have beside their MLP, with norms of their own."""
+    """Router class of experts that layers may have beside their MLP."""
     attributes: frozenset[str] = frozenset()
-    """Attributes of modules that other families do not have."""
+    """Further module attributes of this family."""
     settings: frozenset[str] = frozenset()
-    """Settings that other families do not have."""
+    """Further settings of this family."""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """The values of settings for which the description holds."""
+    """Setting values for which the description holds."""
 
     def knows(self, module: Module) -> bool:
-        """Whether all that a module of a layer holds is in the description."""
+        """True if the description covers all of a module's attributes."""
         known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, "training", "config"}
         return all(name in known or name.startswith("_") for name in vars(module))
 
     def holds_for(self, model: Module, config: Any) -> bool:
-        """Whether a model of the family computes as described, by its classes and its settings."""
-        own = {self.softcap, self.residual, self.embedding, self.logit_divisor, self.logit_softcap}
-        known = {*SETTINGS, *self.settings, *own}
+        """True if a model's classes and settings match the description."""
+        logit_settings = {self.softcap, self.residual, self.embedding, self.logit_divisor, self.logit_softcap}
+        known = {*SETTINGS, *self.settings, *logit_settings}
         if not settings_of(type(config)) <= known or not is_of_package(model, package_of(config)):
             return False
         if any(getattr(config, name, None) not in values for name, values in self.required.items()):
@@ -233,14 +233,14 @@ FAMILIES: Mapping[str, Family] = {
             added=1e-20,
         ),
         attributes=frozenset({"rope_parameters", "use_qk_norm"}),
-        settings=OF_EXPERTS | {"num_mtp_layers", "use_qk_norm"},
+        settings=EXPERT_SETTINGS | {"num_mtp_layers", "use_qk_norm"},
     ),
     "gpt_oss": Family(
         norm=ROUNDED_AFTER,
         has_sinks=True,
         has_half_tables=True,
         experts=ExpertKind("GptOssMLP", "GptOssTopKRouter", gate="router"),
-        settings=OF_EXPERTS | {"swiglu_alpha", "swiglu_limit"},
+        settings=EXPERT_SETTINGS | {"swiglu_alpha", "swiglu_limit"},
     ),
     "granite": Family(
         residual="residual_multiplier",
@@ -254,15 +254,15 @@ FAMILIES: Mapping[str, Family] = {
         embedding="embedding_multiplier",
         logit_divisor="logits_scaling",
         experts=ExpertKind("GraniteMoeMoE", "GraniteMoeTopKRouter", gate="router"),
-        settings=OF_EXPERTS | {"attention_multiplier"},
+        settings=EXPERT_SETTINGS | {"attention_multiplier"},
     ),
-    "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=OF_EXPERTS),
+    "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=EXPERT_SETTINGS),
     "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
         experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
-        settings=OF_EXPERTS | {"clip_qkv"},
+        settings=EXPERT_SETTINGS | {"clip_qkv"},
         required={"clip_qkv": (None,)},
     ),
     "phi3": Family(
@@ -274,11 +274,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": Family(
         experts=qwen_experts("Qwen2Moe"),
-        settings=OF_EXPERTS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
+        settings=EXPERT_SETTINGS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
     ),
     "qwen3_moe": Family(
         experts=ExpertKind("Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
-        settings=OF_EXPERTS | {"use_sliding_window"},
+        settings=EXPERT_SETTINGS | {"use_sliding_window"},
     ),
     "smollm3": Family(
         rotates=lambda attention: bool(attention.use_rope),
@@ -286,16 +286,16 @@ FAMILIES: Mapping[str, Family] = {
         settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
     ),
 }  # fmt: skip
-"""By the name of the library's package of a model type."""
+"""Families by the name of the library's package for the model type."""
 
 
 def family_of(layer: Module, families: Mapping[str, Family]) -> Family | None:
-    """The description of a layer of the library; None for any other layer."""
+    """The description of a library layer, or None."""
     return families.get(package_of(layer))
 
 
 def package_of(thing: object) -> str:
-    """The library's package of a model type in which the class of this is; empty if it is elsewhere."""
+    """Package of the library's model type that defines an object's class; empty if it is elsewhere."""
     root, *parts = type(thing).__module__.split(".")
     return parts[1] if root == "transformers" and len(parts) == 3 and parts[0] == "models" else ""
 
@@ -305,13 +305,12 @@ def is_of_package(thing: object, package: str) -> bool:
 
 
 def settings_of(config: type) -> frozenset[str]:
-    """The settings that a class of configurations declares beside those of all."""
+    """Settings a configuration class declares beyond the common ones."""
     from transformers import PretrainedConfig
 
-    own, common = (inspect.signature(each).parameters for each in (config, PretrainedConfig))
-    named = {
-        name for name, one in own.items() if one.kind is not one.VAR_KEYWORD and one.kind is not one.VAR_POSITIONAL
-    }
+    declared, common = (inspect.signature(cls).parameters for cls in (config, PretrainedConfig))
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {name for name, parameter in declared.items() if parameter.kind not in variadic}
     return frozenset(named - common.keys())
 
 
@@ -351,4 +350,4 @@ VARIED_FAMILIES: Mapping[str, Family] = {
     "gemma4": _gemma4(has_inputs=True, beside="Gemma4TextRouter"),
     "gemma4_unified": _gemma4(),
 }
-"""By the name of the library's package of a model type."""
+"""Families by the name of the library's package for the model type."""

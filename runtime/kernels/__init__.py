@@ -1,4 +1,4 @@
-"""Compiled arithmetic: products of small batches, arg-max, top-k, memory of outputs, raw memory and a clock.
+"""Compiled arithmetic: small-batch matmuls, experts, arg-max, top-k, a thread pool and raw memory.
 
 Imports `data` and `runtime/config` only.
 """

@@ -1,8 +1,7 @@
-"""What compiled code needs: the options of numba, function pointers, a clock, and raw memory.
+"""Numba helpers: compile options, LLVM intrinsics, function pointers, a clock and raw memory.
 
-When compiled code calls a function, numba compiles that function once more for each constant that is passed to it and
-for each width of integers, and with it all that it calls. One version for all takes half the time to compile, and is as
-fast: LLVM inlines small functions, constants included.
+Numba recompiles a callee, and all that it calls, for each constant argument and each integer width. ``compiled`` forces
+one version: it compiles in half the time and is as fast, because LLVM inlines small functions, constants included.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from numba.extending import intrinsic
 def processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
-        return f"{found['model name'].strip()} (family {found['cpu family']}, model {found['model']})"
+        fields = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+        return f"{fields['model name'].strip()} (family {fields['cpu family']}, model {fields['model']})"
     except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = npt.NDArray[Any]
-"""An array for compiled code, which finds the type of its numbers by itself."""
+"""An array for compiled code, which infers the dtype."""
 Ints = Array
-"""The same, where they are integers of any width."""
+"""An array of integers of any width."""
 
 # Only function pointers need a wrapper for C. numba's types lack this option.
 _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
@@ -46,36 +45,44 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 def compiled(function: Function) -> Function:
     """Compile a function once for integers of any width and for constants; unsigned numbers keep their type."""
-    made = _njit(function)
-    template_for = made.get_call_template
+    dispatcher = _njit(function)
+    template_for = dispatcher.get_call_template
 
     def general_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return template_for(tuple(map(_general, args)), {name: _general(kind) for name, kind in kwargs.items()})
 
-    made.get_call_template = general_template
-    return made  # type: ignore[no-any-return]
+    dispatcher.get_call_template = general_template
+    return dispatcher  # type: ignore[no-any-return]
 
 
 def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that adds its instructions to those of the caller.
+    """Turn a generator of LLVM instructions into an intrinsic, inlined into its caller.
 
-    The function gets a builder of LLVM instructions and an argument for each of ``kinds``. Where this is None, it takes
-    arguments of all types, and gets the type and not the value.
+    The generator gets a builder and one argument for each of ``kinds``. For None the argument may have any type, and
+    the generator gets the type instead of the value.
     """
 
-    def made(generate: Callable[..., Any]) -> Any:
+    def decorate(generate: Callable[..., Any]) -> Any:
         @wraps(generate)
-        def typed(context: Any, *given: Any) -> Any:
+        def typed(context: Any, *argument_types: Any) -> Any:
             def lower(target: Any, builder: Any, signature: Any, values: Any) -> Any:
-                known = zip(kinds, given, values, strict=True)
-                found = generate(builder, *(own if kind is None else value for kind, own, value in known))
-                return target.get_dummy_value() if found is None else found
+                operands = zip(kinds, argument_types, values, strict=True)
+                result = generate(
+                    builder,
+                    *(argument_type if fixed_type is None else value for fixed_type, argument_type, value in operands),
+                )
+                return target.get_dummy_value() if result is None else result
 
-            return returns(*(own if kind is None else kind for kind, own in zip(kinds, given, strict=True))), lower
+            return returns(
+                *(
+                    argument_type if fixed_type is None else fixed_type
+                    for fixed_type, argument_type in zip(kinds, argument_types, strict=True)
+                )
+            ), lower
 
         return intrinsic(typed)
 
-    return made
+    return decorate
 
 
 def _general(kind: Any) -> Any:
@@ -85,25 +92,25 @@ def _general(kind: Any) -> Any:
 
 @cache
 def _function(function: Callable[..., Any], signature: Any) -> Any:
-    """A C function, compiled once and kept on the disk."""
+    """A C function, compiled once and cached on disk."""
     return cfunc(signature, cache=True)(function)
 
 
 def address_of(function: Callable[..., Any], signature: Any) -> int:
-    """The address of a function, compiled with a signature of numba."""
+    """Address of a function compiled with a numba signature."""
     return int(_function(function, signature).address)
 
 
 def caller_of(signature: Any) -> Any:
-    """An intrinsic that calls a function with this signature by its address, with a tuple of arguments."""
+    """An intrinsic that calls a function with this signature by address, with a tuple of arguments."""
     returned = signature.return_type
 
     def call(context: Any, address: Any, arguments: Any) -> Any:
         def lower(target: Any, builder: Any, _: Any, values: Any) -> Any:
-            given = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
-            kind = ir.VoidType() if returned == types.void else target.get_value_type(returned)
-            pointer = ir.FunctionType(kind, [value.type for value in given]).as_pointer()
-            result = builder.call(builder.inttoptr(values[0], pointer), given)
+            arguments_ = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
+            llvm_type = ir.VoidType() if returned == types.void else target.get_value_type(returned)
+            pointer = ir.FunctionType(llvm_type, [value.type for value in arguments_]).as_pointer()
+            result = builder.call(builder.inttoptr(values[0], pointer), arguments_)
             return target.get_dummy_value() if returned == types.void else result
 
         return returned(address, arguments), lower
@@ -132,7 +139,7 @@ else:
 
 @compiled
 def lap(work: Any, source: int) -> None:
-    """Add the time since the last lap to a source, if this draft is timed."""
+    """Credit the time since the last lap to a source if this draft is timed."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]
@@ -148,7 +155,7 @@ def start_clock(work: Any) -> None:
 
 
 class SharedTime:
-    """Time that is measured as a whole, and shared out by the laps of a part of it."""
+    """Total time, divided among parts in proportion to their laps."""
 
     def __init__(self, parts: int) -> None:
         self._laps, self._shared_out = np.zeros((2, parts))
@@ -161,15 +168,15 @@ class SharedTime:
         self._laps += laps
 
     def read(self) -> list[float]:
-        """The time of each part. What was read before keeps its shares, so that no part's time goes down."""
-        if whole := self._laps.sum():
-            self._shared_out += self._spent * self._laps / whole
+        """Time of each part. Shares already handed out stay, so no part's time decreases."""
+        if total := self._laps.sum():
+            self._shared_out += self._spent * self._laps / total
             self._spent = 0.0
         return self._shared_out.tolist()  # type: ignore[no-any-return]
 
 
-class Pinned:
-    """Raises on copy and pickle: compiled code would use addresses of the original, or of freed memory."""
+class Uncopyable:
+    """Raises on copy and pickle: compiled code holds addresses that a copy would leave dangling."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -178,7 +185,7 @@ class Pinned:
 
 
 def return_free_memory() -> None:
-    """Return what was freed, where the system's allocator would keep it for later."""
+    """Return freed heap memory to the system; glibc's allocator would keep it."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
@@ -186,7 +193,7 @@ def return_free_memory() -> None:
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
 WORD_SIZE = 8
-"""Bytes of a field of a record."""
+"""Bytes of a record's field."""
 
 
 @generated(types.int64, returns=types.voidptr)
@@ -200,9 +207,9 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = target.make_array(signature.args[0])(target, builder, arguments[0])
-        kind = ir.FunctionType(ir.VoidType(), [BYTES, WORD, WORD, WORD])
+        function_type = ir.FunctionType(ir.VoidType(), [BYTES, WORD, WORD, WORD])
         function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, kind, "llvm.prefetch.p0"
+            builder.module, function_type, "llvm.prefetch.p0"
         )
         address = builder.bitcast(builder.gep(view.data, [arguments[1]]), BYTES)
         builder.call(function, [address, WORD(0), WORD(3), WORD(1)])  # to read, to keep, as data
@@ -218,32 +225,32 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 @compiled
 def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
-    """The array at an address."""
+    """View memory at an address as an array."""
     return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]
 
 
 def bits(number: float) -> int:
-    """The bits of a number in float32, as an integer."""
+    """The bits of a float32 as an integer."""
     return int(np.float32(number).view(np.int32))
 
 
 @compiled
 def float_of(record: npt.NDArray[Any], field: int) -> Any:
-    """The float32 whose bits an array of integers of 64 bits has in a field."""
+    """Read the float32 stored in an int64 field of a record."""
     return array_at(record.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
 
 
 @compiled
-def copy_numbers(read: int, count: int, written: int) -> None:
-    """Copy float32 numbers."""
-    source, target = array_at(read, (count,), types.float32), array_at(written, (count,), types.float32)
-    for place in range(count):  # an assignment of slices takes four seconds longer to compile
-        target[place] = source[place]
+def copy_numbers(source_at: int, count: int, target_at: int) -> None:
+    """Copy ``count`` float32 numbers."""
+    source, target = array_at(source_at, (count,), types.float32), array_at(target_at, (count,), types.float32)
+    for index in range(count):  # an assignment of slices takes four seconds longer to compile
+        target[index] = source[index]
 
 
 @compiled
-def clear_numbers(written: int, count: int) -> None:
-    """Set float32 numbers to 0."""
-    target = array_at(written, (count,), types.float32)
-    for place in range(count):
-        target[place] = 0.0
+def clear_numbers(address: int, count: int) -> None:
+    """Zero ``count`` float32 numbers."""
+    target = array_at(address, (count,), types.float32)
+    for index in range(count):
+        target[index] = 0.0

@@ -1,14 +1,10 @@
-"""``outputs = inputs @ matrix.T + bias`` for one format of matrices as a C function, called by its address.
+"""``outputs = inputs @ matrix.T + bias`` as one C function per matrix format, called by address.
 
-A prompt has so many rows that nothing waits for memory if all that is read again is in the caches: some columns of some
-rows of the matrix are multiplied by groups of input rows, then the next columns. The sums are kept meanwhile, and what
-is multiplied next is prefetched. Each sum is added in the order in which few rows are, so a row has the same bits in
-every product.
+BLAS is tuned for many rows. For one row, or the few rows of a draft tree, it reads the matrix below memory bandwidth;
+this kernel reads it once, in memory order, and prefetches one tile ahead.
 
-BLAS libraries are optimized for many rows. For one row, or the few rows of a tree, they read the matrix below memory
-bandwidth. This kernel reads it once, in the order of memory, and prefetches one tile ahead.
-
-Compiled code that multiplies matrices of several formats, known only when it runs, needs no version for each of them.
+For the many rows of a prompt, a block of matrix rows and columns is multiplied by groups of input rows while it is in
+the cache. Every sum is added in one order whatever the number of rows, so a row's bits don't depend on it.
 """
 
 from __future__ import annotations
@@ -23,50 +19,60 @@ from numba import cfunc, njit, types
 
 from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, generated
 from hdtool.runtime.kernels.gemm_tiles import (
-    FEW_ROWS,
-    MOST_OUTS,
-    MOST_ROWS,
-    SUMS,
+    ACCUMULATORS,
+    MAX_DIRECT_ROWS,
+    MAX_TILE_ROWS,
+    TILE_OUT_FEATURES,
     block_numbers,
     copy_vectors,
-    outs_beside,
     partial_tile,
     tile,
+    tile_out_features,
     unpack_row,
 )
 from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
 
-GROUPS = (2, 4, 6) if LANES == 8 else (SUMS // 4, SUMS // 2)
-"""Input rows of a tile; the smallest group that holds the last rows is used for them. AVX has registers for twelve
-sums, with which a tile loads less for each multiplication."""
+GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)
+"""Input rows of a tile; the last rows take the smallest group that holds them. AVX has registers for twelve sums, with
+which a tile loads less per multiplication."""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
-MOST_COLUMNS = 768
-"""Columns of a tile, so that its input rows stay in the first cache; whole blocks of all formats."""
-BLOCK_OUTS = 64
-"""Matrix rows that are multiplied by all input rows before the next ones: their tiles by a group prefetch all of the
-next group. On an Intel Xeon with AMX, 128 rows took 1.05 to 1.1 times as long."""
-MOST_TOGETHER = 128
-"""Input rows that are interleaved at once. There, 256 took 1.02 times as long."""
+MAX_TILE_COLUMNS = 768
+"""Columns of a tile, so that its input rows stay in L1; whole blocks of all formats."""
+BLOCK_OUT_FEATURES = 64
+"""Matrix rows multiplied by all input rows before the next ones; their tiles prefetch the whole next group. On an Intel
+Xeon with AMX, 128 rows took 1.05 to 1.1 times as long."""
+MAX_INTERLEAVED_ROWS = 128
+"""Input rows interleaved at once. On that Xeon, 256 took 1.02 times as long."""
 
-_GROUP_OUTS = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
-"""Matrix rows of a tile, beside these numbers of input rows."""
-_add, _complete = partial_tile(_GROUP_OUTS, last=False), partial_tile(_GROUP_OUTS, last=True)
+_GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
+"""Matrix rows of a tile, by its number of input rows."""
+_add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
 
 
 @njit(cache=True, nogil=True)
 def multiply_many(
-    matrix: int, kind: Any, stride: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, apart: int
+    matrix: int,
+    kind: Any,
+    stride: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    output_stride: int,
 ) -> None:
-    """``outs``, a multiple of ``MOST_OUTS``, rows of a matrix times input rows; see ``small_batch_gemm.multiply``."""
-    parts = (rows + MOST_TOGETHER - 1) // MOST_TOGETHER
-    together = (rows + parts * GROUP - 1) // (parts * GROUP) * GROUP
-    numbers = BLOCK_OUTS * (MOST_COLUMNS + together * LANES + GROUP) + together * columns + LANES
+    """Multiply a multiple of ``TILE_OUT_FEATURES`` matrix rows by many input rows; see ``multiply``."""
+    chunks = (rows + MAX_INTERLEAVED_ROWS - 1) // MAX_INTERLEAVED_ROWS
+    chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
+    numbers = BLOCK_OUT_FEATURES * (MAX_TILE_COLUMNS + chunk * LANES + GROUP) + chunk * columns + LANES
     memory = np.empty(numbers, np.float32)
-    for first in range(0, rows, together):
-        read, written = inputs + first * columns * ITEM_SIZE, outputs + first * apart * ITEM_SIZE
-        some = min(together, rows - first)
-        _multiply_together(matrix, kind, stride, outs, columns, read, some, written, apart, memory)
+    for first in range(0, rows, chunk):
+        read, written = inputs + first * columns * ITEM_SIZE, outputs + first * output_stride * ITEM_SIZE
+        chunk_rows = min(chunk, rows - first)
+        _multiply_together(
+            matrix, kind, stride, out_features, columns, read, chunk_rows, written, output_stride, memory
+        )
 
 
 @njit(cache=True, nogil=True)
@@ -74,15 +80,15 @@ def _multiply_together(
     matrix: int,
     kind: Any,
     stride: int,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
     memory: npt.NDArray[np.float32],
 ) -> None:
-    """The same for so many input rows as are interleaved at once."""
+    """Multiply as many input rows as are interleaved at once."""
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
     group = SMALL_GROUP
@@ -90,45 +96,51 @@ def _multiply_together(
         if group < rows - whole:
             group = size
     unpacked = line_after(memory.ctypes.data)
-    sums = unpacked + BLOCK_OUTS * MOST_COLUMNS * ITEM_SIZE
-    last = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUTS * LANES * ITEM_SIZE
-    interleaved = last + GROUP * BLOCK_OUTS * ITEM_SIZE
+    sums = unpacked + BLOCK_OUT_FEATURES * MAX_TILE_COLUMNS * ITEM_SIZE
+    last = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+    interleaved = last + GROUP * BLOCK_OUT_FEATURES * ITEM_SIZE
     for row in range(0, whole, GROUP):
         interleave(inputs + row * width, GROUP, columns, interleaved + row * width, GROUP)
     if whole < rows:
         rest = interleaved + whole * width
         clear_numbers(rest, group * columns)
         interleave(inputs + whole * width, rows - whole, columns, rest, group)
-    for out in range(0, outs, BLOCK_OUTS):
-        many, to = min(BLOCK_OUTS, outs - out), outputs + out * ITEM_SIZE
-        for column in range(0, columns, MOST_COLUMNS):
-            wide = min(MOST_COLUMNS, columns - column)
-            final = column + wide == columns
+    for out in range(0, out_features, BLOCK_OUT_FEATURES):
+        block_rows, to = min(BLOCK_OUT_FEATURES, out_features - out), outputs + out * ITEM_SIZE
+        for column in range(0, columns, MAX_TILE_COLUMNS):
+            block_columns = min(MAX_TILE_COLUMNS, columns - column)
+            final = column + block_columns == columns
             place = matrix + out * stride + bytes_before(column, kind, columns, stride)
-            later = matrix + (out + many) * stride if final else place + bytes_before(wide, kind, columns, stride)
+            later = (
+                matrix + (out + block_rows) * stride
+                if final
+                else place + bytes_before(block_columns, kind, columns, stride)
+            )
             block, between = place, stride
-            if stride != width:  # numbers of 32 bits are read where they are
-                block, between = unpacked, wide * ITEM_SIZE
-                for row in range(many):
-                    unpack_row(place + row * stride, kind, wide, unpacked + row * between)
+            if stride != width:  # float32 numbers are read in place
+                block, between = unpacked, block_columns * ITEM_SIZE
+                for row in range(block_rows):
+                    unpack_row(place + row * stride, kind, block_columns, unpacked + row * between)
             for row in range(0, rows, GROUP):
-                some = GROUP if row < whole else group
-                read, kept = interleaved + row * width, sums + row * BLOCK_OUTS * LANES * ITEM_SIZE
-                read += column * some * ITEM_SIZE
-                written, from_row = (to + row * apart * ITEM_SIZE, apart) if row < whole else (last, many)
-                before = row // GROUP * (BLOCK_OUTS // 4)  # the rows that earlier groups prefetch
-                far = later + before % BLOCK_OUTS * stride + before // BLOCK_OUTS * wide
-                near = read + some * width
+                group_rows = GROUP if row < whole else group
+                read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+                read += column * group_rows * ITEM_SIZE
+                written, from_row = (
+                    (to + row * output_stride * ITEM_SIZE, output_stride) if row < whole else (last, block_rows)
+                )
+                before = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # rows that earlier groups prefetch
+                far = later + before % BLOCK_OUT_FEATURES * stride + before // BLOCK_OUT_FEATURES * block_columns
+                near = read + group_rows * width
                 _multiply_group(
                     block,
                     between,
-                    many,
-                    wide,
+                    block_rows,
+                    block_columns,
                     read,
                     written,
                     from_row,
                     kept,
-                    some,
+                    group_rows,
                     column == 0,
                     final,
                     near,
@@ -136,18 +148,20 @@ def _multiply_together(
                     stride,
                 )
         for row in range(whole, rows):
-            copy_numbers(last + (row - whole) * many * ITEM_SIZE, many, to + row * apart * ITEM_SIZE)
+            copy_numbers(
+                last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE
+            )
 
 
 @njit(cache=True, nogil=True)
 def _multiply_group(
     matrix: int,
     stride: int,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
     sums: int,
     group: int,
     first: bool,
@@ -158,63 +172,68 @@ def _multiply_group(
 ) -> None:
     """Multiply rows of a float32 matrix by a group of interleaved input rows, for the ``first`` or ``last`` columns.
 
-    ``near`` is the next group and ``far`` a row of the matrix that is multiplied later: a tile prefetches as many bytes
-    of both as it has columns. Two tiles prefetch the same row, so that fetches from memory spread over more groups.
+    Each tile prefetches as many bytes as it has columns of ``near``, the next group, and of ``far``, a matrix row
+    needed later. Two tiles prefetch the same row, which spreads memory fetches over more groups.
     """
-    beside = 4 if group == SMALL_GROUP else 2
-    for number in range(outs // beside):
+    features = 4 if group == SMALL_GROUP else 2
+    for number in range(out_features // features):
         later = far + number // 2 * far_stride
         if last:
-            _complete(matrix, stride, columns, inputs, sums, first, outputs, apart, near, later, group)
+            _complete(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
         else:
-            _add(matrix, stride, columns, inputs, sums, first, outputs, apart, near, later, group)
-        matrix += beside * stride
-        sums += beside * group * LANES * ITEM_SIZE
-        outputs += beside * ITEM_SIZE
+            _add(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
+        matrix += features * stride
+        sums += features * group * LANES * ITEM_SIZE
+        outputs += features * ITEM_SIZE
         near += columns
 
 
 @njit(cache=True, nogil=True)
 def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
-    """The bytes of a matrix row before a column."""
+    """Byte offset of a column in a matrix row."""
     return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
 def line_after(address: int) -> int:
-    """The next address where a cache line begins: a vector that crosses two of them takes two reads."""
+    """The next cache-line boundary: a vector that crosses one takes two reads."""
     return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @njit(cache=True, nogil=True)
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
-    """Write the rows of a group vector by vector, as a tile reads them.
+    """Write a group's rows vector by vector, in the order a tile reads them.
 
-    Rows that are a power of two apart would share one set of the cache.
+    Rows a power of two output_stride would share one cache set.
     """
     for row in range(rows):
-        read, to = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
-        copy_vectors(read, columns, to, group)
+        read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
+        copy_vectors(read, columns, target, group)
 
 
 COLUMN_MULTIPLE = 64
 """The number of columns must be a multiple of this."""
-MOST_IN_REGISTERS = 18 if LANES == 16 else 11
-"""Input rows up to which a matrix is unpacked in registers, once for each tile; for more, ``multiply_many`` is faster.
-On an Intel Xeon with AVX-512, 17 rows by 1,536 x 768 numbers in Q4_1 take 0.84 of its time, 20 rows 0.97; of Q6_K they
-take 0.97 and 1.15 of it."""
-MOST_LONG_ROWS = 8 if LANES == 8 else MOST_IN_REGISTERS
+MAX_REGISTER_ROWS = 18 if LANES == 16 else 11
+"""Input rows up to which a matrix is unpacked in registers, once per tile; for more, ``multiply_many`` is faster. On an
+Intel Xeon with AVX-512, 17 rows by 1,536 x 768 numbers in Q4_1 take 0.84 of its time, 20 rows 0.97; in Q6_K, 0.97 and
+1.15."""
+MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """The limit for input rows that fill L1 together: eleven by 576 x 1,536 numbers in Q4_1 took 1.3 times as long in
 registers on Zen 4 without AVX-512."""
 L1_NUMBERS = 8192
-NEAR_NUMBERS = 1 << 17 if LANES == 16 else 10240
-"""Numbers of a group of input rows that stay in a cache, where each tile of matrix rows finds them again: the second
-one of processors with AVX-512, which reads them faster than a matrix is unpacked once more."""
+CACHED_NUMBERS = 1 << 17 if LANES == 16 else 10240
+"""Numbers of an input group that stay cached between tiles: in L2 with AVX-512, where rereading is faster than
+unpacking the matrix again."""
 
-_OUTS = (0, *(outs_beside(rows) for rows in range(1, MOST_ROWS + 1)))
+_ROW_OUT_FEATURES = (0, *(tile_out_features(rows) for rows in range(1, MAX_TILE_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
-_few = by_rows({rows: tile(_OUTS[rows], rows) for rows in range(1, FEW_ROWS + 1)})
-_many = by_rows({rows: tile(_OUTS[rows], rows, interleaved=True) for rows in range(FEW_ROWS + 1, MOST_ROWS + 1)})
+_few = by_rows({rows: tile(_ROW_OUT_FEATURES[rows], rows) for rows in range(1, MAX_DIRECT_ROWS + 1)})
+_many = by_rows(
+    {
+        rows: tile(_ROW_OUT_FEATURES[rows], rows, interleaved=True)
+        for rows in range(MAX_DIRECT_ROWS + 1, MAX_TILE_ROWS + 1)
+    }
+)
 
 
 @njit(cache=True, nogil=True)
@@ -222,49 +241,48 @@ def multiply(
     matrix: int,
     kind: Any,
     size: int,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
 ) -> None:
-    """``outputs = inputs @ matrix.T``, given by addresses of arrays, float32 but for the matrix.
+    """``outputs = inputs @ matrix.T`` on arrays given by address, float32 except for the matrix.
 
-    ``kind`` and ``size`` are the format of the matrix and the bytes of its numbers or blocks. The outputs of input rows
-    are ``apart`` numbers from each other. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the numbers of a
-    block.
+    ``kind`` is the matrix format and ``size`` the bytes of one of its numbers or blocks. Output rows are
+    ``output_stride`` numbers apart. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of a block's numbers.
     """
     stride = columns // block_numbers(kind) * size
-    whole = outs - outs % MOST_OUTS
+    whole = out_features - out_features % TILE_OUT_FEATURES
     long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
-    if rows > (MOST_LONG_ROWS if long else MOST_IN_REGISTERS):
-        multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart)
-    elif rows <= FEW_ROWS or size == ITEM_SIZE:  # numbers of 32 bits cost nothing to unpack
-        for out in range(0, whole, MOST_OUTS):
+    if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
+        multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, output_stride)
+    elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # unpacking float32 is free
+        for out in range(0, whole, TILE_OUT_FEATURES):
             written = outputs + out * ITEM_SIZE
-            _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, apart)
+            _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, output_stride)
     else:
         interleaved = np.empty(rows * columns + LANES, np.float32)
-        _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, apart, interleaved)
-    for out in range(whole, outs):
+        _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, output_stride, interleaved)
+    for out in range(whole, out_features):
         for row in range(rows):
-            read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * apart + out) * ITEM_SIZE
-            _single(matrix + out * stride, kind, columns, read, written, apart, 1)
+            read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * output_stride + out) * ITEM_SIZE
+            _single(matrix + out * stride, kind, columns, read, written, output_stride, 1)
 
 
 @njit(cache=True, nogil=True)
 def _multiply_few(
-    matrix: int, kind: Any, stride: int, columns: int, inputs: int, rows: int, outputs: int, apart: int
+    matrix: int, kind: Any, stride: int, columns: int, inputs: int, rows: int, outputs: int, output_stride: int
 ) -> None:
-    """Multiply ``MOST_OUTS`` matrix rows; the outputs of input rows are ``apart`` numbers from each other."""
+    """Multiply ``TILE_OUT_FEATURES`` matrix rows by a few input rows, read in place."""
     row = 0
     while row < rows:
-        some = min(rows - row, FEW_ROWS)
-        read, written = inputs + row * columns * ITEM_SIZE, outputs + row * apart * ITEM_SIZE
-        for out in range(0, MOST_OUTS, _OUTS[some]):
-            _few(matrix + out * stride, kind, columns, read, written + out * ITEM_SIZE, apart, some)
-        row += some
+        tile_rows = min(rows - row, MAX_DIRECT_ROWS)
+        read, written = inputs + row * columns * ITEM_SIZE, outputs + row * output_stride * ITEM_SIZE
+        for out in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[tile_rows]):
+            _few(matrix + out * stride, kind, columns, read, written + out * ITEM_SIZE, output_stride, tile_rows)
+        row += tile_rows
 
 
 @njit(cache=True, nogil=True)
@@ -272,81 +290,91 @@ def _multiply_interleaved(
     matrix: int,
     kind: Any,
     stride: int,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply by groups of up to ``MOST_ROWS`` input rows, fewer of long ones.
+    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if they are long.
 
-    These are written vector by vector first. A tile reads them in the order of memory then; rows that are a power of
-    two apart would share one set of the cache.
+    A tile reads interleaved rows in memory order; rows a power of two output_stride would share one cache set.
     """
     aligned = line_after(interleaved.ctypes.data)
-    most = min(MOST_ROWS, max(FEW_ROWS, NEAR_NUMBERS // columns))
-    groups = (rows + most - 1) // most
+    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, CACHED_NUMBERS // columns))
+    groups = (rows + max_rows - 1) // max_rows
     row = 0
     for group in range(groups):
-        some = (rows - row) // (groups - group)
+        group_rows = (rows - row) // (groups - group)
         offset = row * columns * ITEM_SIZE
-        interleave(inputs + offset, some, columns, aligned + offset, some)
-        row += some
-    for out in range(0, outs, MOST_OUTS):
+        interleave(inputs + offset, group_rows, columns, aligned + offset, group_rows)
+        row += group_rows
+    for out in range(0, out_features, TILE_OUT_FEATURES):
         row = 0
         for group in range(groups):
-            some, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
-            tile_rows, written = matrix + out * stride, outputs + (row * apart + out) * ITEM_SIZE
-            if some > FEW_ROWS:
+            group_rows, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
+            matrix_rows, written = matrix + out * stride, outputs + (row * output_stride + out) * ITEM_SIZE
+            if group_rows > MAX_DIRECT_ROWS:
                 read = aligned + first
-                for place in range(0, MOST_OUTS, _OUTS[some]):
+                for place in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
                     to = written + place * ITEM_SIZE
-                    _many(tile_rows + place * stride, kind, columns, read, to, apart, some)
-            else:  # nine rows are five and four
-                _multiply_few(tile_rows, kind, stride, columns, inputs + first, some, written, apart)
-            row += some
+                    _many(matrix_rows + place * stride, kind, columns, read, to, output_stride, group_rows)
+            else:  # nine rows become five and four
+                _multiply_few(matrix_rows, kind, stride, columns, inputs + first, group_rows, written, output_stride)
+            row += group_rows
 
 
 @njit(cache=True, nogil=True)
-def unpack(matrix: int, kind: Any, size: int, outs: int, columns: int, written: int) -> None:
-    """Write a matrix as float32 numbers."""
+def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
+    """Expand a matrix to float32."""
     stride = columns // block_numbers(kind) * size
-    for out in range(outs):
+    for out in range(out_features):
         unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)
 
 
-ARGUMENTS = 9
-"""Of a matmul: the matrix, its rows and columns; the inputs and their rows; outputs; bias, or 0; and the first matrix
-row to multiply, and the end, between which are whole panels unless it is that of the matrix."""
+MATMUL_ARGUMENTS = 9
+"""Arguments of a matmul: matrix, out_features and columns; inputs and their rows; outputs; bias, or 0; first and end of
+the matrix rows to compute, in whole panels except at the end of the matrix."""
 
 
 @cache
 def matmul_of(kind: MatrixKind, size: int) -> Any:
-    """The matmul for a format; it must be kept as long as its address is used."""
+    """The matmul for a format. Keep it alive as long as its address is used."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
-        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+        matrix: int,
+        out_features: int,
+        columns: int,
+        inputs: int,
+        rows: int,
+        outputs: int,
+        bias: int,
+        first: int,
+        end: int,
     ) -> None:
         part = matrix + first * (columns // block_numbers(kind) * size)
-        multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
-        add_bias(bias, outs, rows, outputs, first, end)
+        multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        add_bias(bias, out_features, rows, outputs, first, end)
 
     return matmul
 
 
 @compiled
-def add_bias(bias: int, outs: int, rows: int, outputs: int, first: int, end: int) -> None:
+def add_bias(bias: int, out_features: int, rows: int, outputs: int, first: int, end: int) -> None:
     if bias:
-        added, written = array_at(bias, (outs,), types.float32), array_at(outputs, (rows, outs), types.float32)
+        added, written = (
+            array_at(bias, (out_features,), types.float32),
+            array_at(outputs, (rows, out_features), types.float32),
+        )
         for row in range(rows):
             for out in range(first, end):
                 written[row, out] += added[out]
 
 
-@generated(types.int64, *[types.int64] * ARGUMENTS)
+@generated(types.int64, *[types.int64] * MATMUL_ARGUMENTS)
 def call_at(
     builder: Any,
     function: Any,
@@ -360,7 +388,7 @@ def call_at(
     first: Any,
     end: Any,
 ) -> None:
-    """Call the function at an address."""
-    kind = ir.FunctionType(ir.VoidType(), [INDEX] * ARGUMENTS)
+    """Call a matmul, or another function with its signature, by address."""
+    kind = ir.FunctionType(ir.VoidType(), [INDEX] * MATMUL_ARGUMENTS)
     called = builder.inttoptr(function, kind.as_pointer())
     builder.call(called, [one, two, three, four, five, six, seven, first, end])

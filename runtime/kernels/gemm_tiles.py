@@ -1,8 +1,7 @@
-"""Generates the code of a product's tiles: some rows of a matrix by some input rows.
+"""LLVM code of matmul tiles: some matrix rows by some input rows.
 
-The matrix holds numbers of 32 or 16 bits, or the blocks of a GGUF file. They become float32 in registers, so the
-results have the bits of the product with the expanded matrix. Each sum is added in one order whatever the number of
-rows, so a row has the same bits alone and beside others.
+The matrix holds 32-bit or 16-bit numbers or GGUF blocks, expanded to float32 in registers, so results equal those of
+the expanded matrix bit for bit. Every sum is added in one order whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -16,58 +15,56 @@ from numba.core import cgutils
 
 from hdtool.runtime.kernels.compiled import BYTES, generated
 from hdtool.runtime.kernels.matrix_kind import MatrixKind, Tile, cases, type_of
-from hdtool.runtime.kernels.packed_formats import OF_TYPE, Blocks, Expand
+from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE, Blocks, Expand
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
-NUMBERS = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
-PREFETCHED = 8192
-"""Bytes from what is read to what is prefetched, unless the rows of a tile are longer. A pass of four rows through
-SmolLM2 on Zen 5 took 8.5 ms with one tile, 1,440 bytes, 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with
-16,384."""
+NUMBER_TYPES = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
+PREFETCH_DISTANCE = 8192
+"""Minimum prefetch distance in bytes; longer tile rows extend it. A pass of four rows through SmolLM2 on Zen 5 took 8.5
+ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
 INTO_L1 = CPU.startswith("znver")
-"""Zen prefetches faster into its first cache. An Intel Xeon with AMX read 15 to 22 GB/s this way and 23 to 29 into the
-second one; a pass of one row took 11.5 and 10.5 ms."""
-PART_COLUMNS = 1024
-"""Columns of a tile whose scales are computed at once, on the stack."""
-SUMS = 16 if LANES == 16 else 8
-"""Sums of a tile, which must fit into the registers with what is multiplied: AVX has 16 registers, ARM needs four for
-what AVX-512 has in one."""
-SUMS_OF_PAIR = 24 if LANES == 16 else 8
-"""Those of a tile of one or two matrix rows, beside which the numbers of both fit as well."""
-SUMS_OF_FOUR = 4 if LANES == 8 else SUMS
-"""Those of a tile of four matrix rows. Beside more sums, the registers of AVX do not hold their scales and minima: with
-eight sums, two input rows by 1,536 x 576 numbers in Q4_1 took 166 µs on Zen 4 without AVX-512, and 97 with four."""
-MOST_OUTS, MOST_ROWS = 8, 11 if LANES == 8 else max(8, SUMS_OF_PAIR // 2)
-"""Matrix rows of which a tile multiplies a divisor, and input rows of a tile, at most. AVX has registers for eleven
-sums of one matrix row: nine rows by 1,536 x 576 numbers in Q4_1 take 0.78 of the time of tiles of five and four."""
-FEW_ROWS = 4
-"""Input rows of a tile up to which they are read where they are; more of them are interleaved, vector by vector."""
+"""Zen prefetches faster into L1. An Intel Xeon with AMX read 15 to 22 GB/s into L1 and 23 to 29 into L2; a pass of one
+row took 11.5 and 10.5 ms."""
+SCALED_COLUMNS = 1024
+"""Columns whose scales are computed ahead, on the stack."""
+ACCUMULATORS = 16 if LANES == 16 else 8
+"""Sums of a tile. They must fit into registers beside the operands: AVX has 16 registers, and ARM needs four for one of
+AVX-512."""
+PAIR_ACCUMULATORS = 24 if LANES == 16 else 8
+"""Sums of a tile of one or two matrix rows, which leave more registers free."""
+QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
+"""Sums of a tile of four matrix rows. Beside more sums, AVX registers don't hold their scales and minima: with eight
+sums, two input rows by 1,536 x 576 numbers in Q4_1 took 166 µs on Zen 4 without AVX-512, and 97 with four."""
+TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
+"""Matrix rows divided among tiles (a tile's own are a divisor), and the maximum input rows of a tile. AVX has registers
+for eleven sums of one matrix row: nine rows by 1,536 x 576 numbers in Q4_1 take 0.78 of the time of five and four."""
+MAX_DIRECT_ROWS = 4
+"""Input rows up to which a tile reads them in place; more are interleaved vector by vector."""
 
 
 Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
-"""Makes the next values of a loop from a column, a function for each matrix row, which gives the numbers of it from the
-column on, and the last values."""
+"""Makes a loop's next values from the column, one expander per matrix row and the previous values."""
 
 
 class _Numbers:
-    """Generates the code that reads the rows of a matrix of numbers, in steps of one vector or more."""
+    """Generates reads of matrix rows of plain numbers, one or more vectors per step."""
 
     def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
         self.code = code
-        self.number, self.size = NUMBERS[kind]
+        self.number, self.size = NUMBER_TYPES[kind]
         self.step, self.vectors = LANES * vectors, vectors
 
     def stride(self, columns: Any) -> Any:
-        """The bytes of a matrix row."""
+        """Bytes of a matrix row."""
         return self.code.builder.mul(columns, INDEX(self.size))
 
     def offset(self, column: Any) -> Any:
-        """The bytes of a matrix row before a column."""
+        """Byte offset of a column in a matrix row."""
         return self.stride(column)
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """A loop over the steps of some matrix rows."""
+        """Loop over the steps of some matrix rows."""
 
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
             return body(column, [self._expander(self.code.after(row, self.offset(column))) for row in rows], values)
@@ -79,21 +76,21 @@ class _Numbers:
 
     def _expanded(self, address: Any) -> Any:
         builder, code = self.code.builder, self.code
-        found = code.load(address, ir.VectorType(self.number, LANES), self.size)
+        loaded = code.load(address, ir.VectorType(self.number, LANES), self.size)
         if self.number is FLOAT:
-            return found
+            return loaded
         if self.number is HALF:
-            return builder.fpext(found, code.vector)
-        # The bits of a bfloat16 are the upper half of those of a float32.
-        return builder.bitcast(builder.shl(builder.zext(found, code.words), code.every(16)), code.vector)
+            return builder.fpext(loaded, code.vector)
+        # A bfloat16 is the upper half of a float32.
+        return builder.bitcast(builder.shl(builder.zext(loaded, code.words), code.every(16)), code.vector)
 
 
 class _Packed:
-    """The same for a matrix of blocks, in steps of one block."""
+    """Generates reads of matrix rows of packed blocks, one block per step."""
 
     def __init__(self, code: VectorCode, kind: Any) -> None:
         self.code = code
-        self.format = OF_TYPE[kind]
+        self.format = FORMAT_OF_TYPE[kind]
         self.blocks = Blocks(code, self.format)
         self.step, self.vectors = self.format.numbers, self.blocks.vectors
 
@@ -105,22 +102,25 @@ class _Packed:
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """The same. Where scales are computed ahead, a part of the columns has a loop for them and one for the rest."""
+        """Loop over blocks. Formats with scales computed ahead run two loops per part: one for scales, one for the
+        rest."""
         code, builder, count = self.code, self.code.builder, self.blocks.scales * len(rows)
-        size = max(1, PART_COLUMNS // self.step * count)
+        size = max(1, SCALED_COLUMNS // self.step * count)
         memory = cgutils.alloca_once(builder, FLOAT, size)  # type: ignore[no-untyped-call]
 
         def part(first: Any, values: list[Any]) -> Sequence[Any]:
             left = builder.sub(columns, first)
-            some = builder.select(builder.icmp_signed("<", left, INDEX(PART_COLUMNS)), left, INDEX(PART_COLUMNS))
+            part_columns = builder.select(
+                builder.icmp_signed("<", left, INDEX(SCALED_COLUMNS)), left, INDEX(SCALED_COLUMNS)
+            )
 
             def blocks(column: Any) -> list[tuple[Any, Any]]:
-                """The addresses of a block of each row, and of its scales."""
+                """Addresses of each row's block and scales."""
                 offset = self.offset(builder.add(first, column))
                 scales = code.after(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
                 return [
-                    (code.after(row, offset), code.after(scales, place * self.blocks.scales))
-                    for place, row in enumerate(rows)
+                    (code.after(row, offset), code.after(scales, position * self.blocks.scales))
+                    for position, row in enumerate(rows)
                 ]
 
             def write(column: Any, _: list[Any]) -> Sequence[Any]:
@@ -133,40 +133,46 @@ class _Packed:
                 return body(builder.add(first, column), expanders, values)
 
             if count:
-                code.loop(some, [], write, self.step)
-            return code.loop(some, values, step, self.step)
+                code.loop(part_columns, [], write, self.step)
+            return code.loop(part_columns, values, step, self.step)
 
-        return code.loop(columns, carried, part, PART_COLUMNS)
+        return code.loop(columns, carried, part, SCALED_COLUMNS)
 
 
 def _read(code: VectorCode, kind: Any) -> Any:
-    return (_Numbers if kind in NUMBERS else _Packed)(code, kind)
+    return (_Numbers if kind in NUMBER_TYPES else _Packed)(code, kind)
 
 
-def outs_beside(rows: int) -> int:
-    """The matrix rows of a tile with this number of input rows; a divisor of ``MOST_OUTS``."""
-    return max(outs for outs in (1, 2, 4) if outs * rows <= (SUMS_OF_PAIR if outs <= 2 else SUMS_OF_FOUR) or outs == 1)
+def tile_out_features(rows: int) -> int:
+    """Matrix rows of a tile with this many input rows; a divisor of ``TILE_OUT_FEATURES``."""
+    return max(
+        out_features
+        for out_features in (1, 2, 4)
+        if out_features * rows <= (PAIR_ACCUMULATORS if out_features <= 2 else QUAD_ACCUMULATORS) or out_features == 1
+    )
 
 
-def tile(outs: int, rows: int, *, interleaved: bool = False) -> Tile:
-    """The multiplication of ``outs`` rows of a matrix by ``rows`` input rows, which may be interleaved."""
+def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
+    """A tile: ``out_features`` matrix rows by ``rows`` input rows, which may be interleaved."""
 
-    def generate(builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
+    def generate(
+        builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
+    ) -> None:
         code = VectorCode(builder)
-        read, zeros = _read(code, kind), [_zero(code)] * (outs * rows)
+        read, zeros = _read(code, kind), [_zero(code)] * (out_features * rows)
         stride = read.stride(columns)
         sums = _sums(code, read, matrix, stride, columns, inputs, zeros, rows, interleaved, prefetches=True)
-        _write_totals(code, sums, rows, outputs, apart)
+        _write_totals(code, sums, rows, outputs, output_stride)
 
     return generate
 
 
-def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
-    """An intrinsic that does so for some columns of a float32 matrix, which may be the ``last`` ones.
+def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
+    """An intrinsic for a tile of some columns of a float32 matrix, which may be the ``last`` ones.
 
-    Rows of the matrix are ``stride`` bytes from each other. ``sums`` has the sums of the columns before, a vector each,
-    but for the ``first`` columns. As many bytes as there are columns are prefetched ``near`` and ``far``. The number of
-    interleaved input rows, its last argument, is a key of ``outs``, the matrix rows beside them.
+    Matrix rows are ``stride`` bytes apart. ``sums`` has the sums of the previous columns, one vector each, unless these
+    are the ``first``. It prefetches as many bytes as there are columns at ``near`` and ``far``. Its last argument, the
+    number of interleaved input rows, is a key of ``out_features``.
     """
 
     @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 5)
@@ -179,26 +185,26 @@ def partial_tile(outs: Mapping[int, int], *, last: bool) -> Any:
         sums: Any,
         first: Any,
         outputs: Any,
-        apart: Any,
+        output_stride: Any,
         near: Any,
         far: Any,
         rows: Any,
     ) -> None:
         code = VectorCode(builder)
-        for number, beside in cases(builder, rows, outs):
+        for number, features in cases(builder, rows, out_features):
             start = builder.inttoptr(sums, FLOAT.as_pointer())
-            places = [code.after(start, LANES * place) for place in range(beside * number)]
+            places = [code.after(start, LANES * place) for place in range(features * number)]
             kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
-            before = [builder.select(first, _zero(code), one) for one in kept]
+            before = [builder.select(first, _zero(code), sum_) for sum_ in kept]
             read = _Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
-            found = _sums(
+            totals = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )
             if last:
-                _write_totals(code, found, number, outputs, apart)
+                _write_totals(code, totals, number, outputs, output_stride)
             else:
-                for sum_, place in zip(found, places, strict=True):
-                    builder.store(sum_, builder.bitcast(place, code.vector.as_pointer())).align = ITEM_SIZE
+                for total, place in zip(totals, places, strict=True):
+                    builder.store(total, builder.bitcast(place, code.vector.as_pointer())).align = ITEM_SIZE
 
     return run
 
@@ -220,27 +226,27 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """The sums, matrix row by matrix row, after the products of these columns are added to the ``first`` ones.
+    """Add the products of these columns to the ``first`` sums, matrix row by matrix row.
 
-    With ``prefetches``, later rows of the matrix are fetched from memory meanwhile; at the ``prefetched`` addresses, as
-    many bytes as there are columns.
+    ``prefetches`` fetches later matrix rows from memory meanwhile; each of the ``prefetched`` addresses, as many bytes
+    as there are columns.
     """
-    builder, outs = code.builder, len(first) // rows
+    builder, out_features = code.builder, len(first) // rows
     start = builder.inttoptr(matrix, BYTES)
-    places = [code.after(start, builder.mul(stride, INDEX(out))) for out in range(outs)]
+    places = [code.after(start, builder.mul(stride, INDEX(out))) for out in range(out_features)]
     numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
-    size = builder.mul(stride, INDEX(outs))
-    distance = builder.select(builder.icmp_signed(">", size, INDEX(PREFETCHED)), size, INDEX(PREFETCHED))
+    size = builder.mul(stride, INDEX(out_features))
+    distance = builder.select(builder.icmp_signed(">", size, INDEX(PREFETCH_DISTANCE)), size, INDEX(PREFETCH_DISTANCE))
 
     def multiply(column: Any, expanders: list[Expand], sums: list[Any]) -> list[Any]:
         if prefetches:
-            ahead = builder.add(distance, builder.mul(read.offset(column), INDEX(outs)))
-            _prefetch(code, code.after(start, ahead), read, outs)
+            ahead = builder.add(distance, builder.mul(read.offset(column), INDEX(out_features)))
+            _prefetch(code, code.after(start, ahead), read, out_features)
         for address in prefetched:
             code.prefetch(builder.inttoptr(builder.add(address, column), BYTES))
-        for place in range(read.vectors):
-            at = builder.add(column, INDEX(place * LANES))
-            weights = [expand(place) for expand in expanders]
+        for vector in range(read.vectors):
+            at = builder.add(column, INDEX(vector * LANES))
+            weights = [expand(vector) for expand in expanders]
             for row, address in enumerate(_input_places(code, numbers, at, columns, rows, interleaved)):
                 factor = code.load(address, code.vector, ITEM_SIZE)
                 for out, weight in enumerate(weights):
@@ -248,50 +254,50 @@ def _sums(
                     sums[sum_] = code.multiply_add(weight, factor, sums[sum_])
         return sums
 
-    found: list[Any] = read.loop(places, columns, first, multiply)
-    return found
+    sums_after: list[Any] = read.loop(places, columns, first, multiply)
+    return sums_after
 
 
-def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any, apart: Any) -> None:
-    """Write the totals of sums, as many at once as a vector has lanes."""
-    builder, outs = code.builder, len(sums) // rows
-    together = LANES // outs
+def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any, output_stride: Any) -> None:
+    """Reduce sums to totals, as many at once as a vector has lanes, and write them."""
+    builder, out_features = code.builder, len(sums) // rows
+    rows_at_once = LANES // out_features
     written = builder.inttoptr(outputs, FLOAT.as_pointer())
-    for first in range(0, rows, together):
-        some = range(first, min(first + together, rows))
-        of_rows = [sums[out * rows + row] for row in some for out in range(outs)]
-        totals = code.sums_of([*of_rows, *[_zero(code)] * (LANES - len(of_rows))])
-        for row in some:
-            found = code.part(totals, (row - first) * outs, outs)
-            where = code.after(written, builder.mul(apart, INDEX(row)))
-            builder.store(found, builder.bitcast(where, found.type.as_pointer())).align = ITEM_SIZE
+    for first in range(0, rows, rows_at_once):
+        chunk = range(first, min(first + rows_at_once, rows))
+        row_sums = [sums[out * rows + row] for row in chunk for out in range(out_features)]
+        totals = code.sums_of([*row_sums, *[_zero(code)] * (LANES - len(row_sums))])
+        for row in chunk:
+            outputs_of_row = code.part(totals, (row - first) * out_features, out_features)
+            target = code.after(written, builder.mul(output_stride, INDEX(row)))
+            builder.store(outputs_of_row, builder.bitcast(target, outputs_of_row.type.as_pointer())).align = ITEM_SIZE
 
 
-def _input_places(code: VectorCode, inputs: Any, at: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
-    """The addresses of each input row's numbers at a column."""
+def _input_places(code: VectorCode, inputs: Any, column: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
+    """Address of each input row's numbers at a column."""
     builder = code.builder
     if interleaved:
-        first = code.after(inputs, builder.mul(at, INDEX(rows)))
+        first = code.after(inputs, builder.mul(column, INDEX(rows)))
         return [code.after(first, row * LANES) for row in range(rows)]
-    return [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), at)) for row in range(rows)]
+    return [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), column)) for row in range(rows)]
 
 
-def _prefetch(code: VectorCode, ahead: Any, read: Any, outs: int) -> None:
-    """Prefetch as much as is read, in the order of memory."""
+def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> None:
+    """Prefetch as many bytes as are read, in memory order."""
     size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
-    for byte in range(0, max(outs * size, CACHE_LINE), CACHE_LINE):
+    for byte in range(0, max(out_features * size, CACHE_LINE), CACHE_LINE):
         code.prefetch(code.after(ahead, byte), nearest=INTO_L1)
 
 
 @generated(types.int64, None, types.int64, types.int64)
 def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Write a matrix row as float32 numbers."""
+    """Expand a matrix row to float32."""
     code = VectorCode(builder)
     read = _read(code, kind)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, expanders: list[Expand], _: list[Any]) -> list[Any]:
-        code.prefetch(code.after(first, builder.add(read.offset(column), INDEX(PREFETCHED))), nearest=INTO_L1)
+        code.prefetch(code.after(first, builder.add(read.offset(column), INDEX(PREFETCH_DISTANCE))), nearest=INTO_L1)
         (expand,) = expanders
         for place in range(read.vectors):
             at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
@@ -302,15 +308,15 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
 
 
 @generated(*[types.int64] * 4)
-def copy_vectors(builder: Any, read: Any, count: Any, written: Any, apart: Any) -> None:
-    """Write a row of float32 numbers with its vectors ``apart`` vectors from each other."""
+def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any) -> None:
+    """Copy a row of float32 numbers with its vectors ``stride`` vectors output_stride."""
     code = VectorCode(builder)
     first, numbers = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, _: list[Any]) -> list[Any]:
-        to = code.after(numbers, builder.mul(column, apart))
-        found = code.load(code.after(first, column), code.vector, ITEM_SIZE)
-        builder.store(found, builder.bitcast(to, code.vector.as_pointer())).align = ITEM_SIZE
+        target = code.after(numbers, builder.mul(column, stride))
+        vector = code.load(code.after(first, column), code.vector, ITEM_SIZE)
+        builder.store(vector, builder.bitcast(target, code.vector.as_pointer())).align = ITEM_SIZE
         return []
 
     code.loop(count, [], write)
@@ -318,5 +324,5 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, apart: Any) 
 
 @generated(None, returns=types.int64)
 def block_numbers(builder: Any, kind: Any) -> Any:
-    """The numbers of a block; 1 for a matrix without blocks."""
-    return INDEX(OF_TYPE[kind].numbers if kind in OF_TYPE else 1)
+    """Numbers in a block; 1 for a matrix without blocks."""
+    return INDEX(FORMAT_OF_TYPE[kind].numbers if kind in FORMAT_OF_TYPE else 1)

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with compiled matmuls, for weights in float32, in 16 bits or in blocks."""
+"""Linear layers on a CPU with compiled matmuls, for weights in float32, 16 bits or blocks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hdtool.runtime.kernels.compact_weight import Stored, is_compact, stored_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT16, FLOAT32
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
-from hdtool.runtime.kernels.thread_pool import multiply_together, team_of
+from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-PLAIN = (torch.Tensor, Parameter)
-"""Classes of tensors that have memory of their own; those of quantization libraries may have none."""
+MATRIX_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+ORDINARY_TENSORS = (torch.Tensor, Parameter)
+"""Tensor classes with memory of their own; quantization libraries' may have none."""
 
 
 class CompiledLinear(Linear):
     """A ``torch.nn.Linear`` with the same parameters and a compiled matmul.
 
-    A row has the same bits alone and beside others, with any number of threads, however the weight is kept. Where
-    gradients are recorded, under autocast, and for other dtypes it computes as its base class does.
+    A row's bits don't depend on other rows, the number of threads or how the weight is stored. With gradients, under
+    autocast and for other dtypes it computes as its base class.
     """
 
     @classmethod
     def of(cls, layer: Linear) -> CompiledLinear:
-        """The layer that takes the place of another one, with its parameters and hooks."""
-        made = cls.__new__(cls)
-        made.__dict__ = dict(layer.__dict__)
-        return made
+        """Take over another layer's parameters and hooks."""
+        compiled = cls.__new__(cls)
+        compiled.__dict__ = dict(layer.__dict__)
+        return compiled
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -48,15 +48,15 @@ class CompiledLinear(Linear):
         return linear(input, weight, self.bias)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Whether the compiled matmul takes this input and the parameters, which may have been replaced."""
+        """True if the compiled matmul takes this input and the parameters, which may have been replaced."""
         weight, bias = self.weight, self.bias
         return (
-            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see operations of torch only
-            and type(input) in PLAIN
+            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see torch operations only
+            and type(input) in ORDINARY_TENSORS
             and input.dtype == weight.dtype == torch.float32
             and input.is_cpu
             and weight.is_cpu
-            and (type(weight) in PLAIN or is_compact(weight))
+            and (type(weight) in ORDINARY_TENSORS or is_compact(weight))
             and weight.is_contiguous()
             and weight.dim() == 2
             and weight.shape[1] == input.shape[-1] == self.in_features
@@ -67,64 +67,64 @@ class CompiledLinear(Linear):
         )
 
 
-def _fits_bias(bias: torch.Tensor, outs: int) -> bool:
-    """Whether the compiled matmul reads a bias as the numbers that it has."""
-    ordinary = type(bias) in PLAIN and bias.dtype == torch.float32 and bias.is_cpu and bias.is_contiguous()
-    return ordinary and bias.shape == (outs,)
+def _fits_bias(bias: torch.Tensor, out_features: int) -> bool:
+    """True if the compiled matmul can read the bias in place."""
+    ordinary = type(bias) in ORDINARY_TENSORS and bias.dtype == torch.float32 and bias.is_cpu and bias.is_contiguous()
+    return ordinary and bias.shape == (out_features,)
 
 
 def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``torch.nn.functional.linear``, for contiguous float32 tensors on a CPU; the weight may be in 16 bits or in
+    """Like ``torch.nn.functional.linear``, for contiguous float32 CPU tensors; the weight may be in 16 bits or in
     blocks."""
-    return multiply(matmul_of(*form_of(weight)).address, weight.data_ptr(), weight.shape, input, bias)
+    return multiply(matmul_of(*format_of(weight)).address, weight.data_ptr(), weight.shape, input, bias)
 
 
 def multiply(
     matmul: int, matrix: int, shape: torch.Size, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Call the matmul at an address, for a matrix of this shape, with as many threads as torch has."""
+    """Call a matmul by address, with torch's number of threads."""
     threads, (out_features, columns) = torch.get_num_threads(), shape
     rows = input.numel() // columns
     outputs = input.new_empty(*input.shape[:-1], out_features)  # of the input's dtype, not torch's default
-    added = 0 if bias is None else bias.data_ptr()
-    given = matmul, matrix, out_features, columns, input.data_ptr(), rows, outputs.data_ptr(), added
-    with team_of(threads).open() as team:
-        multiply_together(team, threads, *given)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    arguments = matmul, matrix, out_features, columns, input.data_ptr(), rows, outputs.data_ptr(), bias_at
+    with shared_thread_pool(threads).open() as thread_pool:
+        parallel_matmul(thread_pool, threads, *arguments)
     return outputs
 
 
-def form_of(weight: Stored) -> tuple[Any, int]:
-    """The format of a matrix for the compiled matmul, and the bytes of its numbers or blocks."""
-    return weight.format.kind if isinstance(weight, PackedMatrix) else KINDS[weight.dtype], weight.itemsize
+def format_of(weight: Stored) -> tuple[Any, int]:
+    """Format of a matrix for the compiled matmul, and the bytes of one number or block."""
+    return weight.format.kind if isinstance(weight, PackedMatrix) else MATRIX_KINDS[weight.dtype], weight.itemsize
 
 
 def compile_linear_layers(model: Module) -> None:
-    """Replace the linear layers of a model that the compiled matmul takes; parameters stay the same objects."""
-    made: dict[int, CompiledLinear] = {}
+    """Replace the linear layers that the compiled matmul takes; parameters stay the same objects."""
+    compiled: dict[int, CompiledLinear] = {}
     for module in list(model.modules()):
         for name, layer in module._modules.items():
             if type(layer) is Linear and fits_compiled_matmul(layer):
-                module._modules[name] = made.setdefault(id(layer), CompiledLinear.of(layer))
+                module._modules[name] = compiled.setdefault(id(layer), CompiledLinear.of(layer))
 
 
 def has_compiled_layers(model: Module) -> bool:
     return any(isinstance(module, CompiledLinear) for module in model.modules())
 
 
-def share_weights(stock: Module, own: Module) -> None:
-    """Let the stock copy of a model use the weights of ours, to save memory; its matmuls stay those of torch.
+def share_weights(stock: Module, compiled: Module) -> None:
+    """Let the stock model use the compiled model's weights, to save memory; its matmuls stay torch's.
 
-    Compact weights are not shared: the stock model computes as its users have it.
+    Compact weights aren't shared: the stock model computes as its users have it.
     """
-    for name, layer in own.named_modules():
+    for name, layer in compiled.named_modules():
         if isinstance(layer, CompiledLinear) and not is_compact(layer.weight):
-            other = stock.get_submodule(name)
-            assert isinstance(other, Linear)
-            other.weight.data = layer.weight.data
+            stock_layer = stock.get_submodule(name)
+            assert isinstance(stock_layer, Linear)
+            stock_layer.weight.data = layer.weight.data
 
 
 def has_plain_weight(layer: Module) -> bool:
-    """Whether the weight of a layer is a plain floating-point tensor; quantization libraries use other classes."""
+    """True if the layer's weight is an ordinary floating-point tensor, not one of a quantization library."""
     weight: object = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return False
@@ -133,8 +133,8 @@ def has_plain_weight(layer: Module) -> bool:
 
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether the compiled matmul takes the weight of a layer once it has one of these dtypes."""
-    if not has_plain_weight(layer):  # some libraries have it under another name
+    """True if the compiled matmul takes the layer's weight once it has one of these dtypes."""
+    if not has_plain_weight(layer):  # some libraries store it under another name
         return False
     weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0
     bias = layer.bias is None or _fits_bias(layer.bias, layer.out_features)

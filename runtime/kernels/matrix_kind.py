@@ -1,7 +1,4 @@
-"""What the numbers of a matrix are, as an argument of compiled code: it has a type and no value.
-
-numba compiles a function once for each type of its arguments, so there is a version for each kind of matrix.
-"""
+"""Matrix formats as zero-size arguments of compiled code: numba compiles one version per type."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class MatrixKind:
 
 
 class MatrixKindType(types.Type):
-    """The type of one kind in compiled code."""
+    """Numba type of one matrix kind."""
 
     def __init__(self, kind_name: str) -> None:
         super().__init__(f"MatrixKind({kind_name})")
@@ -54,27 +51,27 @@ def _constant(target: Any, _: object, __: object, ___: object) -> Any:
 
 Case = TypeVar("Case")
 Tile = Callable[..., None]
-"""Generates the code of a tile, from a builder, the type of the matrix and the other arguments of ``by_rows``."""
+"""Generates a tile's code from a builder, the matrix type and the other arguments of ``by_rows``."""
 
 
 def by_rows(tiles: Mapping[int, Tile]) -> Any:
-    """An intrinsic that runs the tile of so many input rows; ``rows``, its last argument, must be a key of ``tiles``.
+    """An intrinsic that runs the tile for ``rows``, its last argument and a key of ``tiles``.
 
-    All arrays are given by addresses; ``kind`` states the format of the matrix.
+    Arrays are given by address; ``kind`` is the matrix format.
     """
 
     @generated(types.int64, None, *[types.int64] * 5)
     def run(
-        builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, apart: Any, rows: Any
+        builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
     ) -> None:
         for _, tile in cases(builder, rows, tiles):
-            tile(builder, kind, matrix, columns, inputs, outputs, apart)
+            tile(builder, kind, matrix, columns, inputs, outputs, output_stride)
 
     return run
 
 
 def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[tuple[int, Case]]:
-    """Each case of a number with its key; code that is generated meanwhile runs in this case alone."""
+    """Open a switch case for each key; code generated in an iteration runs in that case only."""
     end = builder.append_basic_block("end")
     switch = builder.switch(number, end)
     for key, case in by_number.items():

@@ -1,8 +1,8 @@
-"""Generates code that expands a block to float32 in vector registers, with the roundings of the library ``gguf``.
+"""Generates code that expands a packed block to float32 in vector registers, rounding as the ``gguf`` library does.
 
-The layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao.
-A weight is ``d * q``, ``d * q + m`` or ``d * q - m``: each operation rounds once. In GGUF files a ``d`` has at most 17
-bits and a ``q`` that something is added to at most 5, so their product is exact, and a fused operation rounds alike.
+Layouts are ggml's, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight is ``d
+* q``, ``d * q + m`` or ``d * q - m``; each operation rounds once. In GGUF files ``d`` has at most 17 bits and a ``q``
+with an addend at most 5, so the product is exact and a fused multiply-add rounds alike.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, Vector
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Some numbers of a matrix row that share their scales."""
+    """A run of numbers in a matrix row that share scales."""
 
     name: str
-    number: int | None
-    """In GGUF files, if they have it."""
+    gguf_type: int | None
+    """Type number in GGUF files, if the format occurs there."""
     numbers: int
-    """Weights of a block."""
+    """Weights per block."""
     bytes: int
 
     @cached_property
@@ -39,9 +39,9 @@ class BlockFormat:
         return columns // self.numbers * self.bytes
 
 
-FORMATS = {
-    one.number: one
-    for one in (
+FORMATS_BY_GGUF_TYPE = {
+    block_format.gguf_type: block_format
+    for block_format in (
         BlockFormat("Q4_0", 2, 32, 18),
         BlockFormat("Q4_1", 3, 32, 20),
         BlockFormat("Q5_0", 6, 32, 22),
@@ -54,64 +54,64 @@ FORMATS = {
         BlockFormat("MXFP4", 39, 32, 17),
     )
 }
-"""Those of GGUF files, by their number there."""
+"""Formats of GGUF files by type number."""
 INT8 = BlockFormat("int8", None, 64, 68)
-"""A scale in float32, and integers of 8 bits that are multiplied by it."""
+"""A float32 scale and the 8-bit integers it multiplies."""
 INT4 = BlockFormat("int4", None, 64, 40)
-"""A scale and a minimum in float32, and integers of 4 bits: for 32 columns the low halves of 16 bytes, then the high
+"""A float32 scale and minimum, and 4-bit integers: for each 32 columns the low halves of 16 bytes, then the high
 ones."""
-ALL_FORMATS = (*FORMATS.values(), INT8, INT4)
-OF_TYPE = {type_of(one.kind): one for one in ALL_FORMATS}
-"""Formats by the type of their argument."""
-TABLES = {
+ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
+FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
+"""Formats by the numba type of their kind."""
+VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""What stands for the numbers of four bits, in formats where these are no levels; of MXFP4, twice its numbers."""
+"""Values of the 4-bit codes in formats with a lookup table; MXFP4's are doubled."""
 TINY_SCALES = 2
-"""The first exponents of MXFP4, whose scales are subnormal numbers."""
+"""Exponents of MXFP4 below this have subnormal scales."""
 TINIEST_SCALE = 1 << 21
-"""The bits in float32 of the first of them; each further one is twice as large."""
+"""Float32 bits of the smallest scale; each further one is twice as large."""
 
 
 Expand = Callable[[int], Any]
-"""The vector of a block at a place in it, which counts vectors."""
+"""Generates one vector of a block, by its index."""
 Scale = Callable[[int], Any]
-"""One of the block's scales, in all lanes."""
+"""Generates one of the block's scales, in all lanes."""
 FLOAT_SIZE = 4
 MANTISSA_BITS = 23
-"""Of a float32."""
+"""Mantissa bits of a float32."""
 LEVELS = [float(level) for level in range(16)]
-"""The numbers of four bits."""
+"""Values of the 4-bit levels."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
-SCALES_AHEAD = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
-"""The scales of a block, and what is added to scaled weights, in formats of which a tile computes them for many blocks
-ahead: from memory, a number fills a register without a shuffle, and shuffles limit a tile of few input rows. With a
-single scale, or one in float32, a block is faster without."""
+PRECOMPUTED_SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
+"""Scales and addends per block in formats whose scales a tile computes ahead for many blocks: loading a splat from
+memory saves shuffles, which limit tiles of few input rows. A block with a single or a float32 scale is faster
+without."""
 
 
 class Blocks:
-    """The blocks of one format."""
+    """Generates code for the blocks of one format."""
 
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
         self.vectors = format.numbers // LANES
-        self.scales = SCALES_AHEAD.get(format.name, 0)
+        self.scales = PRECOMPUTED_SCALES.get(format.name, 0)
         self._format = format
         self._expander = getattr(self, f"_{format.name.lower()}")
 
-    def write_scales(self, block: Any, written: Any) -> None:
+    def write_scales(self, block: Any, target: Any) -> None:
         """Write the scales that ``expander`` reads."""
         if self.scales == 2:
-            # One instruction converts four numbers; the last two are no scales.
+            # One instruction converts four numbers; the last two aren't scales.
             four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
-            found = self.code.part(four, 0, self.scales)
+            scales = self.code.part(four, 0, self.scales)
         else:
-            found = self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
-        self.builder.store(found, self.builder.bitcast(written, found.type.as_pointer())).align = FLOAT_SIZE
+            scales = self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
+        self.builder.store(scales, self.builder.bitcast(target, scales.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
-        """Generate what all vectors of a block share; the function that is returned generates one of them.
+        """Generate what all vectors of a block share and return a generator of single vectors.
 
         ``scales`` is the address that ``write_scales`` wrote to.
         """
@@ -120,8 +120,8 @@ class Blocks:
         def scale(place: int) -> Any:
             return self._number(self.code.after(scales, place), FLOAT_SIZE)
 
-        found: Expand = self._expander(block, scale)
-        return found
+        expand: Expand = self._expander(block, scale)
+        return expand
 
     def _q4_0(self, block: Any, _: Scale) -> Expand:
         return self._by_level(block, 2, [level - 8 for level in LEVELS], self._half(block, 0), None)
@@ -130,7 +130,7 @@ class Blocks:
         return self._by_level(block, 4, LEVELS, scale(0), scale(1))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
-        """Half bytes: the low ones of 16 bytes, then the high ones."""
+        """Packed half bytes: the low halves of 16 bytes, then the high ones."""
         if LANES == 16:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
@@ -152,13 +152,13 @@ class Blocks:
         return lambda place: self._scaled(self._level_of_5_bits(block, 4, place, 0), scale(0), scale(1))
 
     def _level_of_5_bits(self, block: Any, first: int, place: int, lowest: int) -> Any:
-        """The highest bits of 32 numbers, then half bytes as those of ``_by_level``."""
+        """Add the fifth bits of 32 numbers to half bytes laid out as in ``_by_level``."""
         half, byte = divmod(place * LANES, 16)
         low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
-        of_all = self.code.splat(self.code.load(self.code.after(block, first), WORD))
+        high_bits = self.code.splat(self.code.load(self.code.after(block, first), WORD))
         masks = [1 << bit for bit in range(place * LANES, (place + 1) * LANES)]
-        one = self.builder.and_(of_all, self.code.integers(masks))
-        is_set = self.builder.icmp_unsigned("!=", one, self.code.every(0))
+        selected = self.builder.and_(high_bits, self.code.integers(masks))
+        is_set = self.builder.icmp_unsigned("!=", selected, self.code.every(0))
         high = self.builder.select(is_set, self.code.every(lowest + 16), self.code.every(lowest))
         return self._float(self.builder.add(low, high))
 
@@ -169,14 +169,14 @@ class Blocks:
         builder = self.builder
         exponent = builder.zext(self.code.load(block, OCTET), WORD)
         tiny = builder.shl(WORD(TINIEST_SCALE), exponent)
-        usual = builder.shl(builder.sub(exponent, WORD(1)), WORD(MANTISSA_BITS))
+        normal = builder.shl(builder.sub(exponent, WORD(1)), WORD(MANTISSA_BITS))
         is_tiny = builder.icmp_unsigned("<", exponent, WORD(TINY_SCALES))
-        scale = builder.bitcast(builder.select(is_tiny, tiny, usual), FLOAT)
+        scale = builder.bitcast(builder.select(is_tiny, tiny, normal), FLOAT)
         return self._by_table(block, 1, self.code.splat(scale))
 
     def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
-        """Half bytes that are places in a table, in the order of ``_by_level``."""
-        table = TABLES[self._format.name]
+        """Half bytes as table indices, in the order of ``_by_level``."""
+        table = VALUE_TABLES[self._format.name]
         if LANES == 16:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
         octets = self.code.load(self.code.after(block, first), ir.VectorType(OCTET, 16))
@@ -245,14 +245,13 @@ class Blocks:
         return expand
 
     def _scales_of_parts(self, block: Any) -> Any:
-        """The scales of halves of parts of 32 numbers; in the block they have 8 bits each."""
+        """Scales of 16 numbers each, stored in 8 bits."""
         octets = self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16))
         whole = self.builder.sext(octets, ir.VectorType(WORD, 16))
         return self.builder.fmul(self._half(block, 208, 16), self.builder.sitofp(whole, ir.VectorType(FLOAT, 16)))
 
     def _scales_and_minima(self, block: Any) -> Any:
-        """Eight scales and what is added to a weight, eight minima times -1; in the block they have 6 bits each, in 12
-        bytes."""
+        """Eight scales and eight negated minima, stored in 6 bits each in 12 bytes."""
         builder = self.builder
         first, second, third = (self.code.load(self.code.after(block, 4 + 4 * word), WORD) for word in range(3))
 
@@ -269,21 +268,21 @@ class Blocks:
             builder.or_(lower(builder.lshr(third, WORD(4))), upper(second)),
         )
         packed: Any = ir.Constant(ir.VectorType(WORD, 4), ir.Undefined)
-        for place, word in enumerate(words):
-            packed = builder.insert_element(packed, word, WORD(place))
+        for index, word in enumerate(words):
+            packed = builder.insert_element(packed, word, WORD(index))
         octets = builder.bitcast(packed, ir.VectorType(OCTET, 16))
         numbers = builder.uitofp(builder.zext(octets, ir.VectorType(WORD, 16)), ir.VectorType(FLOAT, 16))
         both = self._half(block, 0, 8), builder.fneg(self._half(block, 2, 8))
         return builder.fmul(numbers, builder.shuffle_vector(*both, self.code.integers(list(range(16)))))
 
     def _scaled(self, level: Any, scale: Any, added: Any) -> Any:
-        if added is not None and self._format.number is not None:
+        if added is not None and self._format.gguf_type is not None:
             return self.code.multiply_add(level, scale, added)
         weights = self.builder.fmul(level, scale)
         return weights if added is None else self.builder.fadd(weights, added)
 
     def _permuted(self, table: Any, indices: Any) -> Any:
-        """The numbers of a table at the places that the four lowest bits of indices state."""
+        """Look up the lowest four bits of each index."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
     def _number(self, address: Any, align: int = 1) -> Any:
@@ -296,9 +295,9 @@ class Blocks:
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
-        """Bytes of a block as integers of 32 bits, one in each lane."""
-        found = self.code.load(self.code.after(block, offset), ir.VectorType(OCTET, LANES))
-        return (self.builder.sext if signed else self.builder.zext)(found, self.code.words)
+        """Bytes of a block as 32-bit integers, one per lane."""
+        octets = self.code.load(self.code.after(block, offset), ir.VectorType(OCTET, LANES))
+        return (self.builder.sext if signed else self.builder.zext)(octets, self.code.words)
 
     def _bits(self, words: Any, first: int, count: int) -> Any:
         shifted = self.builder.lshr(words, self.code.every(first)) if first else words

@@ -1,7 +1,7 @@
-"""Weights that torchao quantized to 8 or 4 bits, in blocks that our product takes.
+"""Matrices in packed blocks, made from GGUF files, torchao weights or float weights quantized here.
 
-A block of Q8_0 has the scale by which its largest number becomes 127. One of Q4_0 has the scale by which the number
-that is largest without its sign becomes -8. Numbers are divided by the scale in float32; then it is stored in float16.
+Q8_0 blocks map the number of largest magnitude to 127, Q4_0 blocks to -8. Numbers are divided by the scale in float32,
+which is then stored in float16.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 import torch
 
 from hdtool.runtime.kernels.gemm import unpack
-from hdtool.runtime.kernels.packed_formats import FORMATS, INT4, INT8, BlockFormat
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
 PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux, which never loses what is in memory."""
+"""Linux's MADV_PAGEOUT, which never loses data."""
 DO_NOT_NEED = 4
-"""MADV_DONTNEED of Linux, which discards pages that were written privately."""
+"""Linux's MADV_DONTNEED, which discards private writes."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
-"""Operations that copy rows, with the place of the argument that selects them."""
+"""Row-copying operations, with the position of the index argument."""
 
 
 class PackedMatrix:
-    """Has the methods of a 16-bit tensor that a ``CompactWeight`` and its products use."""
+    """A matrix in blocks, with the tensor methods that ``CompactWeight`` and its matmuls use."""
 
     dtype = torch.uint8
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
-        """``blocks`` has the bytes of a matrix row in each row."""
+        """Each row of ``blocks`` has the bytes of one matrix row."""
         self.blocks, self.format = blocks, format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
         self.device = blocks.device
@@ -46,7 +46,7 @@ class PackedMatrix:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that its numbers are read from."""
+        """Tensors that hold the numbers."""
         return [self.blocks]
 
     def stride(self) -> tuple[int, ...]:
@@ -62,9 +62,9 @@ class PackedMatrix:
         return self.into(torch.empty(self.shape, dtype=torch.float32))
 
     def page_out(self) -> None:
-        """Let the system take the memory of the blocks: it reads what is used again from their file, or from its swap.
+        """Let the system page out the blocks; it reads them again from their file or swap when used.
 
-        A system that cannot do so keeps the memory.
+        Other systems than Linux keep the memory.
         """
         self._advise(PAGE_OUT)
 
@@ -80,24 +80,24 @@ class PackedMatrix:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Write the numbers to contiguous memory of this shape in float32."""
+        """Expand into contiguous float32 memory of this shape."""
         unpack(self.data_ptr(), self.format.kind, self.itemsize, len(self), self.shape[1], memory.data_ptr())
         return memory
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
-        """The rows that an operation copies, in float32; None if it copies other parts."""
+        """The rows an operation copies, in float32; None if it copies something else."""
         selected = args[ROW_ARGUMENTS[operation] - 1]
-        whole = args[0] == 0 if operation is ATEN.index_select.default else True
+        copies_rows = args[0] == 0 if operation is ATEN.index_select.default else True
         if operation is ATEN.index.Tensor:
-            whole = len(selected) == 1 and selected[0] is not None and selected[0].dtype != torch.bool
-        if not whole:
+            copies_rows = len(selected) == 1 and selected[0] is not None and selected[0].dtype != torch.bool
+        if not copies_rows:
             return None
-        found = operation(self.blocks, *args, **kwargs)
-        numbers = PackedMatrix(found.reshape(-1, self.blocks.shape[1]), self.format).float()
-        return numbers.view(*found.shape[:-1], self.shape[1])
+        copied = operation(self.blocks, *args, **kwargs)
+        numbers = PackedMatrix(copied.reshape(-1, self.blocks.shape[1]), self.format).float()
+        return numbers.view(*copied.shape[:-1], self.shape[1])
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
-        """A view that needs no other numbers expanded than its own; None if there is none."""
+        """A view that expands no other numbers than its own, or None."""
         if operation in (ATEN.detach.default, ATEN.alias.default):
             return self
         if operation is ATEN.slice.Tensor and (not args or args[0] == 0) and args[3:] in ((), (1,)):
@@ -110,18 +110,19 @@ class PackedMatrix:
 
 
 class PackedExperts(PackedMatrix):
-    """Matrices ``[experts, rows, columns]`` in blocks; the rows of an expert are in one part after another."""
+    """Matrices ``[experts, rows, columns]`` in blocks, as one or several parts that each hold some rows of every
+    expert."""
 
-    def __init__(self, parts: Sequence[PackedMatrix], number: int, *, is_transposed: bool = False) -> None:
-        """Each part has some rows of the first of a ``number`` of experts, then as many of the second, and so on.
+    def __init__(self, parts: Sequence[PackedMatrix], experts: int, *, is_transposed: bool = False) -> None:
+        """Each part holds some rows of expert 0, then as many of expert 1, and so on up to ``number`` experts.
 
-        A matrix that ``is_transposed`` is given to others with its rows as columns, as some modules have it.
+        With ``is_transposed`` it presents rows as columns, as some modules do.
         """
         first = parts[0]
         super().__init__(first.blocks, first.format)
         self.parts, self.is_transposed = tuple(parts), is_transposed
-        rows, columns = sum(len(part) for part in parts) // number, first.shape[1]
-        self.shape = torch.Size((number, columns, rows) if is_transposed else (number, rows, columns))
+        rows, columns = sum(len(part) for part in parts) // experts, first.shape[1]
+        self.shape = torch.Size((experts, columns, rows) if is_transposed else (experts, rows, columns))
         self.nbytes = sum(part.nbytes for part in parts)
 
     def __len__(self) -> int:
@@ -162,21 +163,21 @@ class PackedExperts(PackedMatrix):
 
     def float(self) -> torch.Tensor:
         parts = [part.float().view(len(self), -1, part.shape[1]) for part in self.parts]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return found.transpose(1, 2) if self.is_transposed else found
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return matrix.transpose(1, 2) if self.is_transposed else matrix
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.copy_(self.float())
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
-        """The experts that an operation copies, in float32; None if it copies other parts."""
+        """The experts an operation copies, in float32; None if it copies something else."""
         if operation is not ATEN.index.Tensor or len(args[0]) != 1 or args[0][0] is None:
             return None
         chosen = args[0][0]
         if chosen.dtype == torch.bool:
             return None
-        found = [self[one : one + 1].float()[0] for one in (chosen.flatten() % len(self)).tolist()]
-        return torch.stack(found).view(*chosen.shape, *self.shape[1:]) if found else None
+        matrices = [self[expert : expert + 1].float()[0] for expert in (chosen.flatten() % len(self)).tolist()]
+        return torch.stack(matrices).view(*chosen.shape, *self.shape[1:]) if matrices else None
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
         if operation is ATEN.transpose.int and {dim % 3 for dim in args} == {1, 2}:
@@ -184,28 +185,28 @@ class PackedExperts(PackedMatrix):
         return super().viewed(operation, args)
 
 
-TOGETHER = 1 << 20
-"""Numbers that are rounded at a time."""
-BY_NAME = {one.name: one for one in FORMATS.values()}
-Q8_0, Q4_0 = BY_NAME["Q8_0"], BY_NAME["Q4_0"]
+QUANTIZED_AT_ONCE = 1 << 20
+"""Numbers quantized at a time."""
+FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
+Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
 HALF_SIZE = 2
 
 
-def quantized_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix | None:
-    """The blocks of a matrix; None if a number or a scale is infinite or NaN."""
+def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix | None:
+    """Quantize a matrix; None if a number or a scale is infinite or NaN."""
     rows, columns = weight.shape
     blocks = torch.empty(rows, format.row_bytes(columns), dtype=torch.uint8)
-    round_ = ROUNDED[format.name]
-    step = max(1, TOGETHER // columns)
+    quantize = QUANTIZERS[format.name]
+    step = max(1, QUANTIZED_AT_ONCE // columns)
     for first in range(0, rows, step):
         part = weight[first : first + step].detach().float().reshape(-1, format.numbers)
-        scales, levels = round_(part)
-        stored = scales.half()
-        if not (part.isfinite().all() and stored.isfinite().all()):
+        scales, levels = quantize(part)
+        half_scales = scales.half()
+        if not (part.isfinite().all() and half_scales.isfinite().all()):
             return None
-        written = blocks[first : first + step].view(-1, format.bytes)
-        written[:, :HALF_SIZE] = stored.view(torch.uint8)
-        written[:, HALF_SIZE:] = levels
+        target = blocks[first : first + step].view(-1, format.bytes)
+        target[:, :HALF_SIZE] = half_scales.view(torch.uint8)
+        target[:, HALF_SIZE:] = levels
     return PackedMatrix(blocks, format)
 
 
@@ -215,9 +216,9 @@ def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    size, columns = blocks.abs(), torch.arange(blocks.shape[1])
-    is_largest = size == size.amax(1, keepdim=True)
-    # Of several the first one, which argmax does not promise.
+    magnitudes, columns = blocks.abs(), torch.arange(blocks.shape[1])
+    is_largest = magnitudes == magnitudes.amax(1, keepdim=True)
+    # The first of equals; argmax doesn't promise that.
     first = torch.where(is_largest, columns, len(columns) - 1).amin(1, keepdim=True)
     scales = blocks.gather(1, first) / -8
     levels = (blocks * _inverse(scales) + 8.5).clamp(0, 15).to(torch.uint8)
@@ -225,8 +226,8 @@ def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, levels[:, :half] | levels[:, half:] << 4
 
 
-ROUNDED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
-"""The scales and the packed levels of blocks, by the name of the format."""
+QUANTIZERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+"""Functions that return the scales and packed levels of blocks, by format name."""
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
@@ -234,35 +235,35 @@ def _inverse(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(numbers: torch.Tensor) -> torch.Tensor:
-    """The nearest integers; of two that are as near, the one farther from zero."""
-    size = numbers.abs()
-    whole = size.floor()
-    return torch.copysign(whole + (2 * (size - whole)).floor(), numbers)
+    """Round to nearest; ties away from zero."""
+    magnitudes = numbers.abs()
+    whole = magnitudes.floor()
+    return torch.copysign(whole + (2 * (magnitudes - whole)).floor(), numbers)
 
 
-OF_ACTIVATIONS = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
-"""Attributes of a weight whose layer changes its input."""
-NUMBER = 4
-"""Bytes of a scale in a block."""
+ACTIVATION_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
+"""Attributes of a torchao weight whose layer transforms its input."""
+SCALE_SIZE = 4
+"""Bytes of a scale in a torchao block."""
 
 
 def packed_weight(weight: Any) -> PackedMatrix | None:
-    """The numbers of a weight that torchao quantized, without its activations; None for all others.
+    """The numbers of a torchao-quantized weight, without its activations; None for any other weight.
 
-    They are those by which torchao multiplies an input in float32. torchao is not imported for that.
+    These are the numbers torchao multiplies float32 inputs by. torchao isn't imported.
     """
     kind = type(weight)
     if kind.__module__.split(".")[0] != "torchao" or weight.dim() != 2 or not weight.is_cpu:
         return None
-    if any(getattr(weight, name, None) is not None for name in OF_ACTIVATIONS):
+    if any(getattr(weight, name, None) is not None for name in ACTIVATION_ATTRIBUTES):
         return None
-    known = {"Int8Tensor": _of_int8, "Int4Tensor": _of_int4}
-    return known[kind.__name__](weight) if kind.__name__ in known else None
+    converters = {"Int8Tensor": _of_int8, "Int4Tensor": _of_int4}
+    return converters[kind.__name__](weight) if kind.__name__ in converters else None
 
 
 def _of_int8(weight: Any) -> PackedMatrix | None:
     levels, group = weight.qdata, weight.block_size[-1]
-    # With groups of columns, torchao rounds the numbers to the dtype of the weight.
+    # With column groups, torchao rounds to the weight's dtype.
     rounded = group < levels.shape[1] and weight.dtype != torch.float32
     if levels.dtype != torch.int8 or rounded or (weight.zero_point is not None and weight.zero_point.any()):
         return None
@@ -277,36 +278,42 @@ def _of_int4(weight: Any) -> PackedMatrix | None:
 
 
 def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Integers of 8 bits, of which each ``group`` of columns has a scale; None if it has no whole blocks.
+    """Pack 8-bit integers with one scale per ``group`` of columns; None if they don't fill whole blocks.
 
-    ``scales`` has a row for each matrix row, or one for all.
+    ``scales`` has a row per matrix row, or one for all.
     """
     return _packed(INT8, levels.view(torch.uint8), [scales], group)
 
 
 def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group: int) -> PackedMatrix | None:
-    """The same for integers of 4 bits with a sign, to which a minimum is added: two columns in each byte."""
-    outs, half = octets.shape
+    """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns."""
+    out_features, half = octets.shape
     if half % (INT4.numbers // 2):
         return None
-    # Sixteen columns in the low halves of bytes, and the next ones in the high halves; -8 becomes 0.
-    levels = torch.stack([octets & 15, octets >> 4], -1).view(outs, -1, 2, 16) ^ 8
-    return _packed(INT4, (levels[:, :, 0] | levels[:, :, 1] << 4).view(outs, -1), [scales, minima], group)
+    # Sixteen columns in the low halves of bytes, the next ones in the high halves; -8 becomes 0.
+    levels = torch.stack([octets & 15, octets >> 4], -1).view(out_features, -1, 2, 16) ^ 8
+    return _packed(INT4, (levels[:, :, 0] | levels[:, :, 1] << 4).view(out_features, -1), [scales, minima], group)
 
 
-def _packed(format: BlockFormat, octets: torch.Tensor, numbers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Blocks of the numbers that each ``group`` of columns has, and of the octets of levels."""
-    header = NUMBER * len(numbers)
-    outs, size = len(octets), format.bytes - header
+def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
+    """Blocks of each group's scales and minima, followed by the levels' octets."""
+    header = SCALE_SIZE * len(headers)
+    out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.numbers
     if not octets.numel() or octets.shape[1] % size or group % format.numbers:
         return None
-    blocks = torch.empty(outs, columns // format.numbers, format.bytes, dtype=torch.uint8)
-    for place, one in enumerate(numbers):
-        fits = one.dim() == 2 and one.shape[0] in (1, outs) and one.shape[1] * group == columns
-        if not fits or not one.is_floating_point() or one.itemsize > NUMBER:
+    blocks = torch.empty(out_features, columns // format.numbers, format.bytes, dtype=torch.uint8)
+    for index, header_of_groups in enumerate(headers):
+        fits = (
+            header_of_groups.dim() == 2
+            and header_of_groups.shape[0] in (1, out_features)
+            and header_of_groups.shape[1] * group == columns
+        )
+        if not fits or not header_of_groups.is_floating_point() or header_of_groups.itemsize > SCALE_SIZE:
             return None
-        of_blocks = one.float().repeat_interleave(group // format.numbers, 1).expand(outs, -1).contiguous()
-        blocks[..., place * NUMBER : (place + 1) * NUMBER] = of_blocks[..., None].view(torch.uint8)
-    blocks[..., header:] = octets.view(outs, -1, size)
-    return PackedMatrix(blocks.view(outs, -1), format)
+        header_of_blocks = (
+            header_of_groups.float().repeat_interleave(group // format.numbers, 1).expand(out_features, -1).contiguous()
+        )
+        blocks[..., index * SCALE_SIZE : (index + 1) * SCALE_SIZE] = header_of_blocks[..., None].view(torch.uint8)
+    blocks[..., header:] = octets.view(out_features, -1, size)
+    return PackedMatrix(blocks.view(out_features, -1), format)

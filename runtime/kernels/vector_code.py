@@ -1,7 +1,7 @@
-"""What generated vector code needs: the registers of this processor, and a builder of LLVM instructions for them.
+"""Vector code generation: this processor's registers, an LLVM builder, and intrinsics on float32 rows.
 
-The order of all operations is written here and not left to a compiler that vectorizes loops, so a number has the same
-bits wherever it stands.
+The order of operations is written out, not left to a vectorizing compiler, so a number's bits don't depend on its
+position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CACHE_LINE = 64
 
 
 def has_feature(feature: str) -> bool:
-    """Whether this processor has an extension, by the name that LLVM has for it."""
+    """True if the processor has an LLVM feature."""
     try:
         return bool(binding.get_host_cpu_features().get(feature))
     except RuntimeError:  # unsupported on some processors
@@ -45,11 +45,11 @@ def _name_of_cpu() -> str:
 
 
 CPU = _name_of_cpu()
-"""The name that LLVM has for this kind of processor."""
+"""LLVM's name for this processor."""
 EXPANDS_FLOAT16 = has_feature("f16c") or has_feature("avx512f") or machine().lower() in ("aarch64", "arm64")
-"""Whether the processor converts float16; elsewhere the compiler calls a function of a library that may be missing."""
+"""True if the processor converts float16; elsewhere LLVM calls a library function that may be missing."""
 PAUSE = "llvm.x86.sse2.pause" if has_feature("sse2") else None
-"""The instruction that a thread executes while it waits."""
+"""Spin-wait hint."""
 LANES = 16 if has_feature("avx512f") else 8 if has_feature("avx") else 4
 """Numbers in a vector register."""
 
@@ -57,9 +57,9 @@ LANES = 16 if has_feature("avx512f") else 8 if has_feature("avx") else 4
 TABLE_SIZE = 16
 LOOK_UP_ARM = "llvm.aarch64.neon.tbl1.v16i8"
 LOOK_UP_X86 = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}
-"""By the bytes of its registers."""
+"""By register size in bytes."""
 LOOK_UP = LOOK_UP_ARM if machine().lower() in ("aarch64", "arm64") else LOOK_UP_X86[16] if has_feature("avx") else None
-"""The instruction that takes 16 octets from a table of 16; None where there is none that is known."""
+"""Instruction that looks up 16 octets in a table of 16; None where there is none."""
 
 
 class VectorCode:
@@ -76,9 +76,9 @@ class VectorCode:
         return self.builder.call(function, arguments)
 
     def load(self, address: Any, kind: Any, align: int = 1) -> Any:
-        found = self.builder.load(self.builder.bitcast(address, kind.as_pointer()))
-        found.align = align
-        return found
+        loaded = self.builder.load(self.builder.bitcast(address, kind.as_pointer()))
+        loaded.align = align
+        return loaded
 
     def after(self, address: Any, count: int | Any) -> Any:
         """The address ``count`` items later."""
@@ -90,10 +90,10 @@ class VectorCode:
         first = self.builder.insert_element(undefined, number, WORD(0))
         return self.lane(first, 0, lanes)
 
-    def lane(self, vector: Any, place: int, lanes: int = LANES) -> Any:
-        """One number of a vector in all lanes."""
+    def lane(self, vector: Any, index: int, lanes: int = LANES) -> Any:
+        """One lane of a vector in all lanes."""
         undefined = ir.Constant(vector.type, ir.Undefined)
-        return self.builder.shuffle_vector(vector, undefined, self.integers([place] * lanes))
+        return self.builder.shuffle_vector(vector, undefined, self.integers([index] * lanes))
 
     def part(self, vector: Any, first: int, lanes: int) -> Any:
         """Some lanes of a vector."""
@@ -103,30 +103,32 @@ class VectorCode:
     def looked_up(
         self, table: Sequence[int], indices: Any, instruction: str | None = LOOK_UP, size: int = TABLE_SIZE
     ) -> Any:
-        """Octets of a table of 16, at indices of four bits; ``size`` is that of the instruction's registers."""
+        """Look up octets in a table of 16 by 4-bit indices; ``size`` is the instruction's register size."""
         if instruction is None:
             return self._selected(table, indices)
         octets = self.integers([number % 256 for number in table] * (size // TABLE_SIZE), OCTET)
-        found = [
+        vectors = [
             self.call(instruction, octets.type, octets, self.part(indices, first, size))
             for first in range(0, indices.type.count, size)
         ]
-        while len(found) > 1:
-            found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+        while len(vectors) > 1:
+            vectors = [self.joined(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
 
     def _selected(self, table: Sequence[int], indices: Any) -> Any:
-        """The same without an instruction for it: each bit of an index halves what is left of the table."""
+        """Table lookup without an instruction: each index bit halves the candidates."""
         lanes = indices.type.count
-        left = [self.integers([number % 256] * lanes, OCTET) for number in table]
+        candidates = [self.integers([number % 256] * lanes, OCTET) for number in table]
         for bit in range(len(table).bit_length() - 1):
-            one = self.builder.and_(indices, self.integers([1 << bit] * lanes, OCTET))
-            is_set = self.builder.icmp_unsigned("!=", one, self.integers([0] * lanes, OCTET))
-            left = [self.builder.select(is_set, *pair) for pair in zip(left[1::2], left[::2], strict=True)]
-        return left[0]
+            masked = self.builder.and_(indices, self.integers([1 << bit] * lanes, OCTET))
+            is_set = self.builder.icmp_unsigned("!=", masked, self.integers([0] * lanes, OCTET))
+            candidates = [
+                self.builder.select(is_set, *pair) for pair in zip(candidates[1::2], candidates[::2], strict=True)
+            ]
+        return candidates[0]
 
     def joined(self, first: Any, second: Any) -> Any:
-        """The lanes of two vectors, one vector's after the other's."""
+        """Concatenate two vectors."""
         return self.builder.shuffle_vector(first, second, self.integers(list(range(2 * first.type.count))))
 
     def integers(self, numbers: list[int], kind: Any = WORD) -> Any:
@@ -140,17 +142,17 @@ class VectorCode:
         return self.call(f"llvm.fmuladd.v{LANES}f32", self.vector, weights, factor, added)
 
     def total(self, vector: Any) -> Any:
-        """The sum of all lanes, always in the same order."""
+        """Sum of all lanes, always in the same order."""
         return self.folded(vector, self.builder.fadd)
 
     def sums_of(self, vectors: Sequence[Any]) -> Any:
-        """The sums of as many vectors as there are lanes, one in each lane, added as ``total`` adds them."""
+        """Sums of ``LANES`` vectors, one per lane, added in the order of ``total``."""
         vectors, count = list(vectors), LANES
         while count > 1:
             count //= 2
             first, second = [], []
             for lane in range(LANES):
-                # The lower half of a group of lanes is of the first vector, the upper half of the second one.
+                # The lower half of a lane group comes from the first vector, the upper half from the second.
                 group, place = lane // (2 * count), lane % (2 * count)
                 base = 2 * count * group + place % count + (LANES if place >= count else 0)
                 first.append(base)
@@ -168,7 +170,7 @@ class VectorCode:
         return vectors[0]
 
     def folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """One number of a vector: its halves are combined until one is left."""
+        """Reduce a vector to one number by combining its halves."""
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
@@ -176,14 +178,15 @@ class VectorCode:
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any, *, nearest: bool = False) -> None:
-        """Fetch a cache line to read, into L2, or into L1 where it has room for it."""
+        """Prefetch a cache line for reading, into L2 or, with ``nearest``, L1."""
         level = WORD(3 if nearest else 2)
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """A loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last."""
+        """Loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last
+        ones."""
         builder = self.builder
         before = builder.block
         inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
@@ -191,16 +194,16 @@ class VectorCode:
         builder.position_at_end(inside)
         index = builder.phi(INDEX)
         values = [builder.phi(value.type) for value in carried]
-        made = list(body(index, list(values)))
+        next_values = list(body(index, list(values)))
         last = builder.block
-        following = builder.add(index, INDEX(step))
-        for phi, first, value in zip([index, *values], [INDEX(0), *carried], [following, *made], strict=True):
+        next_index = builder.add(index, INDEX(step))
+        for phi, first, value in zip([index, *values], [INDEX(0), *carried], [next_index, *next_values], strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(value, last)
-        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.cbranch(builder.icmp_signed("<", next_index, count), inside, after)
         builder.position_at_end(after)
         ends = [builder.phi(value.type) for value in carried]
-        for phi, first, value in zip(ends, carried, made, strict=True):
+        for phi, first, value in zip(ends, carried, next_values, strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(value, last)
         return ends
@@ -210,57 +213,57 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)
 LOG2_E = 1.44269504088896341
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-"""Their sum is the logarithm of 2; a product of the first with a small integer is exact."""
+"""They add up to log(2); the first times a small integer is exact."""
 POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Of the Cephes library: exp(r) is 1 + r + r**2 times this polynomial, for r up to half the logarithm of 2."""
+"""From the Cephes library: exp(r) is 1 + r + r**2 times this polynomial, for r up to log(2) / 2."""
 ROUNDING = 12582912.0
-"""1.5 * 2**23: a small number added to it is rounded to an integer, which is in the lowest bits of the sum."""
-SMALLEST, LARGEST = -87.0, 88.0
-"""The exponential is 0 below the first, and that of the second above it."""
+"""1.5 * 2**23: adding it rounds a small number to an integer in the lowest bits of the sum."""
+EXP_UNDERFLOW, EXP_OVERFLOW = -87.0, 88.0
+"""Below the first, exp returns 0; above the second, the value at it."""
 ONE_BITS = 127 << 23
 """The bits of 1.0 in float32."""
 
 
 class FloatCode(VectorCode):
-    """Adds instructions on float32 numbers, given by integer addresses, to a function that is being generated."""
+    """Adds instructions on float32 numbers, given by integer addresses."""
 
     def number(self, value: float) -> Any:
         """A constant in all lanes."""
         return ir.Constant(VECTOR, [value] * LANES)
 
     def at(self, address: Any, index: Any) -> Any:
-        """The address of a float32 by its index."""
+        """Address of a float32 by index."""
         return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
 
     def read(self, address: Any, kind: Any = VECTOR) -> Any:
-        found = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
-        found.align = ITEM_SIZE
-        return found
+        loaded = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        loaded.align = ITEM_SIZE
+        return loaded
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
 
     def exp(self, x: Any) -> Any:
-        """The exponential; that of NaN is NaN."""
+        """The exponential; NaN stays NaN."""
         builder = self.builder
-        vanishes = builder.fcmp_ordered("<", x, self.number(SMALLEST))
-        x = builder.select(builder.fcmp_ordered(">", x, self.number(LARGEST)), self.number(LARGEST), x)
+        vanishes = builder.fcmp_ordered("<", x, self.number(EXP_UNDERFLOW))
+        x = builder.select(builder.fcmp_ordered(">", x, self.number(EXP_OVERFLOW)), self.number(EXP_OVERFLOW), x)
         rounded = self.multiply_add(x, self.number(LOG2_E), self.number(ROUNDING))
         power = builder.fsub(rounded, self.number(ROUNDING))
         rest = self.multiply_add(power, self.number(-LN2_HIGH), x)
         rest = self.multiply_add(power, self.number(-LN2_LOW), rest)
-        found = self.number(POLYNOMIAL[0])
+        result = self.number(POLYNOMIAL[0])
         for coefficient in POLYNOMIAL[1:]:
-            found = self.multiply_add(found, rest, self.number(coefficient))
-        found = self.multiply_add(found, builder.fmul(rest, rest), rest)
-        found = builder.fadd(found, self.number(1.0))
+            result = self.multiply_add(result, rest, self.number(coefficient))
+        result = self.multiply_add(result, builder.fmul(rest, rest), rest)
+        result = builder.fadd(result, self.number(1.0))
         shifted = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
         scale = builder.add(shifted, ir.Constant(WORDS, [ONE_BITS] * LANES))
-        found = builder.fmul(found, builder.bitcast(scale, VECTOR))
-        return builder.select(vanishes, self.number(0.0), found)
+        result = builder.fmul(result, builder.bitcast(scale, VECTOR))
+        return builder.select(vanishes, self.number(0.0), result)
 
     def tanh(self, x: Any) -> Any:
-        """The hyperbolic tangent, with the absolute error of the exponential."""
+        """The hyperbolic tangent, with the absolute error of ``exp``."""
         doubled = self.exp(self.builder.fmul(x, self.number(2.0)))
         part = self.builder.fdiv(self.number(2.0), self.builder.fadd(doubled, self.number(1.0)))
         return self.builder.fsub(self.number(1.0), part)
@@ -291,7 +294,7 @@ def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsi
 
 @generated(types.int64, types.int64, types.float32)
 def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
-    """``scores = exp(scores - largest)``; the count is a multiple of the lanes of a vector."""
+    """``scores = exp(scores - largest)``; the count is a multiple of ``LANES``."""
     code = FloatCode(builder)
     top = code.splat(largest)
 
@@ -304,7 +307,7 @@ def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
 
 
 def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
-    """An intrinsic for a unit whose activation is its input times the sigmoid of a function of it."""
+    """An intrinsic for a gated unit whose activation is ``x * sigmoid(f(x))``."""
 
     @generated(*[types.int64] * 3)
     def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
@@ -313,8 +316,8 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
         def apply(index: Any, _: list[Any]) -> list[Any]:
             numbers = code.read(code.at(gate, index))
             divisor = builder.fadd(code.exp(builder.fneg(sigmoid_of(code, numbers))), code.number(1.0))
-            found = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
-            code.store(found, code.at(gate, index))
+            gated = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
+            code.store(gated, code.at(gate, index))
             return []
 
         code.loop(size, [], apply)
@@ -323,7 +326,7 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
 
 
 def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
-    """``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``: half of one more than a tanh is the sigmoid of twice its input."""
+    """``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, since ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``."""
     factor = 2 * math.sqrt(2 / math.pi)
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
     inside = code.multiply_add(cubed, code.number(0.044715), numbers)
@@ -333,27 +336,27 @@ def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
 silu_in_place = _gated(lambda code, numbers: numbers)
 """``gate = silu(gate) * up``"""
 gelu_in_place = _gated(_twice_inside_tanh)
-"""``gate = gelu(gate) * up``, the GELU by tanh."""
+"""``gate = gelu(gate) * up``, with the tanh GELU."""
 
 
 @generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
 def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
-    """``written = (up + 1) * gate * sigmoid(alpha * gate)`` of bounded pairs ``[gate, up]``; in place, or elsewhere."""
+    """``written = (up + 1) * gate * sigmoid(alpha * gate)`` for clamped pairs ``[gate, up]``; may be in place."""
     code = FloatCode(builder)
-    factor, most = code.splat(alpha), code.splat(limit)
-    least, one = builder.fneg(most), code.number(1.0)
+    factor, upper_limit = code.splat(alpha), code.splat(limit)
+    lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
     halves = [code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2)]
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
         first = builder.mul(index, INDEX(2))
         both = [code.read(code.at(pairs, builder.add(first, INDEX(half * LANES)))) for half in range(2)]
         gate, up = (builder.shuffle_vector(*both, half) for half in halves)
-        gate = builder.select(builder.fcmp_ordered(">", gate, most), most, gate)
-        up = builder.select(builder.fcmp_ordered(">", up, most), most, up)
-        up = builder.select(builder.fcmp_ordered("<", up, least), least, up)
+        gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
+        up = builder.select(builder.fcmp_ordered(">", up, upper_limit), upper_limit, up)
+        up = builder.select(builder.fcmp_ordered("<", up, lower_limit), lower_limit, up)
         divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, factor))), one)
-        found = builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
-        code.store(found, code.at(written, index))
+        gated = builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
+        code.store(gated, code.at(written, index))
         return []
 
     code.loop(size, [], apply)
@@ -363,11 +366,11 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
 def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
     """``sums += numbers * factor``"""
     code = FloatCode(builder)
-    by = code.splat(factor)
+    scale = code.splat(factor)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
         place = code.at(sums, index)
-        added = builder.fmul(code.read(code.at(numbers, index)), by)
+        added = builder.fmul(code.read(code.at(numbers, index)), scale)
         code.store(builder.fadd(code.read(place), added), place)
         return []
 
@@ -375,16 +378,16 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
 
 
 def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """An intrinsic that changes numbers in place, each by itself and a factor that all have in common."""
+    """An intrinsic that changes each number in place, with a common factor."""
 
     @generated(*[types.int64] * 2, types.float32)
     def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
         code = FloatCode(builder)
-        by = code.splat(factor)
+        scale = code.splat(factor)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
             place = code.at(numbers, index)
-            code.store(change(code, code.read(place), by), place)
+            code.store(change(code, code.read(place), scale), place)
             return []
 
         code.loop(size, [], apply)
@@ -404,7 +407,7 @@ _bound = _changed(_bounded)
 
 @compiled
 def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
-    """``numbers /= divisor``, and where there is a ``cap``, ``numbers = tanh(numbers / cap) * cap``."""
+    """``numbers /= divisor``; with a ``cap``, also ``numbers = tanh(numbers / cap) * cap``."""
     whole = size // LANES * LANES
     _divide(numbers, whole, divisor)
     if cap:
@@ -418,47 +421,47 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """The rotary position of one head: ``read * cos + (second half, first half) * sin``"""
+    """Rotary embedding of one head: ``read * cos + (second half, first half) * sin``"""
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
-    pair = ir.VectorType(FLOAT, ROTATED)
+    pair = ir.VectorType(FLOAT, ROTARY_LANES)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        other = builder.add(index, half)
-        first, second = (code.read(code.at(read, place), pair) for place in (index, other))
-        for place, own, turned in ((index, first, second), (other, second, first)):
-            product = builder.fmul(own, code.read(code.at(cos, place), pair))
-            sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, place), pair)))
+        partner = builder.add(index, half)
+        first, second = (code.read(code.at(read, place), pair) for place in (index, partner))
+        for place, number, rotated in ((index, first, second), (partner, second, first)):
+            cos_part = builder.fmul(number, code.read(code.at(cos, place), pair))
+            sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, place), pair)))
             code.store(sum_, code.at(written, place))
         return []
 
-    code.loop(half, [], apply, ROTATED)
+    code.loop(half, [], apply, ROTARY_LANES)
 
 
 @generated(*[types.int64] * 5)
 def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """That of a head whose pairs are numbers side by side."""
+    """Rotary embedding of a head whose pairs are adjacent."""
     code = FloatCode(builder)
     swapped = code.integers([lane ^ 1 for lane in range(LANES)])
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        own = code.read(code.at(read, index))
-        turned = builder.shuffle_vector(own, ir.Constant(own.type, ir.Undefined), swapped)
-        product = builder.fmul(own, code.read(code.at(cos, index)))
-        sum_ = builder.fadd(product, builder.fmul(turned, code.read(code.at(sin, index))))
+        numbers = code.read(code.at(read, index))
+        rotated = builder.shuffle_vector(numbers, ir.Constant(numbers.type, ir.Undefined), swapped)
+        cos_part = builder.fmul(numbers, code.read(code.at(cos, index)))
+        sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, index))))
         code.store(sum_, code.at(written, index))
         return []
 
     code.loop(width, [], apply)
 
 
-ROTATED = LANES // 2
-"""Numbers that are rotated at once: the width of a head is a multiple of the lanes of a vector, half of it of this."""
+ROTARY_LANES = LANES // 2
+"""Numbers rotated at once: a head's width is a multiple of ``LANES``, so half of it is a multiple of this."""
 
 
 @compiled
 def norm_rows(read: int, rows: int, width: int, weight: int, offset: Any, epsilon: Any, written: int) -> None:
-    """RMSNorm of each row of ``width`` numbers; addresses of float32, rows one after another."""
+    """RMSNorm of ``rows`` contiguous float32 rows of ``width`` numbers."""
     for row in range(rows):
         at = row * width * ITEM_SIZE
         norm_row(read + at, weight, offset, width, epsilon, written + at)

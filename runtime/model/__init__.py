@@ -1,4 +1,4 @@
-"""The target model: loading, the KV cache, attention masks, verification of trees, quantization and tensor parallelism.
+"""The target model: loading, KV cache, attention masks, tree verification, quantization and tensor parallelism.
 
 Imports `data`, `runtime/kernels`, `runtime/config` and the draft tree; no drafter and nothing of evaluation.
 """

@@ -1,4 +1,4 @@
-"""Passes over trees by captured steps, as long as the model can be captured and computes the same."""
+"""Captured passes over trees, used while the model can be captured and stays unchanged."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class LibraryPass:
             masks = self._stock.masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
             return self._pass(step, storage, masks, extent)
         with self._attention.replacing(self._stock.model, step) as masks:
-            found = self._pass(step, storage, masks, storage.capacity)
+            output = self._pass(step, storage, masks, storage.capacity)
         if not self._attention.calls:
             raise NotImplementedError("layers that do not look their attention up")
-        return found
+        return output
 
     def _pass(self, step: StepTensors, storage: KVTensors, masks: Mask, extent: int) -> StepOutput:
         stock = self._stock
         indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
         cache = IndexedKVCache(storage, indices, extent)
-        given: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
+        options: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
         if stock.takes_positions:
-            given["position_ids"] = step.positions
+            options["position_ids"] = step.positions
         with self._over(step, storage, cache) as states:
-            logits: torch.Tensor = stock.model(input_ids=step.tokens, **given, **{stock.cache_name: cache}).logits
+            logits: torch.Tensor = stock.model(input_ids=step.tokens, **options, **{stock.cache_name: cache}).logits
         hidden = stock.hidden.of_pass if stock.hidden.is_watched else None
         return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
 
@@ -72,7 +72,7 @@ class LibraryPass:
 
 
 def library_passes(target: Target) -> Iterator[LibraryPass]:
-    """The passes by the library's code that may be captured, the faster one first."""
+    """Library passes that may be captured, the faster one first."""
     operations, windows = triton_operations(target.device), target.stock.windows
     selects = any(shape.indexer for shape in target.shapes)  # by the mask, which attention of our own does not read
     if operations and not selects and not any(window.chunk for window in windows):
@@ -99,7 +99,7 @@ class CapturedPasses:
 
     @property
     def is_fused(self) -> bool:
-        """Whether hdtool's own pass is captured, and not the library's."""
+        """True if hdtool's fused pass is captured, not the library's."""
         return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
@@ -119,10 +119,10 @@ class CapturedPasses:
         while self.steps:
             proven = self._passes[0]
             # The first two are captured, and the next two replay them.
-            found = [*two_steps(target, cache), *two_steps(target, cache)]
+            actual = [*two_steps(target, cache), *two_steps(target, cache)]
             if self._passes[:1] != [proven]:
                 continue  # it failed, and the next one is in its place
-            pairs = zip(found, [*expected, *expected], strict=True)
+            pairs = zip(actual, [*expected, *expected], strict=True)
             distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
             if not distance:
                 break
@@ -132,7 +132,7 @@ class CapturedPasses:
             self.record(cache)
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps of single answers before they begin, as far as there is memory."""
+        """Capture the steps of single answers ahead, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):
             if self.steps and cache.capacity > LARGEST_TREE:
                 self.steps.record(cache)
@@ -171,7 +171,7 @@ class CapturedPasses:
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees, together(wants))
+                start = self.steps.prepared(cache, trees, combined_want(wants))
             except Exception as error:  # model code that cannot be captured raises many kinds
                 self._give_up(reason_of(error))
         if start is None:
@@ -180,15 +180,15 @@ class CapturedPasses:
         return verified
 
     def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the step that still runs: its seconds, nodes and trees; None if there is none."""
+        """Wait for the running step; its seconds, nodes and trees, or None if there is none."""
         if self.steps is None or self._running is None:
             return None
         running, self._running = self._running, None
         return self.steps.wait(), *running
 
 
-def together(wants: Sequence[Want]) -> Want:
-    """What is wanted of a pass over several trees."""
+def combined_want(wants: Sequence[Want]) -> Want:
+    """Combine what is wanted of a pass over several trees."""
     return Want(most_ranked=max((want.most_ranked for want in wants), default=0), root=any(want.root for want in wants))
 
 
@@ -205,10 +205,10 @@ def reserved_positions(target: Target) -> int:
 def passes_of(target: Target) -> list[StepPass]:
     """The passes that may be captured, the fastest one first."""
     try:
-        own = fuse(target)
+        fused = fuse(target)
     except torch.OutOfMemoryError:  # there is no room to merge weights
-        own = None
-    return [*filter(None, [own]), *library_passes(target)]
+        fused = None
+    return [*filter(None, [fused]), *library_passes(target)]
 
 
 def _note(reason: str) -> None:

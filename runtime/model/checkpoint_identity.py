@@ -1,4 +1,4 @@
-"""Which checkpoint a model is: of a configuration before anything is loaded, or of a model in memory."""
+"""Identifies a checkpoint from a configuration before loading, or from a model in memory."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
         return None
     folder = Path(name)
     if not folder.is_dir():
-        found = cached_snapshot(name, getattr(model.config, "_commit_hash", None))
-        if found is None:
+        snapshot = cached_snapshot(name, getattr(model.config, "_commit_hash", None))
+        if snapshot is None:
             return None
-        folder = found
+        folder = snapshot
     checkpoint = _checkpoint_in(folder, demo.NAME if folder == demo.MODEL else name_in_words(name))
     return checkpoint if checkpoint and _is_unchanged(model, folder) else None
 
@@ -133,7 +133,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Whether numbers of a model equal those of its files; what has another form or name is not compared."""
+    """True if a model's numbers equal its files'; tensors of another form or name aren't compared."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

@@ -1,8 +1,8 @@
-"""Keeps the weights of a CPU model in the 16 bits of their checkpoint, or packed, and computes in float32 as before.
+"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, while results stay the same.
 
 Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly. It stays compact only if linear layers, experts and embeddings alone have it, and if the compiled
-matmul gives the same bits for both.
+numbers exactly. It stays compact only if linear layers, experts and embeddings alone use it, and the compiled matmul
+gives the same bits for both forms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import (
-    FORMATS,
+    NARROW_DTYPES,
     CompactEmbedding,
     CompactWeight,
     Stored,
@@ -32,9 +32,9 @@ from hdtool.runtime.kernels.compact_weight import (
 )
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, fits_compiled_experts, matrices_of
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
-from hdtool.runtime.kernels.linear import KINDS, compiled_linear, fits_compiled_matmul
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
+from hdtool.runtime.kernels.linear import MATRIX_KINDS, compiled_linear, fits_compiled_matmul
 from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -49,7 +49,7 @@ EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
 
 @contextmanager
 def keeping_mxfp4() -> Iterator[None]:
-    """Have transformers load experts in float32 as blocks meanwhile."""
+    """Make transformers keep float32 experts in blocks while it loads in this block."""
     try:
         expanding = getattr(import_module(EXPANDING[0]), EXPANDING[1])
         usual = expanding.convert
@@ -69,10 +69,10 @@ def keeping_mxfp4() -> Iterator[None]:
         yield
 
 
-def _kept(given: Any, model: Any, name: str) -> CompactWeight | None:
+def _kept(weights: Any, model: Any, name: str) -> CompactWeight | None:
     path, _, last = name.rpartition(".")
-    found = [given.get(f"{last}_{part}") for part in ("blocks", "scales")]
-    blocks, scales = (one[0] if isinstance(one, list) else one for one in found)
+    tensors = [weights.get(f"{last}_{part}") for part in ("blocks", "scales")]
+    blocks, scales = (item[0] if isinstance(item, list) else item for item in tensors)
     if not isinstance(blocks, torch.Tensor) or not isinstance(scales, torch.Tensor) or model is None:
         return None
     parameter = getattr(model.get_submodule(path), last, None)
@@ -93,12 +93,12 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | 
     if not is_known or blocks.shape[3] != size or blocks.shape[2] * FORMAT.numbers % COLUMN_MULTIPLE:
         return None
     number, rows, count, _ = blocks.shape
-    made = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
+    blocks_ = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
     for expert in range(number):  # so that little memory is needed beside it
         levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
-        made[expert, ..., 0] = scales[expert]
-        made[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
-    return PackedExperts([PackedMatrix(made.view(number * rows, -1), FORMAT)], number, is_transposed=True)
+        blocks_[expert, ..., 0] = scales[expert]
+        blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
+    return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), FORMAT)], number, is_transposed=True)
 
 
 Place = tuple[Module, str]
@@ -106,7 +106,7 @@ Place = tuple[Module, str]
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """The method of transformers that names parameters with a dtype of their own."""
-TRIED_ROWS = (*range(1, MOST_ROWS + 1), MOST_IN_REGISTERS + 1)
+TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 """Together, these use all tiles of the compiled matmul."""
 _loading = Lock()
 
@@ -130,13 +130,13 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
         narrow = narrowed(weight.detach()) if fits else None
         if narrow is not None and _is_proved(narrow, places, proved):
             # A copy: tensors of a file are mapped, at any address, and the file may change.
-            narrow = narrow.clone() if weight.dtype in FORMATS else narrow
+            narrow = narrow.clone() if weight.dtype in NARROW_DTYPES else narrow
             replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
-        elif weight.dtype in FORMATS and _is_ordinary(weight):
+        elif weight.dtype in NARROW_DTYPES and _is_ordinary(weight):
             replace_parameter(places, weight.detach().float(), requires_grad=weight.requires_grad)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in FORMATS:
+            if buffer is not None and buffer.dtype in NARROW_DTYPES:
                 module._buffers[name] = buffer.float()
     for module in list(model.modules()):
         for name, child in module._modules.items():
@@ -151,14 +151,14 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
     Returns whether there are any.
     """
-    found = False
+    packed_any = False
     for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
         module, name = places[0]
         packed = packed_weight(module._parameters[name])
         if packed is not None and all(type(module) is Linear for module, _ in places):
             replace_parameter(places, CompactWeight(packed))
-            found = True
-    return found
+            packed_any = True
+    return packed_any
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def expand_weights_read(model: Module) -> None:
     Such code is right with weights in 16 bits, but expands them in each pass.
     """
     for weight, places in compact_places(model):
-        if weight.reads.number:
+        if weight.expansions.count:
             replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
 
 
@@ -203,39 +203,39 @@ def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
 
 
 def is_of_linear_layers(places: list[Place]) -> bool:
-    """Whether linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
+    """True if linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
     return all(_takes(*place) for place in places)
 
 
 def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
     """All weights with their places."""
-    found = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
-    return [(places, weight) for places, weight in found if weight is not None]
+    entries = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
+    return [(places, weight) for places, weight in entries if weight is not None]
 
 
 def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
     if is_compact(weight) and not requires_grad:
-        made: Any = as_parameter(weight)
+        parameter: Any = as_parameter(weight)
     else:
-        made = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
+        parameter = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
     for module, name in places:
-        module._parameters[name] = made
+        module._parameters[name] = parameter
 
 
 def _places(model: Module) -> dict[int, list[Place]]:
     """The places of each parameter: a tied one has several."""
-    found: dict[int, list[Place]] = {}
+    places: dict[int, list[Place]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
 
 
 def _takes(module: Module, name: str) -> bool:
-    """Whether a module computes with a weight in 16 bits without expanding all of it."""
+    """True if a module computes with a weight in 16 bits without expanding all of it."""
     if name in WEIGHTS:
-        return fits_compiled_experts(module, KINDS)
+        return fits_compiled_experts(module, MATRIX_KINDS)
     if name != "weight" or not isinstance(module, Embedding | Linear):
         return False
     weight = module.weight
@@ -243,16 +243,16 @@ def _takes(module: Module, name: str) -> bool:
         return False
     if isinstance(module, Embedding):
         return module.max_norm is None  # a limit changes the weight
-    return type(module) is Linear and fits_compiled_matmul(module, KINDS)
+    return type(module) is Linear and fits_compiled_matmul(module, MATRIX_KINDS)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
-    """Whether a weight is not of a class of a library that quantizes."""
+    """True if a weight is not of a class of a library that quantizes."""
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
-    """Whether a weight may be stored so, by the matmul with one weight of each form."""
+    """True if a weight may be stored so, by the matmul with one weight of each form."""
     if all(isinstance(module, Embedding) for module, _ in places):
         return True
     if isinstance(stored, PackedExperts):
@@ -267,10 +267,10 @@ def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> 
 
 @torch.inference_mode()
 def _has_same_bits(narrow: Stored) -> bool:
-    """Whether the compiled matmul with compact weights has the bits of that with the expanded ones."""
+    """True if the compiled matmul with compact weights has the bits of that with the expanded ones."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
-    part = narrow[: MOST_OUTS + 1]
+    part = narrow[: TILE_OUT_FEATURES + 1]
     inputs = torch.randn(
         max(TRIED_ROWS), part.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )
@@ -281,7 +281,7 @@ def _has_same_bits(narrow: Stored) -> bool:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """The 16-bit dtype of all tensors of a checkpoint; None if they have several, or another one."""
+    """The 16-bit dtype shared by all tensors of a checkpoint, or None."""
     files = weight_files(folder) or []
     if not files or any(file.suffix != ".safetensors" for file in files):
         return None
@@ -293,7 +293,7 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Have a model give its weights in float32 to what saves them; tied ones share their memory."""
+    """Give float32 weights to whatever saves the model; tied weights share memory."""
     expanded: dict[int, torch.Tensor] = {}
     for name, weight in state.items():
         if is_compact(weight):

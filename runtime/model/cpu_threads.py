@@ -1,8 +1,8 @@
-"""Chooses the number of CPU threads of torch.
+"""Chooses torch's number of CPU threads.
 
-Compiled passes give the same bits with any number of threads, so the fastest one is measured for them: on a busy
-machine, or if memory is the bottleneck, fewer threads can be faster. In the library's code the number of threads can
-change the order of a summation, so there it follows from the machine alone.
+Compiled passes give the same bits with any number of threads, so the fastest is measured: on a busy machine, or if
+memory is the bottleneck, fewer can be faster. In the library's code the number can change the order of a sum, so there
+it depends on the machine only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def choose_threads(target: Target, wanted: int | None = None, record: KeptRecord
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
-    elif target.device.type == "cpu" and (most := torch.get_num_threads()) > 1:
-        torch.set_num_threads(_fastest(target, most, record) if target.compiled else min(most, cpu_quota() or most))
+    elif target.device.type == "cpu" and (max_threads := torch.get_num_threads()) > 1:
+        torch.set_num_threads(
+            _fastest(target, max_threads, record) if target.compiled else min(max_threads, cpu_quota() or max_threads)
+        )
     return torch.get_num_threads()
 
 
@@ -51,13 +53,13 @@ def cpu_quota(root: Path = CGROUPS) -> int | None:
     return None
 
 
-def _fastest(target: Target, most: int, record: KeptRecord | None) -> int:
-    found = record.read(int, most_seconds=KEPT_SECONDS) if record else None
-    if found is None or not 1 <= found <= most:
-        found = _measured(target, most)
+def _fastest(target: Target, max_threads: int, record: KeptRecord | None) -> int:
+    threads = record.read(int, most_seconds=KEPT_SECONDS) if record else None
+    if threads is None or not 1 <= threads <= max_threads:
+        threads = _measured(target, max_threads)
         if record:
-            record.write(found)
-    return found
+            record.write(threads)
+    return threads
 
 
 def _measured(target: Target, best: int) -> int:
@@ -68,7 +70,7 @@ def _measured(target: Target, best: int) -> int:
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Mean seconds of one pass of each size; the mean includes the slow passes of a busy machine."""
+    """Mean seconds of one pass of each size, slow passes of a busy machine included."""
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))

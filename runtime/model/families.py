@@ -1,4 +1,4 @@
-"""Model families: checks whether a model can verify a draft tree, and the reasons for a refusal."""
+"""Which models can verify draft trees, the reasons for refusals, and access to hidden states."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, roun
         raise refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
 
-def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
+def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
     """The distance of logits from those expected if rounding does not explain it, else an empty string.
 
     Some models round more than their dtype suggests; ``rounding`` is the measured error.
@@ -94,7 +94,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, rounding: float | Non
     """
     measured = rounding is not None
     tolerance = LOW_PRECISION_TOLERANCE if measured else tolerance_of(expected.dtype)
-    distance = distances(found, expected).median().item()
+    distance = distances(actual, expected).median().item()
     # Both may be off by as much, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
@@ -115,14 +115,14 @@ def is_low_precision(dtype: torch.dtype) -> bool:
     return dtype not in (torch.float32, torch.float64)
 
 
-def distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def distances(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The root mean square distance of each row of logits, in standard deviations.
 
     The largest distance would grow with the vocabulary: two correct passes of a model with 32,000 tokens differ by a
     tenth of a standard deviation somewhere.
     """
     scale = expected.float().std(dim=-1).clamp_min(1e-12)
-    return (found.float() - expected.float()).square().mean(dim=-1).sqrt() / scale
+    return (actual.float() - expected.float()).square().mean(dim=-1).sqrt() / scale
 
 
 def refusal(kind: str, reason: str) -> FamilyError:
@@ -130,7 +130,7 @@ def refusal(kind: str, reason: str) -> FamilyError:
 
 
 def tells_prompts_from_answers(config: Any) -> bool:
-    """Whether layers attend to a token of an answer in another way than to one of a prompt."""
+    """True if layers attend to answer tokens differently from prompt tokens."""
     return OF_PROMPTS in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
@@ -157,7 +157,7 @@ def rotary_switch(config: Any) -> int | None:
 
 
 class HiddenStates:
-    """The input of a model's output layer in each pass, once it is watched, and beside it the output of some layers."""
+    """Watches the input of a model's output layer in each pass, and the outputs of some layers."""
 
     def __init__(self) -> None:
         self.is_watched = False
@@ -175,12 +175,14 @@ class HiddenStates:
 
     def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
         """Watch the output of decoder layers, too, from now on."""
-        own = getattr(decoder, "layers", ())
-        if not layers or not all(0 <= layer < len(own) for layer in layers):
-            raise FamilyError(f"layers {', '.join(map(str, layers))} are asked for, and this model has {len(own)}")
+        decoder_layers = getattr(decoder, "layers", ())
+        if not layers or not all(0 <= layer < len(decoder_layers) for layer in layers):
+            raise FamilyError(
+                f"layers {', '.join(map(str, layers))} are asked for, and this model has {len(decoder_layers)}"
+            )
         for layer in dict.fromkeys(layers):
             if layer not in self.layers:
-                own[layer].register_forward_hook(Recorder(self, layer))
+                decoder_layers[layer].register_forward_hook(Recorder(self, layer))
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
@@ -198,17 +200,17 @@ class HiddenStates:
         return None
 
     def record(self, layer: int | None, returned: object) -> None:
-        """Note what a layer of a pass returned, or the module that returns the output layer's input."""
+        """Record the output of a layer, or of the module that returns the output layer's input."""
         if layer is not None:
-            found = returned[0] if isinstance(returned, tuple) else returned
-            assert isinstance(found, torch.Tensor)
-            self._of_layer[layer] = found
-        elif (found := hidden_in(returned)) is not None:
-            parts = [found, *(self._of_layer[layer] for layer in self.layers)]
-            self.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else found
+            hidden = returned[0] if isinstance(returned, tuple) else returned
+            assert isinstance(hidden, torch.Tensor)
+            self._of_layer[layer] = hidden
+        elif (hidden := hidden_in(returned)) is not None:
+            parts = [hidden, *(self._of_layer[layer] for layer in self.layers)]
+            self.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
 
     def rows_of(self, slot: int) -> torch.Tensor:
-        """Those of one slot of the last pass, ``[tokens, width]``."""
+        """Hidden states of one slot from the last pass, ``[tokens, width]``."""
         assert self.of_pass is not None
         return self.of_pass[slot]
 
@@ -218,7 +220,7 @@ class HiddenStates:
 
 
 class Recorder:
-    """A hook that records what a module returns. In copies of the model, and where it is loaded, it does nothing."""
+    """A hook that records a module's output. It does nothing in copies of the model and after unpickling."""
 
     only_watches = True
 
@@ -235,23 +237,23 @@ class Recorder:
 
 
 def only_watches(hook: object) -> bool:
-    """Whether a hook changes nothing: one that watches hidden states, for this target or another one."""
+    """True if a hook only watches hidden states, for any target."""
     return bool(getattr(hook, "only_watches", False))
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:
-    """The hidden states ``[batch, tokens, width]`` in the output of a module, if there are any."""
-    found = getattr(returned, "last_hidden_state", None)
-    return found if isinstance(found, torch.Tensor) and found.dim() == 3 else None
+    """Hidden states ``[batch, tokens, width]`` in a module's output, if any."""
+    hidden = getattr(returned, "last_hidden_state", None)
+    return hidden if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 else None
 
 
 def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
     """The last module that returns hidden states; ``run`` makes a forward pass of the model."""
-    found: list[torch.nn.Module] = []
+    modules: list[torch.nn.Module] = []
 
     def record(module: torch.nn.Module, _: object, returned: object) -> None:
         if hidden_in(returned) is not None:
-            found.append(module)
+            modules.append(module)
 
     handles = [module.register_forward_hook(record) for module in model.modules()]
     try:
@@ -259,12 +261,12 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
     finally:
         for handle in handles:
             handle.remove()
-    if not found:
+    if not modules:
         raise FamilyError(
             f"models of type {kind!r} cannot have heads: this one does not return the hidden states that its output "
             "layer reads"
         )
-    return found[-1]
+    return modules[-1]
 
 
 def picked(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Model files on this machine and the Hugging Face hub, and fingerprints of their weights.
+"""Model files on this machine and the Hugging Face hub, and fingerprints of weights.
 
-A fine-tune has the names, the shapes and the sizes of its base, and may have changed a few matrices only. So numbers
-of every tensor count, from its middle, where the rows of an embedding belong to tokens that occur.
+A fine-tune has its base's names, shapes and sizes, and may differ in a few matrices only. So a fingerprint samples the
+middle of every tensor, where an embedding's rows belong to tokens that occur.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATUSES = {
 
 @contextmanager
 def hub_errors_worded(name: str, revision: str | None = None, file: str | None = None) -> Iterator[None]:
-    """Raise what the library of the hub raises as a ``ModelError``."""
+    """Raise the hub library's errors as a ``ModelError``."""
     try:
         yield
     except HdtoolError:
@@ -48,7 +48,7 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
-    """What was wrong and what to do, without the name of the model."""
+    """What was wrong and what to do, without the model's name."""
     from huggingface_hub import errors
 
     causes = list(_causes(error))
@@ -91,11 +91,11 @@ def _without_answer(causes: list[Exception]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[Exception]:
-    """An error and what caused it."""
-    found: BaseException | None = error
-    while isinstance(found, Exception):
-        yield found
-        found = found.__cause__
+    """An error and its causes."""
+    cause: BaseException | None = error
+    while isinstance(cause, Exception):
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_offline() -> bool:
@@ -146,7 +146,7 @@ SPARE = 1 << 26
 
 @cache  # a look-up asks the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """The folder of a model in the cache of the hub; what it lacks is downloaded."""
+    """A model's folder in the hub's cache, after downloading what is missing."""
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -160,15 +160,15 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        path = try_to_load_from_cache(name, "config.json", revision=revision)
     except (HFValidationError, OSError, ValueError):
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 @cache
 def file_of(repository: str, name: str, revision: str | None = None) -> Path:
-    """A file of a repository in the cache, downloaded if it is not there."""
+    """A repository's file in the cache, downloaded if missing."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors_worded(repository, revision, name), _progress(repository) as counted:
@@ -180,18 +180,18 @@ def _with_configuration(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        path = snapshot_download(
             name, revision=revision, allow_patterns=CONFIGURATION, ignore_patterns=OTHER_FORMATS, tqdm_class=_Silent
         )
     except LocalEntryNotFoundError:  # of files that may not be needed
         if cached := cached_snapshot(name, revision):
             return cached
         raise
-    return Path(found)
+    return Path(path)
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights of the version whose other files are in a folder of the cache."""
+    """Download the weights for the cached snapshot in a folder."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name
@@ -272,7 +272,7 @@ DIGITS = 16
 SAMPLED = 64
 """Bytes of each tensor."""
 PLACES = 1024
-"""Places at which a file of unknown form is sampled."""
+"""Positions at which a file of unknown format is sampled."""
 LARGEST_HEADER = 256 << 20
 """Bytes of the header of a safetensors file."""
 

@@ -1,6 +1,6 @@
-"""What hdtool relies on inside transformers beyond its documented interface.
+"""Undocumented parts of transformers that hdtool relies on.
 
-Everything here asks for a feature, never for a version, so that one release may rename what another one had.
+All checks are for features, never versions, so that a release may rename them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache_argument(module: torch.nn.Module, cache: Cache | None) -> dict[str, Ca
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The KV cache among the arguments of a pass, or the fields of its output; None if there is none."""
+    """The KV cache in a pass's arguments or output fields, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
@@ -67,12 +67,12 @@ def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def is_own_cache(cache: object) -> bool:
-    """Whether a caller of ``generate`` made this cache; ``generate`` marks those and makes one otherwise."""
+    """True if the caller of ``generate`` passed this cache: ``generate`` marks the caches it is given."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
-    """Whether ``forward`` names this argument."""
+    """True if ``forward`` names this argument."""
     return argument in inspect.signature(model.forward).parameters
 
 
@@ -95,7 +95,7 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
 
 
 def is_known_type(model_type: str) -> bool:
-    """Whether the library has a configuration of this type of model."""
+    """True if the library has a configuration of this type of model."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
@@ -146,12 +146,12 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether the model has a recurrent state beside its KV cache."""
+    """True if the model has a recurrent state beside its KV cache."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
-    """Whether the library drops keys beyond a sliding window, which the masks of this model's code do not know.
+    """True if the library drops keys beyond a sliding window, which the masks of this model's code do not know.
 
     Its pass over a whole prompt then attends to more than passes over parts of it.
     """
@@ -193,8 +193,8 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     try:
         yield
     finally:
-        for config, own in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
-            config._attn_implementation = own
+        for config, previous in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+            config._attn_implementation = previous
 
 
 @contextmanager
@@ -206,17 +206,17 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for config, own in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
-        config._experts_implementation = "grouped_mm" if own == "eager" else own
+    for config, previous in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+        config._experts_implementation = "grouped_mm" if previous == "eager" else previous
     try:
         yield
     finally:
-        for config, own in zip(configs, before, strict=True):
-            config._experts_implementation = own
+        for config, previous in zip(configs, before, strict=True):
+            config._experts_implementation = previous
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """A configuration and those of its parts, such as one for images."""
+    """A configuration and its parts' configurations, such as one for images."""
     yield config
     for name in getattr(config, "sub_configs", None) or ():
         if (part := getattr(config, name, None)) is not None:
@@ -224,7 +224,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:
-    """Whether processes share the weights so that all of them must make equally many passes (ZeRO-3, FSDP)."""
+    """True if processes share the weights so that all of them must make equally many passes (ZeRO-3, FSDP)."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 

@@ -1,4 +1,4 @@
-"""Loading: from a folder or hub name to a target and its tokenizer; errors state what to do."""
+"""Loads a target and its tokenizer from a folder, a hub name or a GGUF file; errors say what to do."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CONFIG_FILES = ("config.json",)
 
 
 class Packed(NamedTuple):
-    """The weights of a model in blocks."""
+    """Weights of a model in blocks."""
 
     folder: Path
     """Has the settings of the model."""
@@ -96,7 +96,7 @@ class Loaded:
     target: Target
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
-    """The files that the model was loaded from; model stores at home are found by it."""
+    """Files the model was loaded from, by which its stores are found."""
 
     def guide(self, grammar: Grammar | None) -> Guide | None:
         """The state of a new answer that must match a grammar; None for free text."""
@@ -173,7 +173,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
 
 
 def _packed(config: ModelConfig, settings: Any) -> Packed | None:
-    """Where the weights of a model are in blocks; None where they are not, or are not computed with as they are."""
+    """Location of a model's weights in blocks, or None if they aren't computed in blocks."""
     if scheme := config.quantization if config.quantization in BLOCKS else None:
         folder = _quantized(config, settings, scheme)
         return Packed(folder, (), lambda: read_quantized(folder))
@@ -227,7 +227,7 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """The target of a model that was proved in an earlier process; None, and the record is gone, if it is another."""
+    """The target of a model proved by an earlier process; if its results differ, drop the record and return None."""
     if proof is None:
         return None
     try:
@@ -369,8 +369,8 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
         with suppress(OSError, ValueError):
             settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
-            found = getattr(settings, "eos_token_id", None)
-            ends = ends if found is None else found
+            configured = getattr(settings, "eos_token_id", None)
+            ends = ends if configured is None else configured
     return ends_of(ends, tokenizer)
 
 

@@ -1,6 +1,6 @@
-"""The inputs of a pass over draft trees: token ids, positions and tree-attention masks.
+"""Inputs of a pass over draft trees: token ids, positions and tree-attention masks.
 
-A step with fixed shapes has one buffer, which is sent to the device in one copy.
+A step with fixed shapes has one buffer, sent to the device in a single copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AttentionWindow:
     """Size of the chunks of chunked attention."""
 
     def sees_all(self, length: int) -> bool:
-        """Whether a context of ``length`` tokens lies in the window as a whole."""
+        """True if a context of ``length`` tokens lies in the window as a whole."""
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
     def visible(self, related: Any, query: Any, key: Any) -> Any:
@@ -67,8 +67,8 @@ def windows_of(config: Any) -> list[AttentionWindow]:
         SLIDING: AttentionWindow(SLIDING, window=window),
         CHUNKED: AttentionWindow(CHUNKED, chunk=chunk),
     }
-    found = dict.fromkeys(by_name.get(kind, kind) for kind in kinds if kind not in WITHOUT_MASK)
-    return [windows[kind] for kind in found if kind in windows] or [windows[FULL]]
+    present = dict.fromkeys(by_name.get(kind, kind) for kind in kinds if kind not in WITHOUT_MASK)
+    return [windows[kind] for kind in present if kind in windows] or [windows[FULL]]
 
 
 class MaskBuffer:
@@ -141,8 +141,8 @@ class AttentionMasks:
             mask = torch.full(shape, self._value, dtype=self._dtype, device=self._device)
             mask[..., 0] = 0.0
             for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
-                own = len(tree) + 1
-                mask[slot, :, :own, : length + own] = self._of_window(tree, length, window, buffer)[0]
+                used_rows = len(tree) + 1
+                mask[slot, :, :used_rows, : length + used_rows] = self._of_window(tree, length, window, buffer)[0]
             return mask
 
         return self._of_each(padded)
@@ -218,13 +218,13 @@ def _fill_batch(
     lengths: npt.NDArray[np.int64],
     mask_value: float,
 ) -> None:
-    """Write the masks of several trees, whose parents follow each other; padding sees the first token alone."""
+    """Write the masks of several concatenated trees; padding sees only the first token."""
     values[:] = mask_value
     values[:, :, 0] = 0.0
     first = 0
     for slot in range(len(sizes)):
-        own, length = sizes[slot] + 1, lengths[slot]
-        values[slot, :own, :length] = 0.0
+        rows, length = sizes[slot] + 1, lengths[slot]
+        values[slot, :rows, :length] = 0.0
         hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
         first += sizes[slot]
 
@@ -232,7 +232,7 @@ def _fill_batch(
 MOVES = MOST_DUE
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Places in the header: length of the context; the first position to which others are moved, how many, and these."""
+"""Header fields: context length; first position of a move, number of moved positions, and the positions."""
 
 
 class StepTensors(NamedTuple):
@@ -243,7 +243,7 @@ class StepTensors(NamedTuple):
     length: torch.Tensor
     """Length of the context, ``[slots]``."""
     moved_to: torch.Tensor
-    """The first position to which others are moved, ``[slots]``."""
+    """First position of the move, ``[slots]``."""
     moved_from: torch.Tensor
     """The moved positions, ``[slots, MOVES]``, padded with positions that stay."""
     tokens: torch.Tensor
@@ -311,7 +311,7 @@ class TreeInput:
         return self._shaped(1, len(tree) + 1)
 
     def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of several trees, ``[trees, rows]``; smaller ones are padded with their roots."""
+        """Ids and positions of several trees, ``[trees, rows]``; smaller trees are padded with their roots."""
         rows = max(map(len, trees)) + 1
         self._make_room(len(trees))
         _fill_trees(

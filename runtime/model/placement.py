@@ -53,7 +53,7 @@ def require_accelerate(feature: str) -> None:
 
 
 HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-"""The next dtype of much higher precision; there is none above float64."""
+"""The next dtype of much higher precision; float64 has none."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """The same with one pass for each token of the answer; it differs from a single pass by rounding only."""
+    """The logits of an answer from one pass per token, which differ from a single pass only by rounding."""
     parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
     *_, last = passes(model, parts)
     logits: torch.Tensor = last.logits[0, -1]

@@ -1,6 +1,7 @@
-"""Quantization: schemes, the libraries they need, their layers, and what rules out int8 activations.
+"""Quantization schemes, the libraries they need, their layers, and checks that rows stay independent.
 
-So it is refused before weights are read. The proof of compiled code comes after that, and can rule it out as well.
+Invalid combinations are refused before weights are read; the later proof of compiled code can also rule out int8
+activations.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """Libraries for quantization on loading; checkpoints name their own."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
-"""What to import of the libraries that are known to work."""
+"""Modules to import from the supported libraries."""
 
 
 def library_of(settings: Any) -> str:
     """The library that quantized a checkpoint, from its configuration; empty if none did."""
     for part in (settings, settings.get_text_config(decoder=True)):
-        found: Any = getattr(part, "quantization_config", None)
-        if found is not None:
-            found = found if isinstance(found, dict) else found.to_dict()
-            method = found.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
+        config_: Any = getattr(part, "quantization_config", None)
+        if config_ is not None:
+            config_ = config_ if isinstance(config_, dict) else config_.to_dict()
+            method = config_.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
             return str(getattr(method, "value", method))
     return ""
 
@@ -113,7 +114,7 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """The relative change of a row's output if another row is added to the pass."""
+    """Relative change of a row's output when another row is added to the pass."""
     places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
     place = places[0] if places and places[0].type != "meta" else device
     row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
@@ -130,8 +131,8 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
     which is larger than the dtype suggests if layers quantize their input.
     """
-    found = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
-    rounding = distances(torch.stack(found, dim=1), at_once).max().item()
+    logits = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
+    rounding = distances(torch.stack(logits, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
         print(
             f"note: this model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
@@ -158,7 +159,7 @@ class RowByRow:
 
     @property
     def reason(self) -> str:
-        """Why steps cannot be captured, if the model has such layers."""
+        """Why steps can't be captured, if the model has such layers."""
         return "its 8-bit layers look for outliers in each pass" if self.layers else ""
 
     def release(self) -> None:
@@ -175,9 +176,9 @@ class RowByRow:
         finally:
             self._on = False
 
-    def _take_out(self, layer: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+    def _take_out(self, layer: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
         self._taken_out = None
-        rows = given[0]
+        rows = arguments[0]
         if not self._on or rows.numel() == rows.shape[-1]:
             return None
         outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the criterion of the layer itself
@@ -186,7 +187,7 @@ class RowByRow:
         self._taken_out = rows.masked_fill(~outliers, 0)
         return (rows.masked_fill(outliers, 0),)
 
-    def _put_back(self, layer: Any, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor | None:
+    def _put_back(self, layer: Any, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor | None:
         if self._taken_out is None:
             return None
         outliers, self._taken_out = self._taken_out.flatten(0, -2), None

@@ -1,7 +1,7 @@
-"""A checkpoint with its weights in blocks of Q8_0 or Q4_0, in hdtool's home: made once, and found by its content.
+"""A checkpoint quantized to Q8_0 or Q4_0 blocks in hdtool's home: made once, and found by its content.
 
-Weights of linear layers and embeddings become blocks, the others stay as they are. The table of embeddings and the
-output layer are in Q8_0 with any scheme: an error there reaches each logit.
+Linear layers and embeddings are quantized, everything else stays. Embeddings and the output layer use Q8_0 with either
+scheme: their error reaches every logit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hdtool.data.output_files import OutputFile, json_object, json_with, to_disk
 from hdtool.data.stores.home import quantized_at_home, quantized_models
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.packed_matrix import BY_NAME, Q4_0, Q8_0, PackedMatrix, quantized_matrix
+from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
 from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_places
 from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash
 from hdtool.runtime.model.hub import fingerprint_of
@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """A file of the folder: its content, and what shows that it was not written since."""
+    """A file of the folder: its hash and file status, which shows later writes."""
 
     sha256: str
     bytes: int
@@ -51,30 +51,30 @@ class KeptFile(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, sha256: str) -> KeptFile:
-        found = path.stat()
-        return cls(sha256, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        status = path.stat()
+        return cls(sha256, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_at(self, path: Path) -> bool:
-        found = path.stat()
+        status = path.stat()
         if KeptFile.of(path, self.sha256) == self:
             return True
-        return found.st_size == self.bytes and content_hash(path) == self.sha256
+        return status.st_size == self.bytes and content_hash(path) == self.sha256
 
 
 @dataclass(frozen=True)
 class QuantizedManifest:
     scheme: str
     sha256: str
-    """Of the checkpoint."""
+    """SHA-256 of the checkpoint."""
     fingerprint: str
-    """Of the checkpoint, by which stores are found."""
+    """Fingerprint of the checkpoint, by which stores are found."""
     transformers: str
     """The version that read the checkpoint."""
     files: dict[str, KeptFile]
     kinds: dict[str, str]
     """The format of each weight in blocks."""
     seen: tuple[Sources, ...] = ()
-    """Files that are known to have this content."""
+    """Files known to have this content."""
     format: int = FORMAT
 
     @classmethod
@@ -82,30 +82,30 @@ class QuantizedManifest:
         """The manifest of a folder; None without one that is whole."""
         try:
             row = json_object(folder / MANIFEST)
-            seen = tuple(tuple(Signature(**one) for one in sources) for sources in row.pop("seen"))
-            files = {name: KeptFile(*one) for name, one in row.pop("files").items()}
-            found = cls(**row, files=files, seen=seen)
+            seen = tuple(tuple(Signature(**fields) for fields in sources) for sources in row.pop("seen"))
+            files = {name: KeptFile(*entry) for name, entry in row.pop("files").items()}
+            manifest = cls(**row, files=files, seen=seen)
         except (OSError, KeyError, TypeError, ValueError):
             return None
-        return found if found.format == FORMAT else None
+        return manifest if manifest.format == FORMAT else None
 
     def is_of(self, scheme: str) -> bool:
         return self.scheme == scheme and self.transformers == metadata.version("transformers")
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether all files are there and have their content."""
+        """True if all files exist with their content."""
         try:
             return all(file.is_at(folder / name) for name, file in self.files.items())
         except OSError:
             return False
 
     def seen_as(self, sources: Sources) -> QuantizedManifest:
-        paths = [one.path for one in sources]
-        others = [one for one in self.seen if [other.path for other in one] != paths]
+        paths = [source.path for source in sources]
+        others = [group for group in self.seen if [source.path for source in group] != paths]
         return replace(self, seen=(*others, sources)[-MOST_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
-        """The manifest with files of known content as they are in a folder."""
+        """The manifest with the current status of a folder's known files."""
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
@@ -117,8 +117,8 @@ class QuantizedManifest:
 def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
     """The folders of all quantized models, with their manifests."""
     for place in quantized_models().glob(f"[!.]*/{MANIFEST}"):
-        if found := QuantizedManifest.read(place.parent):
-            yield place.parent, found
+        if manifest := QuantizedManifest.read(place.parent):
+            yield place.parent, manifest
 
 
 def remove(folder: Path) -> None:
@@ -155,28 +155,28 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
         if manifest.is_of(scheme) and sources in manifest.seen and manifest.is_whole(folder):
             _remember(manifest, folder)
             return folder
-    settled = all(one.is_settled for one in sources)
+    settled = all(source.is_settled for source in sources)
     digest = hashlib.sha256("".join(map(content_hash, files)).encode()).hexdigest()
     folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
     with worded(ModelError, f"{name} cannot be quantized to {folder}", advice), locked(folder, busy):
         remove_unfinished(folder)
-        made = QuantizedManifest.read(folder)  # another process may have made it while this one waited
-        if made is None or not made.is_whole(folder):
+        quantized = QuantizedManifest.read(folder)  # another process may have made it while this one waited
+        if quantized is None or not quantized.is_whole(folder):
             again = ", as files of it were damaged" if folder.is_dir() else ", once"
             print(f"note: quantizing {name} to {SCHEMES[scheme].name} in {folder}{again}", file=sys.stderr)
-            made = _make(load(), name, scheme, folder, digest, sources, files)
+            quantized = _make(load(), name, scheme, folder, digest, sources, files)
             _remove_superseded(folder, scheme, sources)
-        _remember(made.seen_as(sources) if settled else made, folder)
+        _remember(quantized.seen_as(sources) if settled else quantized, folder)
     return folder
 
 
 def _remember(manifest: QuantizedManifest, folder: Path) -> None:
-    """Record what is known of files now; where that cannot be written, hashes are computed again each time."""
+    """Update the manifest with what is known of the files; if it can't be written, hashes are recomputed each time."""
     with suppress(OSError, ModelError):
-        if (found := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
-            found.write(folder)
+        if (current := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
+            current.write(folder)
 
 
 def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
@@ -185,12 +185,16 @@ def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
     try:
         assert manifest
         blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
-        found: dict[str, torch.Tensor] = {
-            name: CompactWeight(PackedMatrix(blocks[name], BY_NAME[kind])) for name, kind in manifest.kinds.items()
+        weights: dict[str, torch.Tensor] = {
+            name: CompactWeight(PackedMatrix(blocks[name], FORMATS_BY_NAME[kind]))
+            for name, kind in manifest.kinds.items()
         }
     except (AssertionError, OSError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
-    return {**found, **{name: one.float() if one.is_floating_point() else one for name, one in rest.items()}}
+    return {
+        **weights,
+        **{name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rest.items()},
+    }
 
 
 def _key(scheme: str, digest: str) -> str:
@@ -210,7 +214,7 @@ def _make(
             f"{COLUMN_MULTIPLE}, or their scales fit no float16",
             file=sys.stderr,
         )
-    _check_room(name, sum(one.nbytes for one in (*blocks.values(), *rest.values())), folder)
+    _check_room(name, sum(tensor.nbytes for tensor in (*blocks.values(), *rest.values())), folder)
     with scratch(folder) as place:
         _save(blocks, place / BLOCKS)
         _save(rest, place / REST)
@@ -257,9 +261,9 @@ def _quantized_weights(
             continue
         seen.add(id(weight))
         if weight.dim() == 2 and id(weight) in places and all(map(_is_matrix, places[id(weight)])):
-            format = BY_NAME["Q8_0" if id(weight) in tables else kind]
+            format = FORMATS_BY_NAME["Q8_0" if id(weight) in tables else kind]
             fits = weight.shape[1] % COLUMN_MULTIPLE == 0 and is_of_linear_layers(places[id(weight)])
-            if fits and (matrix := quantized_matrix(weight, format)):
+            if fits and (matrix := quantize_matrix(weight, format)):
                 blocks[name], kinds[name] = matrix.blocks, format.name
                 weight.data = weight.data.new_empty(0)
                 continue
@@ -291,12 +295,15 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete what was made from earlier contents of the same checkpoint."""
-    paths = [one.path for one in sources]
-    for other, manifest in quantized_manifests():
-        held = any(all(one.holds for one in seen) for seen in manifest.seen)
-        was_here = any([one.path for one in seen] == paths for seen in manifest.seen)
-        if other == folder or manifest.scheme != scheme or held or not was_here:
+    """Delete what was made from the checkpoint's earlier contents."""
+    paths = [source.path for source in sources]
+    for other_folder, manifest in quantized_manifests():
+        held = any(all(file.holds for file in seen) for seen in manifest.seen)
+        was_here = any([file.path for file in seen] == paths for seen in manifest.seen)
+        if other_folder == folder or manifest.scheme != scheme or held or not was_here:
             continue
-        with suppress(ModelError, OSError), exclusive(lock_of(other), ModelError(f"another process uses {other}")):
-            remove(other)
+        with (
+            suppress(ModelError, OSError),
+            exclusive(lock_of(other_folder), ModelError(f"another process uses {other_folder}")),
+        ):
+            remove(other_folder)

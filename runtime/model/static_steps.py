@@ -1,8 +1,8 @@
-"""Steps with fixed shapes, each captured once (as a CUDA graph) and then replayed.
+"""Steps with fixed shapes, captured once (as a CUDA graph) and then replayed.
 
-A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the arg-max
-at each of their nodes. There is one captured step for each number of slots and size of trees and, if its pass reads a
-fixed number of positions, for each extent of the cache.
+A step moves the accepted paths' cache positions, verifies a tree in each of the first slots and computes the arg-max at
+each node. There is one captured step per number of slots and tree size and, if its pass reads a fixed number of
+positions, per cache extent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.topk import MOST_RANKED
+from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
@@ -41,7 +41,7 @@ class Capture(Protocol):
         ...
 
     def reset(self) -> None:
-        """Release what was captured so far; it is not replayed again."""
+        """Release everything captured so far; it isn't replayed again."""
         ...
 
 
@@ -97,7 +97,7 @@ class CudaGraphs:
 
 
 class DeviceClock:
-    """Measures work that a device does by itself, whatever the host does meanwhile."""
+    """Measures work on a device, independently of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -125,7 +125,7 @@ class DeviceClock:
 
 
 def recovers() -> bool:
-    """Whether torch can capture again after a capture that failed."""
+    """True if torch can capture again after a capture that failed."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= FIRST_THAT_RECOVERS
 
@@ -145,7 +145,7 @@ def refused_waits() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the memory that cuBLAS keeps for each handle and stream; the next product allocates it again."""
+    """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates them again."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -165,7 +165,7 @@ def never(device: torch.device) -> Capture | None:
 SHORTEST_EXTENT = 512
 """The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
-"""Rows of a captured step for one slot. Matmuls fill tiles of 64 rows: one row more begins another tile."""
+"""Rows of a captured step for one slot. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
 """Sizes that are captured before an answer needs them. Budgets choose no larger ones."""
 
@@ -178,14 +178,14 @@ class StepOutput(NamedTuple):
     hidden: torch.Tensor | None
     """``[slots, rows, width]``; None if hidden states are not watched."""
     states: StatesOfTree | None = None
-    """Those of recurrent layers after each row."""
+    """States of recurrent layers after each row."""
 
 
 class StepPass(Protocol):
     """A pass over trees in fixed shapes."""
 
     reads_extent: bool
-    """Whether it reads a fixed number of positions, whatever the length of the contexts."""
+    """True if it reads a fixed number of positions, whatever the length of the contexts."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
         """Move the positions that are due, and verify the trees; neither waits for the device nor depends on values."""
@@ -233,7 +233,7 @@ class StaticSteps:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
-        """Wait until the logits of the last step and their arg-max are there; returns the seconds that it took."""
+        """Wait for the last step's logits and arg-max; return the seconds it took."""
         return self._clock.seconds()
 
     def prepared(
@@ -278,17 +278,17 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        found = buffers.received(len(trees), rows, want)
+        collect = buffers.received(len(trees), rows, want)
         self._clock.stop()
-        return [found(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
+        return [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
     def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
-        given, step = buffers.input.tensors(slots, rows), _Step()
+        inputs, step = buffers.input.tensors(slots, rows), _Step()
 
         def run() -> None:
-            found = self._pass.run(given, storage, extent)
-            buffers.write(found)
-            step.states = found.states
+            output = self._pass.run(inputs, storage, extent)
+            buffers.write(output)
+            step.states = output.states
 
         step.run = self._capture.record(run)
         return step
@@ -303,12 +303,12 @@ class _Step:
 
 
 class _Buffers:
-    """The input and the outcome of steps over at most so many slots, at addresses that do not change."""
+    """Input and output buffers of steps over up to a number of slots, at fixed addresses."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
-        words = self._rows * (2 + MOST_RANKED + MOST_RANKED // 2)
+        words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
         self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
         """What goes to the host in one copy, which must be of one block.
 
@@ -321,9 +321,9 @@ class _Buffers:
         self._roots: torch.Tensor | None = None
         """The logits of the root of each slot, on the host."""
 
-    def write(self, found: StepOutput) -> None:
+    def write(self, output: StepOutput) -> None:
         """Keep the outcome of a pass; the first one tells its shapes."""
-        logits, hidden, _ = found
+        logits, hidden, _ = output
         if self._logits is None:
             self._logits = logits.new_zeros((self._rows, logits.shape[1]))
         if hidden is not None and self._hidden is None:
@@ -344,24 +344,24 @@ class _Buffers:
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if most := min(want.most_ranked, MOST_RANKED, logits.shape[1]):
-            end += number * most + -(-number * most // 2)
-            best = logits[:number].topk(most)
-            for part, found in zip(rankings_in(self._outcome, number, most), (best.indices, best.values), strict=True):
-                part.copy_(found)
+        if k := min(want.most_ranked, MAX_RANKED, logits.shape[1]):
+            end += number * k + -(-number * k // 2)
+            best = logits[:number].topk(k)
+            for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):
+                part.copy_(best_part)
         self._host[:end].copy_(self._outcome[:end], non_blocking=True)
         roots = self._roots_on_host(slots, rows) if want.root else None
         tokens, finite = self._host[: 2 * number].view(2, number).numpy()
-        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, most))
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, k))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
             # A copy: the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
-            of_ranks = (ranked[used], scores[used]) if most else None
+            of_ranks = (ranked[used], scores[used]) if k else None
             root = None if roots is None else roots[first // rows]
-            found = tokens[used], finite[used]
-            return Verified(logits[used], hidden, argmax=found[0], finite=found[1], ranked=of_ranks, root=root)
+            best_part = tokens[used], finite[used]
+            return Verified(logits[used], hidden, argmax=best_part[0], finite=best_part[1], ranked=of_ranks, root=root)
 
         return of_rows
 
@@ -375,14 +375,14 @@ class _Buffers:
         return found
 
 
-def rankings_in(outcome: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens and the logits of rankings in an outcome, ``[rows, most]``."""
-    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * most, len(outcome) - (2 + most) * rows])
-    return tokens.view(rows, most), logits.view(torch.float32)[: rows * most].view(rows, most)
+    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
+    return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
 
 
 def extent_for(rows: int) -> int:
-    """The smallest extent with so many positions."""
+    """The smallest extent with at least this many positions."""
     extent = SHORTEST_EXTENT
     while extent < rows:
         if extent * 3 // 2 >= rows:

@@ -1,4 +1,4 @@
-"""Passes by the library's own code: over prompts and draft trees, and over chains with a cache of any kind."""
+"""Passes by the library's own code over prompts and draft trees, and over chains with any kind of cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CompiledPasses(Protocol):
     """Passes of one model; each method returns None for a pass that the model's own code computes."""
 
     is_current: bool
-    """Whether the model was the compiled one when the last prompt was read."""
+    """True if the model was the compiled one when the last prompt was read."""
 
     def check(self, *, again: bool = True) -> None:
         """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
@@ -60,12 +60,12 @@ class CompiledPasses(Protocol):
         ...
 
     def use_int8_activations(self) -> bool:
-        """Multiply packed weights by activations in 8 bits from now on; whether the model has any."""
+        """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights."""
         ...
 
     @property
     def pads(self) -> bool:
-        """Whether trees that are verified in one pass are padded to the largest."""
+        """True if trees that are verified in one pass are padded to the largest."""
         ...
 
     @property
@@ -76,7 +76,7 @@ NOTHING = nullcontext()
 
 
 class StockPasses:
-    """The passes of one model, and what they have cost."""
+    """Passes of one model, and their timings."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -119,7 +119,7 @@ class StockPasses:
         return self._verify_together(cache, trees)
 
     def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
-        """Whether slots are on both sides of the length at which rotary factors change."""
+        """True if slots are on both sides of the length at which rotary factors change."""
         return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
@@ -139,9 +139,9 @@ class StockPasses:
         rows = ids.shape[1]
         for slot in slots:
             slot.kv.used = max(slot.kv.used, slot.length + rows)
-        together = SlotKVCache(cache.storage, lengths, rows)
-        with self._over(trees, slots, cache.storage.states, together):
-            logits = self.run(ids, positions, mask, together)
+        batch_cache = SlotKVCache(cache.storage, lengths, rows)
+        with self._over(trees, slots, cache.storage.states, batch_cache):
+            logits = self.run(ids, positions, mask, batch_cache)
         self.log.nodes, self.log.slots = rows - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
         return [Verified(logits[slot, :n], self.hidden.of_slot(slot, n)) for slot, n in enumerate(used)]
@@ -154,10 +154,10 @@ class StockPasses:
         if self.recurrent is None or states is None:
             yield
             return
-        with self.recurrent.over(trees, states, cache) as found:
+        with self.recurrent.over(trees, states, cache) as states_of_rows:
             yield
         for place, slot in enumerate(slots):
-            slot.states_of_tree, slot.place_in_tree = found, place
+            slot.states_of_tree, slot.place_in_tree = states_of_rows, place
 
     def forward(
         self,
@@ -194,10 +194,10 @@ class StockPasses:
         """One pass of the model over ids that are on its device: all that it returns."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
-            given: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
+            options_: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
             if self.takes_positions:
-                given["position_ids"] = positions
-            output = self.model(input_ids=ids, attention_mask=mask, **given)
+                options_["position_ids"] = positions
+            output = self.model(input_ids=ids, attention_mask=mask, **options_)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.log.add(time.perf_counter() - started)
@@ -205,7 +205,8 @@ class StockPasses:
 
 
 MOST_WAITING = 12
-"""A pass that reads more accepted tokens again verifies no drafts: what it leaves is kept for certain."""
+"""Maximum accepted tokens a pass rereads together with drafts; with more, it verifies none, so that its cache is surely
+kept."""
 
 
 class ReplayPasses:
@@ -235,13 +236,13 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify a chain in each of the first slots, one after another; it counts as one pass."""
+        """Verify a chain in each of the first slots, one after another; counts as one pass."""
         log = self._stock.log
         passes, seconds = log.passes, log.seconds
-        found = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]
+        verified = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]
         log.passes, log.last_seconds = passes + 1, log.seconds - seconds
         log.nodes, log.slots = max(map(len, trees)), len(trees)
-        return found
+        return verified
 
     @torch.inference_mode()
     def verify_alone(self, cache: Cache, slot: int, tree: DraftTree) -> Verified:

@@ -1,4 +1,4 @@
-"""The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where it can."""
+"""The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Target:
         self.busy = Lock()
         """Held during a step of an answer: one thread at a time uses the model."""
         self.shapes: tuple[LayerShape, ...] = tuple(shapes or ())
-        """Those of the keys and values of each layer."""
+        """Shapes of each layer's keys and values."""
         self.state_shapes: tuple[StateShape, ...] = ()
-        """Those of the states of recurrent layers."""
+        """Shapes of the recurrent layers' states."""
         self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
-        """Whether a prompt may be read in several passes; not where a pass ignores what came before it."""
+        """True if a prompt may be read in several passes: no pass ignores earlier tokens."""
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
@@ -117,13 +117,13 @@ class Target:
 
     @property
     def pads(self) -> bool:
-        """Whether trees that are verified in one pass are padded to the largest."""
+        """True if trees that are verified in one pass are padded to the largest."""
         compiled = None if self.captures else self._current()
         return compiled is None or compiled.pads
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it verifies trees; otherwise only chains, from the library's own cache."""
+        """True if it verifies trees; otherwise it verifies only chains, from the library's own cache."""
         return self._replay is None
 
     def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
@@ -131,12 +131,12 @@ class Target:
 
     @property
     def changes(self) -> int:
-        """How often adapters, weights or hooks of the model were found changed; what it computed before is void."""
+        """Number of changes of adapters, weights or hooks so far; each voids what was computed before."""
         return self._changes.count
 
     @torch.inference_mode()
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Whether the model computes what it did before a prompt was read; what slots hold is void otherwise.
+        """True if the model computes what it did before a prompt was read; what slots hold is void otherwise.
 
         Without a prompt that ``goes_on`` from what was kept, the first answer is noted and nothing is compared.
 
@@ -147,8 +147,8 @@ class Target:
             return True
         cache, token = self.allocate(1, 1), some_context(1, self.config.vocab_size)
         with self.log.unchanged():
-            found = self._replay.prefill(cache, 0, token, 0) if self._replay else None
-            logits = found.logits if found else self.stock.read(token, cache.slots[0])
+            replayed = self._replay.prefill(cache, 0, token, 0) if self._replay else None
+            logits = replayed.logits if replayed else self.stock.read(token, cache.slots[0])
         before, self._first_logits = self._first_logits, logits.clone()
         if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
             return True
@@ -185,18 +185,18 @@ class Target:
 
     @property
     def captures(self) -> bool:
-        """Whether steps have fixed shapes and are captured."""
+        """True if steps have fixed shapes and are captured."""
         return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
-        """A Capture for passes of other modules, if the steps of the model are captured."""
+        """A ``Capture`` for passes of other modules, if the model's steps are captured."""
         return self._capture(self.device) if self.captures else None
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Whether a prompt of this length may be read in several passes.
+        """True if a prompt of this length may be read in several passes.
 
         Not where a pass determines how its rows are computed: in LLM.int8(), in a LongRoPE model beyond its original
         length, and in recurrent layers that ignore what came before a pass.
@@ -262,13 +262,13 @@ class Target:
                     slot.kv.settle()
             verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
-        for slot, tree, found in zip(used, trees, verified, strict=True):
-            slot.tree, slot.hidden_of_tree, found.slot = tree, found.hidden, slot
+        for slot, tree, result in zip(used, trees, verified, strict=True):
+            slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot
         return verified
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify the root of a slot without drafts, after a pass with drafts overflowed; discard what that wrote."""
+        """Verify a slot's root without drafts after a pass with drafts overflowed; discard what that pass wrote."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         if self._replay:
             return self._replay.verify_alone(cache, slot, tree)
@@ -278,13 +278,13 @@ class Target:
             verified = self.verify(cache, [tree])[0]
             self.wait()
             return verified
-        found = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
-        verified = found or self.stock.verify_alone(sequence, tree)
+        recomputed = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
+        verified = recomputed or self.stock.verify_alone(sequence, tree)
         sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
         return verified
 
     def wait(self) -> None:
-        """Wait for the captured step that still runs, if there is one."""
+        """Wait for the running captured step, if any."""
         if self._captured.steps and (waited := self._captured.wait()):
             self.log.add(*waited)
 

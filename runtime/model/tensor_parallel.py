@@ -1,7 +1,7 @@
 """Tensor parallelism: processes started by torchrun compute one model, each with a shard of its weights.
 
-The leader alone encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The others repeat its
-operations on the target. So decisions that depend on time or rounding cannot differ between processes.
+Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints; the others repeat its
+operations on the target. So decisions that depend on time or rounding can't differ between processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Load = Callable[["ModelConfig"], Target]
 
 
 class ProcessGroup:
-    """The process group, and messages from the leader to the others."""
+    """The process group, with messages from the leader to the followers."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -57,7 +57,7 @@ class ProcessGroup:
         self._messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
 
     def broadcast(self, operation: str, *arguments: object) -> None:
-        """Send an operation to all others."""
+        """Send an operation to the followers."""
         payload = pickle.dumps((operation, arguments))
         message = bytearray(MESSAGE_SIZE)
         message[:LENGTH_BYTES] = len(payload).to_bytes(LENGTH_BYTES, "little")
@@ -86,7 +86,7 @@ _group: ProcessGroup | None = None
 
 
 def leader() -> ProcessGroup | None:
-    """The process group, if there are several processes and this one is the leader."""
+    """The process group if there are several processes and this is the leader."""
     return _group
 
 
@@ -153,12 +153,12 @@ class LeadingTarget(Target):
         return False
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
-        made = super().allocate(slots, capacity)
+        cache = super().allocate(slots, capacity)
         if self._group:
             self._caches += 1
-            made.number = self._caches
-            self._group.broadcast("allocate", made.number, slots, capacity)
-        return made
+            cache.number = self._caches
+            self._group.broadcast("allocate", cache.number, slots, capacity)
+        return cache
 
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
         self._broadcast("prefill", cache, slot, list(tokens), start, room)
@@ -191,8 +191,8 @@ def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int
     if operation == "allocate":
         caches[number] = target.allocate(*arguments)
     elif operation == "prefill":
-        *given, room = arguments
-        target.prefill(caches[number], *given, room=room)
+        *positional, room = arguments
+        target.prefill(caches[number], *positional, room=room)
     else:
         getattr(target, operation)(caches[number], *arguments)
 
@@ -220,10 +220,10 @@ def check_decoding(config: DecodeConfig) -> None:
 
 def check_device(wanted: str) -> None:
     """Raise if the device is not the one that the library assigns to each process."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted not in ("auto", found):
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted not in ("auto", available):
         raise OptionError(
-            f"device is {wanted}, but processes that torchrun starts compute on {found} here: leave it out"
+            f"device is {wanted}, but processes that torchrun starts compute on {available} here: leave it out"
             + (", or hide the GPUs with CUDA_VISIBLE_DEVICES=" if wanted == "cpu" else "")
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
-from hdtool.runtime.kernels.topk import MOST_RANKED, argmax_of_row, bits_of, is_finite
+from hdtool.runtime.kernels.topk import MAX_RANKED, argmax_of_row, bits_of, is_finite
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, exponentiate
 from hdtool.runtime.sampling.draws import (
     ALL_TOKENS,
@@ -33,8 +33,8 @@ def ranked_for(draws: Draws) -> int:
     or cannot be ruled out.
     """
     if draws.top_k:
-        return draws.top_k + 1 if draws.top_k < MOST_RANKED else 0
-    return MOST_RANKED if draws.min_p > 0 and draws.top_p >= 1 else 0
+        return draws.top_k + 1 if draws.top_k < MAX_RANKED else 0
+    return MAX_RANKED if draws.min_p > 0 and draws.top_p >= 1 else 0
 
 
 def compile_ranked_walks(draws: Draws, walked: Array) -> None:

@@ -30,7 +30,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_store, require
 from hdtool.data.stores.store_files import token_type
-from hdtool.runtime.kernels.compiled import Ints, Pinned, array_at, compiled
+from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.store_files import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
     PREFIX,
@@ -210,7 +210,7 @@ def tally(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int
     return distinct
 
 
-class CorpusSearch(Pinned):
+class CorpusSearch(Uncopyable):
     """The ranges at the end of one context, as the hierarchy has them at the root of its trees."""
 
     def __init__(self, shards: Shards) -> None:
@@ -281,7 +281,7 @@ class Continuations(NamedTuple):
         return self.nodes[NODE_COUNT]
 
 
-class CorpusIndex(Pinned):
+class CorpusIndex(Uncopyable):
     """An index opened for lookups; its files are mapped, read only where they are touched."""
 
     def __init__(

@@ -24,7 +24,7 @@ from hdtool.data.stores.home import history_at_home, history_of_tenant
 from hdtool.data.stores.manifest import ANSWERS, TokenizerFingerprint, read_history_manifest, require_history, stamp_of
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import HOME
-from hdtool.runtime.kernels.compiled import Ints, Pinned
+from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
     MOST_BYTES,
     OpenFiles,
@@ -63,7 +63,7 @@ ATTEMPTS = 100
 """How often an append begins anew because room was made or the store was replaced."""
 
 
-class HistoryStore(Pinned):
+class HistoryStore(Uncopyable):
     """A history store, open for look-ups and for new conversations."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:

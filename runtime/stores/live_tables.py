@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.kernels.compiled import Array, Ints, Pinned, array_at, compiled, prefetch
+from hdtool.runtime.kernels.compiled import Array, Ints, Uncopyable, array_at, compiled, prefetch
 from hdtool.runtime.stores.model_store import mixed
 
 WINDOW = 1 << 15
@@ -167,7 +167,7 @@ RECYCLED_TABLE = np.dtype(
 )
 
 
-class RecycledRankings(Pinned):
+class RecycledRankings(Uncopyable):
     """A table, which is allocated when the first ranking arrives."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import BUILD_COMMANDS, damaged, read_store, require
 from hdtool.data.stores.store_files import Tokens, token_type
 from hdtool.runtime.kernels.compiled import Ints as Ints
-from hdtool.runtime.kernels.compiled import Pinned, array_at, compiled, prefetch
+from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled, prefetch
 from hdtool.runtime.stores.store_files import mapped_part
 
 KIND = "model"
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
     counts: Ints
 
 
-class ModelStore(Pinned):
+class ModelStore(Uncopyable):
     """A store opened for lookups; its files are mapped, read only where they are touched."""
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from hdtool.runtime.kernels.compiled import Ints, Pinned, array_at, compiled
+from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.model_store import mixed, sequence_hash
 
 CHAINED = 2
@@ -59,7 +59,7 @@ LANE = np.dtype(
 )
 
 
-class TokenLog(Pinned):
+class TokenLog(Uncopyable):
     """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
 
     def __init__(self, most: int = LARGEST, size: int = SMALLEST) -> None:

@@ -101,17 +101,17 @@ class Case(NamedTuple):
 
 def _cases(dot: str) -> Iterator[Case]:
     from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART
-    from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, panel_tile
-    from hdtool.runtime.kernels.gemm_tiles import outs_beside, tile
-    from hdtool.runtime.kernels.packed_formats import OF_TYPE
+    from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
+    from hdtool.runtime.kernels.gemm_tiles import tile, tile_out_features
+    from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE
 
-    for kind, form in OF_TYPE.items():
+    for kind, form in FORMAT_OF_TYPE.items():
         if form.name not in FORMATS:
             continue
         for rows in ROWS:
-            outs = outs_beside(rows)
+            outs = tile_out_features(rows)
             yield Case(form.name, rows, tile(outs, rows), kind, outs * form.numbers, rows)
-            together = min(rows, MOST_ROWS)
+            together = min(rows, INT8_TILE_ROWS)
             panel = panel_tile(together, dot)
             yield Case(f"{form.name}, int8 activations", rows, panel, kind, PANEL_ROWS * PART, together)
 

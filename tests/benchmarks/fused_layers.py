@@ -27,7 +27,7 @@ from hdtool.runtime.engines.cpu import weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compiled import array_at
-from hdtool.runtime.kernels.gemm import ARGUMENTS
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load, load_tokenizer
@@ -39,7 +39,7 @@ from tests.support.one_sequence import OneSequence
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
-@cfunc(types.void(*[types.int64] * ARGUMENTS))
+@cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS))
 def zeros(
     matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
 ) -> None:

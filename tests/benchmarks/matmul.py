@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import linear
 
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import Stored
 from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import form_of
-from hdtool.runtime.kernels.packed_formats import FORMATS
-from hdtool.runtime.kernels.thread_pool import multiply_together, team_of
+from hdtool.runtime.kernels.linear import format_of
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 from tests.support.packed_blocks import NAMES, some_matrix
 
 Shape = tuple[int, int]
@@ -30,8 +30,8 @@ MODELS: dict[str, tuple[Shape, ...]] = {
     "Qwen2.5-7B": ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)),
 }
 """The shapes of queries and outputs of attention, of keys and values, and of the MLP."""
-ROWS = (1, 4, 8, 16, 32, 64, PIECE)
-FORM_NAMES = ("float32", "bfloat16", "float16", *(one.name for one in FORMATS.values()))
+ROWS = (1, 4, 8, 16, 32, 64, PROMPT_CHUNK)
+FORM_NAMES = ("float32", "bfloat16", "float16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values()))
 USUAL = ("float32", "bfloat16", "Q4_1", "Q8_0")
 IN_TURN = 1 << 26
 """Numbers of the weights that take turns."""
@@ -57,13 +57,13 @@ def milliseconds(weights: Sequence[Stored], rows: int) -> tuple[float, float]:
     threads, (outs, columns) = torch.get_num_threads(), weights[0].shape
     inputs, outputs = torch.randn(rows, columns), torch.empty(rows, outs)
     wide = [weight.float() for weight in weights]
-    compiled = matmul_of(*form_of(weights[0]))
+    compiled = matmul_of(*format_of(weights[0]))
     given = outs, columns, inputs.data_ptr(), rows, outputs.data_ptr(), 0
 
     def ours() -> None:
-        with team_of(threads).open() as team:  # whose threads a pass wakes once
+        with shared_thread_pool(threads).open() as team:  # whose threads a pass wakes once
             for weight in weights:
-                multiply_together(team, threads, compiled.address, weight.data_ptr(), *given)
+                parallel_matmul(team, threads, compiled.address, weight.data_ptr(), *given)
 
     def torchs() -> None:
         for weight in wide:

@@ -17,7 +17,7 @@ import torch
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.gemm import multiply, unpack
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
-from hdtool.runtime.kernels.packed_formats import FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -49,7 +49,7 @@ def sides_of(shape: tuple[int, int], number: int) -> dict[str, Side]:
         "float32": (FLOAT32, 4, numbers),
         "bfloat16": (BFLOAT16, 2, [matrix.bfloat16() for matrix in numbers]),
     }
-    for one in FORMATS.values():
+    for one in FORMATS_BY_GGUF_TYPE.values():
         if shape[1] % one.numbers == 0:
             sides[one.name] = one.kind, one.bytes, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
     return sides
@@ -61,7 +61,7 @@ def is_same(input: torch.Tensor, sides: dict[str, Side]) -> bool:
             product(input, kind, size, matrices[0]),
             product(input, FLOAT32, 4, unpacked(matrices[0], input.shape[1], one)),
         )
-        for one in FORMATS.values()
+        for one in FORMATS_BY_GGUF_TYPE.values()
         if one.name in sides
         for kind, size, matrices in [sides[one.name]]
     )
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = ["float32", "bfloat16", *(one.name for one in FORMATS.values())]
+    names = ["float32", "bfloat16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values())]
     print(machine(torch.device("cpu")) + ", one thread\n")
     print(f"| shape | rows | {' | '.join(names)} | same bits |\n|---|---|{'---|' * len(names)}---|")
     for shape in SHAPES:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.kernels.topk import MOST_RANKED
+from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.sampling.draws import ALL_TOKENS, NAMES, NOT_FINITE, UNKNOWN, Draws, draw_row
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.walks import draw_ranked, ranked_for
@@ -51,7 +51,7 @@ def zipf(seed: int) -> np.ndarray:
 @given(
     st.integers(0, 2**32),
     st.integers(2, 400),
-    st.integers(1, MOST_RANKED),
+    st.integers(1, MAX_RANKED),
     st.sampled_from([0.3, 0.7, 1.0, 2.0]),
     st.sampled_from([0, 1, 5, 40]),
     st.sampled_from([0.1, 0.5, 0.9, 1.0]),
@@ -78,7 +78,7 @@ def test_what_the_highest_scores_decide_is_what_all_scores_decide(
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_the_highest_scores_decide_where_others_are_removed(name: str) -> None:
     sampler = sampler_of(name, [0])
-    assert sampler.draws and sampler.most_ranked == ranked_for(sampler.draws) <= MOST_RANKED
+    assert sampler.draws and sampler.most_ranked == ranked_for(sampler.draws) <= MAX_RANKED
     for position in range(200):
         row = zipf(position)
         found = draw_ranked(position, VOCABULARY, *ranking(row, sampler.most_ranked), sampler.draws)
@@ -105,7 +105,7 @@ def test_rows_that_are_not_finite_are_noticed() -> None:
         assert draw_ranked(0, 100, *ranking(row, 8), draws) == NOT_FINITE == draw_row(0, row, ALL_TOKENS, draws)
 
 
-@pytest.mark.parametrize("most", [1, 5, MOST_RANKED])
+@pytest.mark.parametrize("most", [1, 5, MAX_RANKED])
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_acceptance_by_rankings_equals_that_by_all_logits(name: str, most: int) -> None:
     """Walks go on with all logits of a row where its ranking does not decide."""

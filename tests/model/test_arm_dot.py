@@ -6,8 +6,8 @@ import pytest
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from hdtool.runtime.engines.cpu.int8_code import DOT_OF_SIGNED, has_dot_of_octets
-from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, panel_tile
-from hdtool.runtime.kernels.packed_formats import OF_TYPE
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
+from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE
 from tests.benchmarks.estimated_cycles import ARM, Processor, assembly_of
 
 MAC = "arm64-apple-darwin"
@@ -43,8 +43,8 @@ def test_extensions_that_numba_is_set_to_count() -> None:
     assert not has_dot_of_octets(ARM, "neoverse-n1", "-dotprod")
 
 
-@pytest.mark.parametrize("rows", [1, MOST_ROWS])
-@pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in OF_TYPE.items()])
+@pytest.mark.parametrize("rows", [1, INT8_TILE_ROWS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in FORMAT_OF_TYPE.items()])
 def test_every_format_is_multiplied_with_it(kind: object, rows: int) -> None:
     code = assembly_of(Processor("neoverse-n1", ""), panel_tile(rows, DOT_OF_SIGNED), kind)
     assert "sdot" in code and "smull" not in code

@@ -144,7 +144,7 @@ def test_tied_layers_share_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.weight is head.weight and is_compact(table.weight)
     with torch.inference_mode():
         table(torch.tensor([1])), head(torch.ones(1, 64))
-    assert table.weight.reads.number == 0
+    assert table.weight.expansions.count == 0
 
 
 def test_weights_that_16_bits_do_not_hold_stay_in_float32() -> None:

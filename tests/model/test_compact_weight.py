@@ -141,9 +141,9 @@ def test_other_code_reads_a_float32_tensor(kept: str, name: str, inference: bool
 def test_a_weight_is_counted_as_read_if_all_of_it_was_expanded() -> None:
     weight = CompactWeight(weight_of(8, 64, torch.float16))
     embedding(torch.tensor([1]), weight), weight[torch.tensor([2])], weight.detach()[:2].t()
-    assert weight.reads.number == 0
+    assert weight.expansions.count == 0
     linear(torch.ones(1, 64), weight)
-    assert weight.reads.number == 1
+    assert weight.expansions.count == 1
 
 
 @pytest.mark.parametrize(

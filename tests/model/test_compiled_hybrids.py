@@ -14,7 +14,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -80,9 +80,9 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.one_in(3)
 def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
-    target, prompt = compiled_of(name), prompt_of(PIECE + 40)
+    target, prompt = compiled_of(name), prompt_of(PROMPT_CHUNK + 40)
     whole = logits_of(target, prompt)
-    for first in (1, 2, 77, PIECE, PIECE + 1):
+    for first in (1, 2, 77, PROMPT_CHUNK, PROMPT_CHUNK + 1):
         cut = after(target, prompt[:first], room=200)
         cut.prefill(prompt[first:], first)
         assert torch.equal(cut.verify(BUSH)[:1], logits_of(target, prompt, BUSH)[:1])

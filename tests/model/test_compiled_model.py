@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.methods import drafter_within
 from hdtool.runtime.engine import Verified, Want
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checks.trees import some_context
@@ -36,7 +36,7 @@ from tests.support.trees import LyingDrafter, tokens_to
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
 CERTAIN = replace(TREE, certain=np.array([OPEN, 5, OPEN, 3, 8, OPEN, 1], np.int64))
-LENGTHS = (1, 2, 31, 64, PIECE, PIECE + 1, 3 * PIECE + 9)
+LENGTHS = (1, 2, 31, 64, PROMPT_CHUNK, PROMPT_CHUNK + 1, 3 * PROMPT_CHUNK + 9)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def some_logits(target: Target, length: int) -> Iterator[torch.Tensor]:
     for tree in (TREE, DraftTree.bare(7), LARGE):
         yield one.verify(tree).clone()
     yield one.prefill([3, 9], length).clone()
-    yield one.prefill(prompt_of(PIECE + 5), length).clone()
+    yield one.prefill(prompt_of(PROMPT_CHUNK + 5), length).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,10 +109,10 @@ def hidden_of_passes(target: Target) -> Iterator[torch.Tensor]:
             kept.append(given(one.verified))
             yield kept[-1].clone()
         one.commit([1, 3])
-        one.prefill(prompt_of(PIECE + 5), length + 3)
+        one.prefill(prompt_of(PROMPT_CHUNK + 5), length + 3)
         yield given(one.verified)
     cache = target.allocate(3)
-    for slot, length in enumerate((20, PIECE + 12, 1)):
+    for slot, length in enumerate((20, PROMPT_CHUNK + 12, 1)):
         yield given(target.prefill(cache, slot, prompt_of(length), room=64))
     for trees in ([TREE, DraftTree.bare(7)], [CERTAIN, TREE, LARGE]):
         yield from map(given, target.verify(cache, trees))
@@ -155,11 +155,11 @@ def chain(tokens: Sequence[int]) -> DraftTree:
 
 def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
     _, fused = both("qwen3")
-    prompt = prompt_of(2 * PIECE + 7)
+    prompt = prompt_of(2 * PROMPT_CHUNK + 7)
     whole = after(fused, prompt)
     expected = whole.verified.logits.clone(), whole.verify(TREE).clone()
-    for first in (1, 100, PIECE + 30):
-        one = after(fused, prompt[:first], room=2 * PIECE)
+    for first in (1, 100, PROMPT_CHUNK + 30):
+        one = after(fused, prompt[:first], room=2 * PROMPT_CHUNK)
         assert torch.equal(one.prefill(prompt[first:], first), expected[0])
         assert torch.equal(one.verify(TREE), expected[1])
 
@@ -167,7 +167,10 @@ def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_several_threads_share_a_pass_and_give_the_same_bits(threads: int) -> None:
     _, fused = both("qwen3")
-    cases, usual = [(length, tree) for length in (9, PIECE + 2) for tree in (TREE, LARGE)], torch.get_num_threads()
+    cases, usual = (
+        [(length, tree) for length in (9, PROMPT_CHUNK + 2) for tree in (TREE, LARGE)],
+        torch.get_num_threads(),
+    )
     found = []
     for number in (1, threads):
         torch.set_num_threads(number)
@@ -197,7 +200,7 @@ def test_the_capacity_of_the_cache_changes_no_bit() -> None:
 
 
 def test_positions_beyond_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_table, "FEWEST_POSITIONS", 4)
+    monkeypatch.setattr(weight_table, "MIN_ROTARY_POSITIONS", 4)
     usual, fused = both()
     for length in (3, 50, 12, 200):
         assert_same_logits(logits_of(fused, prompt_of(length)), logits_of(usual, prompt_of(length)))
@@ -345,7 +348,7 @@ def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.Monk
 def test_a_context_of_the_proof_is_not_used_again() -> None:
     """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
     usual, fused = both()
-    context = some_context(proof.SHORT + 3, fused.vocabulary)
+    context = some_context(proof.SHORT_CONTEXT + 3, fused.vocabulary)
     found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
     assert found[0].cached_tokens == 0
     assert said(found) == said(expected)
@@ -369,7 +372,7 @@ def test_no_pass_compiles_anything() -> None:
         return {name: one.signatures for module in KERNELS for name, one in functions_of(module)}
 
     before = signatures()
-    one = after(target, prompt_of(PIECE + 5))
+    one = after(target, prompt_of(PROMPT_CHUNK + 5))
     for tree in (TREE, DraftTree.bare(1), CERTAIN):
         for want in (Want(), Want(walk=True), Want(rank=True)):
             one.verify(tree, want)

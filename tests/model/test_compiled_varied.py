@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.engines.model_families import GEMMA_NORM, VARIED_FAMILIES
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
@@ -94,7 +94,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str, monkeypatch: pytest.Mo
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("length", [2, 40, PIECE + 30])
+@pytest.mark.parametrize("length", [2, 40, PROMPT_CHUNK + 30])
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, keys of two layers"])
 def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: int) -> None:
     """Layers that keep no keys compute that row only, unless the hidden states of all are wanted."""

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.runtime.engines.cpu.attention import MOST_QUERIES, QUERIES, attend, attention_numbers, query_blocks
+from hdtool.runtime.engines.cpu.attention import (
+    BLOCK_QUERIES,
+    MAX_BLOCK_QUERIES,
+    attend,
+    attention_numbers,
+    query_blocks,
+)
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.vector_code import LANES, norm_rows, silu_in_place
 
@@ -33,7 +39,7 @@ def attended(
     window: int = 0,
     places: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    together: int = QUERIES,
+    together: int = BLOCK_QUERIES,
 ) -> torch.Tensor:
     """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
     rows, query_heads, width = queries.shape
@@ -120,7 +126,7 @@ def test_windows_bounds_and_sinks_are_those_of_torch(
 
 
 @settings(max_examples=60)
-@given(SHAPES, st.integers(1, 2 * QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
+@given(SHAPES, st.integers(1, 2 * BLOCK_QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(
     shape: tuple[int, int, int], rows: int, positions: int, seed: int, data: st.DataObject
 ) -> None:
@@ -132,7 +138,7 @@ def test_a_row_has_the_bits_that_it_has_alone(
     shown = torch.rand(rows, positions, generator=generator) < data.draw(st.sampled_from([0.1, 0.5, 0.95]))
     shown[:, 0] = True
     mask = torch.zeros(rows, positions + 7)[:, :positions].masked_fill_(~shown, HIDDEN)
-    together = data.draw(st.sampled_from([QUERIES, MOST_QUERIES]))
+    together = data.draw(st.sampled_from([BLOCK_QUERIES, MAX_BLOCK_QUERIES]))
     found = attended(queries, keys, values, positions, mask, together=together)
     row = data.draw(st.integers(0, rows - 1))
     places = shown[row].nonzero()[:, 0]

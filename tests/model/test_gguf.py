@@ -26,7 +26,7 @@ from hdtool.data.stores.home import converted_models
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.gguf import convert, converted, converted_folder
-from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrowed
+from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrow_if_exact
 from hdtool.runtime.model.gguf.converted import converted as folder_of
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS, Manifest
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
@@ -128,8 +128,8 @@ def test_16_bits_hold_only_numbers_that_they_hold_exactly() -> None:
         ([float("nan")], torch.float32),
     ):
         weight = torch.tensor(numbers)
-        assert narrowed(weight).dtype == dtype
-        assert torch.equal(narrowed(weight).float().nan_to_num(7), weight.nan_to_num(7))
+        assert narrow_if_exact(weight).dtype == dtype
+        assert torch.equal(narrow_if_exact(weight).float().nan_to_num(7), weight.nan_to_num(7))
 
 
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "0.8", "--seed", "5")], ids=["greedy", "sampled"])

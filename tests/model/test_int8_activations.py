@@ -16,11 +16,11 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
-from hdtool.runtime.engines.cpu.tree_pass import PIECE
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
@@ -37,7 +37,10 @@ from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
-KINDS = [one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long) for one in FORMATS.values()]
+KINDS = [
+    one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long)
+    for one in FORMATS_BY_GGUF_TYPE.values()
+]
 """Each format compiles its layers, which takes a while."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads as wide as vectors, and blocks of 256 columns."""
@@ -81,7 +84,7 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
     assert 1e-5 < distance < 0.05
 
 
-@pytest.mark.parametrize("length", [1, 5, 64, 65, PIECE, PIECE + 1, 2 * PIECE + 30])
+@pytest.mark.parametrize("length", [1, 5, 64, 65, PROMPT_CHUNK, PROMPT_CHUNK + 1, 2 * PROMPT_CHUNK + 30])
 @pytest.mark.one_in(2)
 def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
     """Prompts as a whole, token by token, after a kept beginning, and in a batch."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
-from hdtool.runtime.engines.cpu.int8_panels import TOGETHER, Panels
-from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, RECORD, panel_tile, quantize_row
+from hdtool.runtime.engines.cpu.int8_panels import BYTES_AT_ONCE, Panels
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_kind import by_rows
 from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, BlockFormat
@@ -51,7 +51,7 @@ def assert_is_product(
 
 @given(
     st.sampled_from(ALL_FORMATS),
-    st.integers(1, 3 * MOST_ROWS),
+    st.integers(1, 3 * INT8_TILE_ROWS),
     st.integers(1, 3 * PANEL_ROWS),
     st.integers(1, 10),
     st.booleans(),
@@ -73,7 +73,7 @@ def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: 
 @pytest.mark.parametrize("format", ALL)
 def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
     columns = 4 * LONGEST_BLOCK
-    matrix = some_matrix(format, 2 * TOGETHER // columns + 13, columns)
+    matrix = some_matrix(format, 2 * BYTES_AT_ONCE // columns + 13, columns)
     numbers = torch.randn(2, columns)
     panels = Panels(matrix.blocks, format)
     assert panels.memory.nbytes <= 1.05 * matrix.nbytes + panel_format(format).bytes(columns)
@@ -146,7 +146,7 @@ VARIED = ("Q4_1", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "MXFP4", "int8")
 @pytest.mark.parametrize("format", [one for one in ALL if one.id in VARIED])
 def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
     matrix, numbers = some_matrix(format, PANEL_ROWS, LONGEST_BLOCK), torch.randn(1, LONGEST_BLOCK)
-    panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD, dtype=torch.uint8)
+    panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD_SIZE, dtype=torch.uint8)
     found = torch.empty(1, PANEL_ROWS)
     multiply: object = _tile(ANY_PROCESSOR)
     multiply(panels.data_ptr(), format.kind, LONGEST_BLOCK, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]

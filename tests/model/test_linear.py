@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels import linear as layers
 from hdtool.runtime.kernels.gemm import (
-    BLOCK_OUTS,
+    BLOCK_OUT_FEATURES,
+    CACHED_NUMBERS,
     COLUMN_MULTIPLE,
     GROUP,
-    MOST_COLUMNS,
-    MOST_IN_REGISTERS,
-    MOST_TOGETHER,
-    NEAR_NUMBERS,
+    MAX_INTERLEAVED_ROWS,
+    MAX_REGISTER_ROWS,
+    MAX_TILE_COLUMNS,
 )
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
+from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import (
     CompiledLinear,
     compile_linear_layers,
@@ -106,7 +106,7 @@ def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None
 
 def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
     layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
-    tried = [*range(1, MOST_IN_REGISTERS + 6 * GROUP), MOST]
+    tried = [*range(1, MAX_REGISTER_ROWS + 6 * GROUP), MOST]
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
         for rows in tried:
@@ -133,22 +133,24 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, compiled_rows: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, NEAR_NUMBERS // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, CACHED_NUMBERS // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
 def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
     """In one group of input rows, and in groups of six, since six long rows fill the cache."""
-    matrix, numbers = torch.randn(MOST_OUTS + 3, columns).to(dtype), torch.randn(MOST_IN_REGISTERS, columns)
+    matrix, numbers = torch.randn(TILE_OUT_FEATURES + 3, columns).to(dtype), torch.randn(MAX_REGISTER_ROWS, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in range(2, MOST_IN_REGISTERS + 1):
+    for rows in range(2, MAX_REGISTER_ROWS + 1):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MOST_COLUMNS, MOST_COLUMNS + COLUMN_MULTIPLE, 3 * MOST_COLUMNS])
+@pytest.mark.parametrize(
+    "columns", [COLUMN_MULTIPLE, MAX_TILE_COLUMNS, MAX_TILE_COLUMNS + COLUMN_MULTIPLE, 3 * MAX_TILE_COLUMNS]
+)
 def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
-    outs = BLOCK_OUTS + 2 * MOST_OUTS + 3
-    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MOST_TOGETHER + GROUP + 1, columns)
+    outs = BLOCK_OUT_FEATURES + 2 * TILE_OUT_FEATURES + 3
+    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MAX_INTERLEAVED_ROWS + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (MOST_IN_REGISTERS + 1, MOST_IN_REGISTERS + GROUP - 1, MOST_TOGETHER, len(numbers)):
+    for rows in (MAX_REGISTER_ROWS + 1, MAX_REGISTER_ROWS + GROUP - 1, MAX_INTERLEAVED_ROWS, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]

@@ -9,13 +9,13 @@ from numba import njit
 from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
 from hdtool.runtime.kernels.gemm import call_at, matmul_of
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import FORMATS, BlockFormat
-from hdtool.runtime.kernels.thread_pool import MULTIPLE
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-OUTS, ROWS = MULTIPLE + 3, 7
+OUTS, ROWS = ROW_MULTIPLE + 3, 7
 
 
 @njit(nogil=True)
@@ -25,19 +25,19 @@ def called(matmul: int, matrix: int, inputs: int, outputs: int, bias: int, first
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["float32", "int8"])
-@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS.values()])
+@pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS_BY_GGUF_TYPE.values()])
 def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
     matrix, numbers = some_matrix(format, OUTS, LONGEST_BLOCK), torch.randn(ROWS, LONGEST_BLOCK)
     panels = Panels(matrix.blocks, format)
     expected = int8_linear(numbers, panels, bias) if in_8_bits else compiled_linear(numbers, matrix, bias)
     matmul = int8_matmul_of(format.kind) if in_8_bits else matmul_of(format.kind, format.bytes)
     weights, found = (panels if in_8_bits else matrix).data_ptr(), torch.empty(ROWS, OUTS)
-    for first, end in ((0, MULTIPLE), (MULTIPLE, OUTS)):
+    for first, end in ((0, ROW_MULTIPLE), (ROW_MULTIPLE, OUTS)):
         added = 0 if bias is None else bias.data_ptr()
         called(matmul.address, weights, numbers.data_ptr(), found.data_ptr(), added, first, end)
     assert torch.equal(found, expected)
 
 
 def test_a_matmul_is_made_once() -> None:
-    format = next(iter(FORMATS.values()))
+    format = next(iter(FORMATS_BY_GGUF_TYPE.values()))
     assert matmul_of(format.kind, format.bytes) is matmul_of(format.kind, format.bytes)

@@ -16,7 +16,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.experts import CompiledExperts
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.gguf.converted import converted
@@ -60,7 +60,7 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     assert compiled(packed).is_current and compiled(wide).is_current
     found, expected = (said(run(one, PROMPT, SAMPLINGS["greedy"], most=20)) for one in (packed, wide))
     assert found == expected
-    assert not any(weight.reads.number for weight in weights), "no pass expanded all experts of a layer"
+    assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
     assert (converted(file, packed=True) / REST).stat().st_size < 1 << 17
 
 
@@ -92,7 +92,7 @@ def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_parts_are_read_as_one_tensor(is_transposed: bool) -> None:
-    format = FORMATS[8]
+    format = FORMATS_BY_GGUF_TYPE[8]
     parts = [some_matrix(format, 3 * 32, 64, seed) for seed in range(2)]
     stored = PackedExperts(parts, 3, is_transposed=is_transposed)
     whole = torch.cat([part.float().view(3, 32, 64) for part in parts], 1)
@@ -101,13 +101,13 @@ def test_parts_are_read_as_one_tensor(is_transposed: bool) -> None:
     assert weight.shape == expected.shape and weight.stride() == expected.stride()
     assert torch.equal(weight + 0, expected)
     assert torch.equal(weight.transpose(1, 2) + 0, expected.transpose(1, 2))
-    weight.reads.number = 0
+    weight.expansions.count = 0
     for one in (1, -1):
         assert torch.equal(weight[one] + 0, expected[one])
     assert torch.equal(weight[1:] + 0, expected[1:])
-    weight.reads.number = 0
+    weight.expansions.count = 0
     chosen = torch.tensor([[2, 0], [-1, 1]])
-    assert torch.equal(weight[chosen], expected[chosen]) and not weight.reads.number
+    assert torch.equal(weight[chosen], expected[chosen]) and not weight.expansions.count
 
 
 def checkpoint_in_mxfp4(folder: Path) -> Path:

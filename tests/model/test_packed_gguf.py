@@ -23,7 +23,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
@@ -42,7 +42,7 @@ from tests.support.one_sequence import OneSequence
 from tests.support.trees import LyingDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-KINDS = [one.name for one in FORMATS.values()]
+KINDS = [one.name for one in FORMATS_BY_GGUF_TYPE.values()]
 LENGTHS = (1, 2, 3, 5, 16, 64, 65, 100)
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Each matrix has blocks of 256 columns."""

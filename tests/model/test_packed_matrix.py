@@ -19,18 +19,18 @@ from torch.nn.functional import embedding
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MOST_IN_REGISTERS
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS, MOST_ROWS
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, FORMATS, BlockFormat
+from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-BY_NAME = {one.name: one for one in ALL_FORMATS}
-ALL = [pytest.param(one, id=name) for name, one in BY_NAME.items()]
+FORMATS_BY_NAME = {one.name: one for one in ALL_FORMATS}
+ALL = [pytest.param(one, id=name) for name, one in FORMATS_BY_NAME.items()]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
 """Zeros, subnormal numbers, infinities, NaN and the largest number of float16."""
 
@@ -40,10 +40,10 @@ def assert_same_bits(found: np.ndarray, numbers: np.ndarray) -> None:
     assert np.array_equal(np.where(both_nan, 0, found).view(np.int32), np.where(both_nan, 0, numbers).view(np.int32))
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("format", FORMATS_BY_GGUF_TYPE.values(), ids=lambda one: one.name)
 def test_sizes_are_those_of_the_library(format: BlockFormat) -> None:
     kind = GGMLQuantizationType[format.name]
-    assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.number, (format.numbers, format.bytes))
+    assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.gguf_type, (format.numbers, format.bytes))
 
 
 @given(
@@ -75,7 +75,7 @@ def test_all_bytes_at_all_places(format: BlockFormat, scale: float) -> None:
 
 
 def test_all_exponents_and_all_numbers_of_mxfp4() -> None:
-    format = BY_NAME["MXFP4"]
+    format = FORMATS_BY_NAME["MXFP4"]
     blocks = (np.arange(256)[:, None] + 17 * np.arange(format.bytes)[None]).astype(np.uint8)
     blocks = np.repeat(blocks, 256, 0)
     blocks[:, 0] = np.tile(np.arange(256), 256)
@@ -86,7 +86,7 @@ def test_all_exponents_and_all_numbers_of_mxfp4() -> None:
 @given(
     st.sampled_from(ALL_FORMATS),
     st.integers(1, 40),
-    st.integers(1, 3 * MOST_OUTS),
+    st.integers(1, 3 * TILE_OUT_FEATURES),
     st.integers(1, 10),
     st.booleans(),
     st.integers(0, 2**32 - 1),
@@ -111,9 +111,9 @@ def test_results_have_the_bits_of_float32(
 def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> None:
     """Nor on their number."""
     columns = 2 * LONGEST_BLOCK
-    matrix, numbers = some_matrix(format, MOST_OUTS + 3, columns), torch.randn(2 * MOST_IN_REGISTERS, columns)
+    matrix, numbers = some_matrix(format, TILE_OUT_FEATURES + 3, columns), torch.randn(2 * MAX_REGISTER_ROWS, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (*range(1, 2 * MOST_ROWS + 2), MOST_IN_REGISTERS, MOST_IN_REGISTERS + 1, len(numbers)):
+    for rows in (*range(1, 2 * MAX_TILE_ROWS + 2), MAX_REGISTER_ROWS, MAX_REGISTER_ROWS + 1, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
@@ -130,7 +130,7 @@ def test_rows_of_an_embedding(format: BlockFormat) -> None:
     assert torch.equal(weight[torch.tensor([-1, 2])], wide[[-1, 2]])
     assert torch.equal(weight.index_select(0, ids[0]), wide[ids[0]])
     assert torch.equal(weight.detach()[2:5] * 1, wide[2:5])
-    assert weight.reads.number == 1, "the last one alone expands what it reads"
+    assert weight.expansions.count == 1, "the last one alone expands what it reads"
     for wrong in (9, -1):
         with pytest.raises(IndexError):
             embedding(torch.tensor([wrong]), weight)
@@ -171,7 +171,9 @@ print(LANES)
     ("features", "lanes"),
     [(["avx", "avx2", "fma", "f16c"], 8), pytest.param(["sse4.2", "f16c"], 4, marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize("names", [["Q5_1", "IQ4_NL"], pytest.param(list(BY_NAME), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "names", [["Q5_1", "IQ4_NL"], pytest.param(list(FORMATS_BY_NAME), marks=pytest.mark.exhaustive)]
+)
 def test_narrower_registers_give_the_same_bits(
     names: list[str], features: list[str], lanes: int, tmp_path: Path
 ) -> None:
@@ -184,7 +186,7 @@ def test_narrower_registers_give_the_same_bits(
     assert int(found) == lanes
     numbers = torch.sin(torch.arange(5 * 512.0)).view(5, 512)
     for name, found in zip(names, hashes, strict=True):
-        format = BY_NAME[name]
+        format = FORMATS_BY_NAME[name]
         matrix = some_matrix(format, 11, 512)
         assert sha256(int8_linear(numbers, Panels(matrix.blocks, format)).numpy().tobytes()).hexdigest() == found, (
             format

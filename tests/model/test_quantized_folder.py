@@ -31,7 +31,7 @@ from hdtool.data.stores.home import quantized_models
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
-from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantized_matrix
+from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model import load as loading
 from hdtool.runtime.model import quantized_folder
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
@@ -103,7 +103,7 @@ def test_blocks_are_those_of_the_library(numbers: np.ndarray[Any, Any], format: 
     weight = weight.bfloat16() if narrow else weight
     with np.errstate(all="ignore"):
         expected = quantize(weight.float().numpy(), GGMLQuantizationType[format.name])
-    matrix = quantized_matrix(weight, format)
+    matrix = quantize_matrix(weight, format)
     assert matrix is not None and np.array_equal(matrix.blocks.numpy(), expected)
 
 
@@ -112,7 +112,7 @@ def test_blocks_are_those_of_the_library(numbers: np.ndarray[Any, Any], format: 
 def test_numbers_without_a_scale_in_float16_are_left(number: float, format: Any) -> None:
     weight = torch.ones(2, 64)
     weight[1, 3] = number
-    assert quantized_matrix(weight, format) is None
+    assert quantize_matrix(weight, format) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

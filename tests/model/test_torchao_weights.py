@@ -19,7 +19,7 @@ from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.gemm_tiles import MOST_OUTS
+from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.packed_formats import INT8
 from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packed_weight
@@ -48,7 +48,7 @@ def torchao() -> Any:
 @st.composite
 def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     """With a scale for all weights, for each row, or for a group of columns of each row."""
-    outs, groups = draw(st.integers(1, 2 * MOST_OUTS)), draw(st.sampled_from([1, 2, 3]))
+    outs, groups = draw(st.integers(1, 2 * TILE_OUT_FEATURES)), draw(st.sampled_from([1, 2, 3]))
     group = INT8.numbers * draw(st.integers(1, 4))
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
     levels = torch.randint(-128, 128, (outs, groups * group), dtype=torch.int8)

@@ -18,7 +18,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
-from hdtool.runtime.kernels.topk import BLOCK, FOLD, FoldedLogits, fold, folded_size, topk
+from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache import kv_cache
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
@@ -210,8 +210,8 @@ def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, r
     numbers = np.random.default_rng(vocabulary).normal(size=(rows, vocabulary)).astype(np.float32)
     maxima = np.empty((rows, folded_size(vocabulary)), np.float32)
     for row in range(rows):
-        for first in range(0, vocabulary, 2 * BLOCK):
-            part = numbers[row, first : first + 2 * BLOCK]
+        for first in range(0, vocabulary, 2 * TOPK_BLOCK):
+            part = numbers[row, first : first + 2 * TOPK_BLOCK]
             fold(part, maxima[row, first // FOLD : first // FOLD + folded_size(len(part))])
     found, expected = topk(FoldedLogits(numbers, maxima), 5), topk(torch.from_numpy(numbers), 5)
     assert found[0].tolist() == expected[0].tolist()

@@ -42,7 +42,7 @@ from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
 from hdtool.runtime.drafters.trained.pace import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, Pinned, SharedTime
+from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.sampling.draws import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
@@ -57,7 +57,7 @@ TIMED_EVERY = 32
 ANY_TOKEN = 2**31 - 1
 
 
-class Hierarchy(Pinned):
+class Hierarchy(Uncopyable):
     """Drafts from the context table, the model store, the corpus index and plug-ins, as far as they are given.
 
     It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``

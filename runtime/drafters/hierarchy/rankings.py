@@ -36,7 +36,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
     predicting,
 )
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.kernels.compiled import Array, Pinned, compiled
+from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.live_tables import (
@@ -64,7 +64,7 @@ RankedNodes = tuple[Array, Array, Array]
 """The last tokens down to each node that has a row of logits, the root first; their depths; their probabilities."""
 
 
-class Rankings(Pinned):
+class Rankings(Uncopyable):
     """The records of these sources, as far as they are in use; rankings are selected once for all of them."""
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of models that compiled passes compute."""
+"""Which models compiled passes can compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, mod
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.linear import PLAIN, CompiledLinear
+from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.library import text_class
@@ -37,14 +37,14 @@ CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
 
 def _multiplies(module: Any) -> bool:
-    is_own = type(module) is CompiledLinear and "forward" not in vars(module)
-    is_whole = is_own and module.weight.shape == (module.out_features, module.in_features)
+    is_compiled = type(module) is CompiledLinear and "forward" not in vars(module)
+    is_whole = is_compiled and module.weight.shape == (module.out_features, module.in_features)
     return is_whole and all(map(_fits, module.parameters()))
 
 
 def _fits(weight: Any) -> bool:
     is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-    return is_float and (is_compact(weight) or type(weight) in PLAIN)
+    return is_float and (is_compact(weight) or type(weight) in ORDINARY_TENSORS)
 
 
 def _embeds(module: Module) -> bool:
@@ -58,7 +58,7 @@ def _embeds(module: Module) -> bool:
 
 
 def scale_of(embedding: Module) -> float | None:
-    """The factor of an embedding of the library that scales its rows."""
+    """The factor of a library embedding that scales its rows, or None."""
     if not (type(embedding).__name__.endswith("ScaledWordEmbedding") and package_of(embedding)):
         return None
     scale = embedding._buffers.get("embed_scale")
@@ -69,11 +69,11 @@ COMPILED: Kind[CompiledLinear] = Kind(
     _multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""Those of gated units that are compiled."""
+"""Activations of gated units that are compiled."""
 
 
 class MatmulRows(NamedTuple):
-    """The rows of a linear layer that are one matmul of a decoder layer: all, or a part where several are joined."""
+    """Rows of a linear layer that are one matmul of a decoder layer: all of them, or a part of a joined matrix."""
 
     layer: CompiledLinear
     first: int
@@ -85,26 +85,26 @@ class MatmulRows(NamedTuple):
 
     @property
     def stored(self) -> Stored:
-        """The rows as they are kept."""
+        """The rows in their stored form."""
         stored = stored_of(self.layer.weight)
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """The matmuls of a decoder layer by the first of their fields in its record."""
+    """Matmuls of a decoder layer by the first field of each in its record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
     dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
-    found = dict(zip(fields, inputs, strict=False))
-    found[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
-    found |= dict(zip((INPUT_GATE, INPUT_OUT), map(MatmulRows.whole, part.of_input), strict=False))
-    return found | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
+    matmuls = dict(zip(fields, inputs, strict=False))
+    matmuls[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
+    matmuls |= dict(zip((INPUT_GATE, INPUT_OUT), map(MatmulRows.whole, part.input_matmuls), strict=False))
+    return matmuls | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
-    """Whether a layer has no experts, or such that are chosen and computed as compiled code does it."""
+    """True if a layer has no experts, or compiled code can route and compute them."""
     block: Any = part.experts
     if part.beside:
         return type(part.beside.experts) is CompiledExperts
@@ -117,19 +117,19 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
         router is not None
         and all(is_of_package(module, package) for module in (block, block.get_submodule(family.experts.gate)))
         and router.weight.shape[1] == part.hidden
-        and all(_fits(one) for one in (router.weight, router.bias, router.correction) if one is not None)
+        and all(_fits(weight) for weight in (router.weight, router.bias, router.correction) if weight is not None)
     )
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
-    """The parts of a layer's experts in blocks, of which each expert has whole panels."""
+    """A layer's experts in blocks whose rows fill whole panels."""
     experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
     for name in WEIGHTS if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):
             continue
-        rows = [len(one) // len(stored) for one in stored.parts]
-        # One matrix with gate and up is multiplied by halves.
+        rows = [len(part_) // len(stored) for part_ in stored.parts]
+        # Gate and up in one matrix are multiplied by halves.
         halves = 2 if name == WEIGHTS[0] and len(rows) == 1 else 1
         if all(number % (halves * PANEL_ROWS) == 0 for number in rows):
             yield from stored.parts
@@ -151,13 +151,13 @@ def _may_embed(module: Module) -> bool:
 
 
 OUTLINE = cast(Any, replace(COMPILED, multiplies=_may_multiply, fits=lambda weight: True, embeds=_may_embed))
-"""What is compiled, of modules before their weights are there."""
+"""The compiled kind, for modules whose weights aren't loaded yet."""
 
 
 def may_be_compiled(settings: Any) -> bool:
-    """Whether a model with this configuration has the modules of the kind that is compiled.
+    """True if a model with this configuration has modules of the compiled kind.
 
-    The proof at loading decides. A model that the library makes in another way may be one.
+    The proof at loading decides. A model whose modules can't be built from its configuration may be one.
     """
     try:
         from accelerate import init_empty_weights

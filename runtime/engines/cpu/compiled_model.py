@@ -1,4 +1,4 @@
-"""A model whose passes over prompts and draft trees are computed in compiled code."""
+"""A model whose passes over prompts and draft trees run in compiled code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.runtime.engine import LOGITS_ALONE, PROMPT, Verified, Want
-from hdtool.runtime.engines.cpu.tree_pass import PIECE, TreePass
+from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
 from hdtool.runtime.model.checks.changes import RecordedModel
 from hdtool.runtime.model.library import attention_of
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 
 class CompiledModel:
-    """The compiled passes of one model, as long as it stays the one that was compiled."""
+    """Compiled passes of one model, valid while the model stays as it was compiled."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
-        """By the number of slots for which a pass has memory."""
+        """By the number of slots a pass has memory for."""
         self.is_current = False
-        """Whether the model was the compiled one when the last prompt was read."""
+        """True if the model was unchanged when the last prompt was read."""
         self.passes = 0
         """Compiled passes so far."""
         self.record()
 
     def record(self) -> None:
-        """Take the model as it is now for the compiled one."""
+        """Take the model's current state as the compiled one."""
         self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
-        self._found(is_same=True)
+        self._set_unchanged(is_same=True)
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
+        """Check before a prompt whether the model is unchanged; ``again`` if it may have changed."""
         if again:
-            self._found(self._recorded.is_same())
+            self._set_unchanged(self._recorded.is_same())
         if self._is_same:
             self.table.check_copies()
         self.is_current = self._is_same and self._attention_now() == self._attention
@@ -55,15 +55,15 @@ class CompiledModel:
         config: Any = self._parts.model.config
         return attention_of(config.get_text_config(decoder=True))
 
-    def _found(self, is_same: bool) -> None:
+    def _set_unchanged(self, is_same: bool) -> None:
         self._is_same = is_same
         self._memory = self._recorded.memory() if is_same else []
-        """Held, so that no memory is read that was freed if weights are replaced within an answer."""
+        """Kept alive, so that no freed memory is read if weights are replaced during an answer."""
 
     def use_int8_activations(self) -> bool:
-        """Multiply packed weights by activations in 8 bits from now on; whether the model has any.
+        """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Rounding to 8 bits enlarges every difference, so a row must have the same bits in every pass, which it has here.
+        Rounding to 8 bits amplifies differences, so a row must have the same bits in every pass, as it has here.
         """
         return self.table.use_int8_activations()
 
@@ -76,67 +76,67 @@ class CompiledModel:
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Give hidden states in each pass from now on, and behind them the outputs of these layers.
+        """Return hidden states from each pass from now on, followed by the outputs of these layers.
 
-        The hooks that watch the model by now belong to it.
+        Hooks that watch the model by now become part of it.
         """
         self.table.watch(layers)
         if self.is_current:
             self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
-        """Leave the other layers out meanwhile."""
+        """Leave out the other layers in this block."""
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
+        """Read tokens after a slot's; return the logits ``[1, vocabulary]`` after the last one.
 
-        None if a pass is not computed here, which leaves the slot with the tokens before.
+        None if a pass isn't computed here; the slot then keeps its earlier tokens.
         """
-        passes, logits = self._of_slots(1), None
-        for first in range(0, len(tokens), PIECE):
-            piece, started = tokens[first : first + PIECE], time.perf_counter()
+        passes, logits = self._passes_for(1), None
+        for first in range(0, len(tokens), PROMPT_CHUNK):
+            chunk, started = tokens[first : first + PROMPT_CHUNK], time.perf_counter()
             if slot.states:
                 self._begin(slot)
                 slot.begin_reading()
-            read = passes.read(slot.kv, piece)
+            read = passes.read(slot.kv, chunk)
             if read is None:
                 slot.states_length = slot.length
                 return None
             self._add(passes, started)
-            slot.extend(piece, read.hidden)
+            slot.extend(chunk, read.hidden)
             logits = read.logits
         if slot.states:
             slot.kv.begin_states(has_begun=slot.length > 0)
         return logits
 
     def _begin(self, slot: Slot) -> None:
-        """Clear the states of a slot without tokens, which are those of an earlier sequence."""
+        """Clear an empty slot's states, which belong to an earlier sequence."""
         if slot.states and not slot.length:
             slot.states.clear()
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
-        """Verify a tree in each of the first slots; None for a pass that is not computed here."""
-        passes, count, started = self._of_slots(len(cache.slots)), len(trees), time.perf_counter()
+        """Verify a tree in each of the first slots; None if the pass isn't computed here."""
+        passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
         if self.table.mixers:
             for slot in cache.slots[:count]:
                 self._begin(slot)
                 slot.states_of_tree = None
         if count == 1:
-            one = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
-            if one is None:
+            single = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
+            if single is None:
                 return None
             self._add(passes, started, len(trees[0].tokens))
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:1])
-            return [one]
-        several = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
-        if several:
+            return [single]
+        verified = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
+        if verified:
             nodes = [len(tree.tokens) for tree in trees]
             self._add(passes, started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:count])
-        return several
+        return verified
 
     def _keep_states(self, passes: TreePass, slots: Sequence[Slot]) -> None:
         states = passes.states_of_rows()
@@ -144,8 +144,8 @@ class CompiledModel:
             slot.states_of_tree, slot.place_in_tree = states, place
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in one slot of several."""
-        passes, started = self._of_slots(1), time.perf_counter()
+        """Verify a tree in one of several slots."""
+        passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
         slot.states_of_tree = None
         verified = passes.verify_one(slot.kv, tree, LOGITS_ALONE)
@@ -159,7 +159,7 @@ class CompiledModel:
         self.passes += 1
         self._log.add(time.perf_counter() - started, nodes, slots, passes.experts)
 
-    def _of_slots(self, slots: int) -> TreePass:
+    def _passes_for(self, slots: int) -> TreePass:
         passes = self._passes.get(slots)
         if passes is None:
             passes = self._passes[slots] = TreePass(self.table, slots)

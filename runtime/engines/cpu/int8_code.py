@@ -1,10 +1,8 @@
-"""Generates instructions on vectors of octets: sums of products with the best instruction of the processor.
+"""Integer dot products with the processor's best instruction, and the panel formats they read.
 
-A panel has the weights of its rows in parts of 32 columns. A part has the lowest four bits of these weights, with four
-columns of a row in each lane, and then what they have beyond four bits. The numbers of a part are ``scale * (level -
-offset) + minimum``, with the scale and the minimum of the block.
-
-The results are integers, so they are the same with any of them.
+A panel has the weights of its rows in parts of 32 columns: first the lowest four bits of each weight, with four columns
+of a row per lane, then the remaining bits. A part's numbers are ``scale * (level - offset) + minimum``, with the
+block's scale and minimum. Results are integers, so they don't depend on the instruction.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core.registry import cpu_target
 
 from hdtool.runtime.kernels.compiled import WORD
-from hdtool.runtime.kernels.packed_formats import TABLES, BlockFormat
+from hdtool.runtime.kernels.packed_formats import VALUE_TABLES, BlockFormat
 from hdtool.runtime.kernels.vector_code import (
     FLOAT,
     LOOK_UP_ARM,
@@ -31,41 +29,39 @@ from hdtool.runtime.kernels.vector_code import (
 )
 
 PANEL_ROWS = 16 if has_feature("avx512bw") else 8
-"""As many as a vector register has numbers of 32 bits, where the processor multiplies octets in it.
-
-Panels are in memory only, so they may differ between processors.
-"""
+"""As many as a vector register has 32-bit numbers, where the processor multiplies octets in it. Panels exist only in
+memory, so they may differ between processors."""
 PART = 32
-"""Columns."""
+"""Columns of a part."""
 QUAD = 4
-"""Columns of a lane: the instructions of processors multiply and add four octets for each."""
+"""Columns of a lane: dot-product instructions add four octets each."""
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
 """Bytes of a vector of octets."""
 LOW_BITS = 4
-"""Bits of a level that are apart from the others."""
+"""Bits of a level that are stored apart from the others."""
 EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
 
 
 @dataclass(frozen=True)
 class PanelFormat:
-    """Where a panel has what a part needs."""
+    """Memory layout of a panel."""
 
     high_bits: int
     """Bits of a level beyond four."""
     offset: int = 0
-    """What is subtracted from a level: GGUF files have signed ones."""
+    """Subtracted from a level: GGUF files have signed ones."""
     has_minima: bool = False
     parts: int = 1
-    """Parts that have a header of scales in common."""
+    """Parts that share a header of scales."""
     scales: int = 1
-    """Scales of a part: of all its columns, or of each half."""
+    """Scales of a part: one, or one for each half."""
     has_factors: bool = False
-    """Whether a part has integers by which it multiplies the scales and minima of its header."""
+    """A part has integers that multiply its header's scales and minima."""
     scale_size: int = HALF_SIZE
-    """Bytes of a scale in the header: of an exponent, a float16 or a float32."""
+    """Bytes of a scale in the header: an exponent, a float16 or a float32."""
     table: tuple[int, ...] = ()
-    """What stands for the four bits of a level; empty where they are the level itself."""
+    """Values of the four-bit codes; empty if a code is the level itself."""
 
     @property
     def level_bits(self) -> int:
@@ -73,12 +69,12 @@ class PanelFormat:
 
     @property
     def header(self) -> int:
-        """The bytes of a header: a scale for each row, then a minimum."""
+        """Bytes of a header: a scale for each row, then a minimum."""
         return self.scale_size * PANEL_ROWS * (1 + self.has_minima)
 
     @property
     def octets(self) -> int:
-        """Bytes of the factors of a part."""
+        """Bytes of a part's factors."""
         return PANEL_ROWS * (self.scales + self.has_minima) if self.has_factors else 0
 
     @property
@@ -97,7 +93,7 @@ class PanelFormat:
 
 
 def _without_sign(name: str, offset: int) -> tuple[int, ...]:
-    return tuple(number + offset for number in TABLES[name])
+    return tuple(number + offset for number in VALUE_TABLES[name])
 
 
 PANEL_FORMATS = {
@@ -135,13 +131,13 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 
 
 def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
-    """Whether LLVM takes ``sdot`` by itself for this processor.
+    """True if LLVM selects ``sdot`` for this processor.
 
-    Its list of the host's features does not name the instruction, whose use ends the process where LLVM does not expect
-    it. So it is shown a sum for which it chooses ``sdot`` wherever it can.
+    LLVM's host feature list doesn't name the instruction, and using it where LLVM doesn't expect it ends the process.
+    So LLVM compiles a sum for which it chooses ``sdot`` wherever it can.
     """
-    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
-    return "sdot" in machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
+    target_machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    return "sdot" in target_machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
 
 
 FLOATS = ir.VectorType(FLOAT, PANEL_ROWS)
@@ -149,16 +145,16 @@ WORDS = ir.VectorType(WORD, PANEL_ROWS)
 OCTETS = ir.VectorType(OCTET, PLANE)
 SHORTS = ir.VectorType(SHORT, PLANE // 2)
 ARM_REGISTER, WORDS_OF_REGISTER = 16, 4
-"""Bytes, and numbers of 32 bits."""
+"""Bytes and 32-bit words of a NEON register."""
 LARGEST_SHORT = (1 << 15) - 1
 LARGEST_INPUT = 1 << 7
 
 DOT_OF_OCTETS = "vnni"
-"""AVX-VNNI or AVX-512 VNNI: four products are added in 32 bits."""
+"""AVX-VNNI or AVX-512 VNNI: adds four products in 32 bits."""
 DOT_OF_PAIRS = "avx2"
-"""AVX2: two products are added in 16 bits, which saturate."""
+"""AVX2: adds two products in saturating 16 bits."""
 DOT_OF_SIGNED = "sdot"
-"""ARM: four products of octets that have signs are added in 32 bits."""
+"""ARM: adds four products of signed octets in 32 bits."""
 ANY_PROCESSOR = "any"
 ADDED_IN_PAIRS, WIDENED_PAIRS = (
     ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
@@ -171,7 +167,7 @@ ADDED_IN_PAIRS, WIDENED_PAIRS = (
 def best_dot() -> str:
     """The instructions that this processor has."""
     if machine().lower() in ("aarch64", "arm64"):
-        # What numba compiles for, which its settings can change.
+        # What numba compiles for; its settings can change that.
         compiled_for = cpu_target.target_context.codegen().magic_tuple()
         return DOT_OF_SIGNED if has_dot_of_octets(*compiled_for) else ANY_PROCESSOR
     if has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl")):
@@ -180,7 +176,7 @@ def best_dot() -> str:
 
 
 class IntegerCode(VectorCode):
-    """Adds instructions on vectors of a lane for each row of a panel to a function that numba compiles."""
+    """Adds instructions on vectors with a lane for each row of a panel."""
 
     def __init__(self, builder: Any, dot: str) -> None:
         super().__init__(builder)
@@ -191,22 +187,22 @@ class IntegerCode(VectorCode):
         return self.integers([number] * lanes, kind)
 
     def broadcast(self, address: Any, kind: Any) -> Any:
-        """A number of 32 bits in all lanes."""
+        """A 32-bit number in all lanes."""
         return self.splat(self.load(address, kind), PANEL_ROWS)
 
     def quad(self, record: Any, quad: int) -> Any:
-        """Four octets of an input row in each lane."""
+        """Four octets of an input row, in each lane."""
         if self.dot != DOT_OF_SIGNED:
             return self.builder.bitcast(self.broadcast(self.after(record, quad * QUAD), WORD), OCTETS)
-        # The instruction reads them from a lane of a register, so one load serves as many as a register has.
+        # ``sdot`` reads them from a register's lane, so one load serves a whole register.
         register, lane = divmod(quad, WORDS_OF_REGISTER)
         words = self.load(self.after(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
         return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
 
     def added_products(self, levels: Any, inputs: Any, added: Any) -> Any:
-        """The sums of four products in each lane, with the instruction of ARM for each of its registers."""
+        """Add four products per lane with ``sdot``, one NEON register at a time."""
         octets, words = ir.VectorType(OCTET, ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER)
-        found = [
+        registers = [
             self.call(
                 "llvm.aarch64.neon.sdot.v4i32.v16i8",
                 words,
@@ -216,12 +212,12 @@ class IntegerCode(VectorCode):
             )
             for first in range(0, PLANE, ARM_REGISTER)
         ]
-        while len(found) > 1:
-            found = [self.joined(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+        while len(registers) > 1:
+            registers = [self.joined(*pair) for pair in zip(registers[::2], registers[1::2], strict=True)]
+        return registers[0]
 
     def of_table(self, table: Sequence[int], indices: Any) -> Any:
-        """Octets of a table of 16, at indices of four bits."""
+        """Look up octets in a table of 16 by 4-bit indices."""
         if self.dot == ANY_PROCESSOR:
             return self.looked_up(table, indices, None)
         if self.dot == DOT_OF_SIGNED:
@@ -242,20 +238,20 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """The sums, one in each lane, of products of unsigned levels with signed inputs."""
+    """Sums, one per lane, of products of unsigned levels with signed inputs."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
-        """``largest`` is that of the levels."""
+        """``largest`` is the largest level."""
         self._code, self._builder = code, code.builder
         self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
-        """Sums of pairs that can be added in 16 bits."""
+        """Pairwise sums that fit into 16 bits."""
         self._pairs: Any = None
         self._added = 0
         self._total: Any = None
 
     def add(self, levels: Any, inputs: Any) -> None:
         if self._code.dot == DOT_OF_OCTETS:
-            words = [self._builder.bitcast(one, WORDS) for one in (levels, inputs)]
+            words = [self._builder.bitcast(octets, WORDS) for octets in (levels, inputs)]
             self._total = self._code.call(f"llvm.x86.avx512.vpdpbusd.{8 * PLANE}", WORDS, self._before(), *words)
         elif self._code.dot == DOT_OF_SIGNED:
             self._total = self._code.added_products(levels, inputs, self._before())
@@ -275,7 +271,7 @@ class DotProduct:
         return self._total
 
     def _before(self) -> Any:
-        """What the next products are added to."""
+        """Sum so far, which the next products are added to."""
         return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
 
     def _widen(self) -> None:
@@ -287,14 +283,14 @@ class DotProduct:
         self._total = words if self._total is None else self._builder.add(self._total, words)
 
     def _products(self, levels: Any, inputs: Any) -> Any:
-        """The same without an instruction for it; a product of two octets has 16 bits."""
+        """Products of octets without a dot-product instruction; each has 16 bits."""
         wide = ir.VectorType(SHORT, PLANE)
         products = self._builder.mul(self._builder.zext(levels, wide), self._builder.sext(inputs, wide))
         products = self._builder.sext(products, ir.VectorType(WORD, PLANE))
         undefined = ir.Constant(products.type, ir.Undefined)
-        found = None
-        for place in range(QUAD):
-            lanes = self._code.integers(list(range(place, PLANE, QUAD)))
+        sums = None
+        for column in range(QUAD):
+            lanes = self._code.integers(list(range(column, PLANE, QUAD)))
             part = self._builder.shuffle_vector(products, undefined, lanes)
-            found = part if found is None else self._builder.add(found, part)
-        return found
+            sums = part if sums is None else self._builder.add(sums, part)
+        return sums

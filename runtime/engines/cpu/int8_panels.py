@@ -1,6 +1,6 @@
-"""Packed weights rearranged to panels.
+"""Packed weights rearranged into panels for int8 matmuls.
 
-A row has the same bits alone and beside others, as each has its own scales and sums.
+Each row has its own scales and sums, so its bits don't depend on other rows.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ import torch
 from numba import cfunc, njit, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
-from hdtool.runtime.engines.cpu.int8_tiles import MOST_ROWS, RECORD, panel_bytes, panel_tile, quantize_row
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
 from hdtool.runtime.kernels.compiled import array_at
-from hdtool.runtime.kernels.gemm import ARGUMENTS, add_bias
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
 from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
 from hdtool.runtime.kernels.packed_formats import BlockFormat
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-_tile = by_rows({rows: panel_tile(rows) for rows in range(1, MOST_ROWS + 1)})
+_tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
 
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
-    """The matmul for the panels of a format as a C function; it must be kept as long as its address is used."""
+    """The int8 matmul for a format's panels as a C function. Keep it alive as long as its address is used."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
-        matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+        matrix: int,
+        out_features: int,
+        columns: int,
+        inputs: int,
+        rows: int,
+        outputs: int,
+        bias: int,
+        first: int,
+        end: int,
     ) -> None:
         part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
-        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, outs)
-        add_bias(bias, outs, rows, outputs, first, end)
+        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        add_bias(bias, out_features, rows, outputs, first, end)
 
     return matmul
 
@@ -44,87 +52,97 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
 def multiply_int8(
     panels: int,
     kind: Any,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
 ) -> None:
-    """All arrays are given by addresses; ``kind`` is the format that the panels were made from.
+    """Multiply panels by float32 rows, given by address; ``kind`` is the format the panels were made from.
 
-    The outputs of input rows are ``apart`` numbers from each other.
+    Output rows are ``output_stride`` numbers apart.
     """
-    # An argument of the function that uses its address: numba frees an array after the last line that names it.
-    records = np.empty(rows * (columns // PART * RECORD), np.uint8)
-    _multiply_records(panels, kind, outs, columns, inputs, rows, outputs, apart, records)
+    # Passed to the function that uses its address: numba frees an array after the last line that names it.
+    records = np.empty(rows * (columns // PART * RECORD_SIZE), np.uint8)
+    _multiply_records(panels, kind, out_features, columns, inputs, rows, outputs, output_stride, records)
 
 
 @njit(cache=True, nogil=True)
 def _multiply_records(
     panels: int,
     kind: Any,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     outputs: int,
-    apart: int,
+    output_stride: int,
     records: npt.NDArray[np.uint8],
 ) -> None:
-    """The same with memory for the rows in 8 bits."""
-    width, size = columns // PART * RECORD, panel_bytes(kind, columns)
+    """Quantize the rows into ``records``, then multiply."""
+    width, size = columns // PART * RECORD_SIZE, panel_bytes(kind, columns)
     quantized = records.ctypes.data
     for row in range(rows):
         quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, quantized + row * width)
-    whole = outs // PANEL_ROWS * PANEL_ROWS
+    whole = out_features // PANEL_ROWS * PANEL_ROWS
     for out in range(0, whole, PANEL_ROWS):
         panel = panels + out // PANEL_ROWS * size
-        _multiply_panel(panel, kind, columns, quantized, width, rows, outputs + out * ITEM_SIZE, apart)
-    if whole < outs:
+        _multiply_panel(panel, kind, columns, quantized, width, rows, outputs + out * ITEM_SIZE, output_stride)
+    if whole < out_features:
         last = np.empty((rows, PANEL_ROWS), np.float32)
         panel = panels + whole // PANEL_ROWS * size
         _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, last.shape[1])
         for row in range(rows):
-            array_at(outputs + row * apart * ITEM_SIZE, (outs,), types.float32)[whole:] = last[row, : outs - whole]
+            array_at(outputs + row * output_stride * ITEM_SIZE, (out_features,), types.float32)[whole:] = last[
+                row, : out_features - whole
+            ]
 
 
 @njit(cache=True, nogil=True)
 def _multiply_panel(
-    panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, apart: int
+    panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
 ) -> None:
-    """Multiply a panel by all rows; the outputs of rows are ``apart`` numbers from each other."""
+    """Multiply a panel by all rows."""
     row = 0
     while row < rows:
-        some = min(rows - row, MOST_ROWS)
-        _tile(panel, kind, columns, inputs + row * width, outputs + row * apart * ITEM_SIZE, apart, some)
-        row += some
+        tile_rows = min(rows - row, INT8_TILE_ROWS)
+        _tile(
+            panel,
+            kind,
+            columns,
+            inputs + row * width,
+            outputs + row * output_stride * ITEM_SIZE,
+            output_stride,
+            tile_rows,
+        )
+        row += tile_rows
 
 
 Bytes = npt.NDArray[Any]
-"""Of uint8."""
-TOGETHER = 1 << 20
-"""Bytes of blocks that are rearranged at a time: all that is made from them stays in the cache."""
+"""Arrays of uint8."""
+BYTES_AT_ONCE = 1 << 20
+"""Bytes of blocks rearranged at a time, so that all results stay in the cache."""
 
 
 class Panels:
-    """The panels of a matrix, in memory of their own."""
+    """The panels of a matrix, in their own memory."""
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
-        """``blocks`` has the bytes of a matrix row in each row."""
+        """Each row of ``blocks`` has the bytes of one matrix row."""
         self.format = format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
-        outs, columns = self.shape
+        out_features, columns = self.shape
         form = panel_format(format)
-        count = -(-outs // PANEL_ROWS)
+        count = -(-out_features // PANEL_ROWS)
         self.matmul = int8_matmul_of(format.kind).address
         self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
-        rows, written = blocks.numpy().reshape(outs, -1, format.bytes), self.memory.numpy()
-        step = max(1, TOGETHER // (PANEL_ROWS * blocks.shape[1]))
+        rows, written = blocks.numpy().reshape(out_features, -1, format.bytes), self.memory.numpy()
+        step = max(1, BYTES_AT_ONCE // (PANEL_ROWS * blocks.shape[1]))
 
         def rearrange(first: int) -> None:
-            some = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])
-            _write(some, form, format.name, written[first : first + step])
+            rows_of_panels = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])
+            _write(rows_of_panels, form, format.name, written[first : first + step])
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy computes without the lock of Python
             list(pool.map(rearrange, range(0, count, step)))
@@ -138,41 +156,41 @@ class Panels:
 
 
 def _whole_panels(rows: Bytes) -> Bytes:
-    """With rows of zeros that the last panel lacks."""
-    lacking = -len(rows) % PANEL_ROWS
-    return np.pad(rows, ((0, lacking), (0, 0), (0, 0))) if lacking else rows
+    """Pad the last panel with zero rows."""
+    missing = -len(rows) % PANEL_ROWS
+    return np.pad(rows, ((0, missing), (0, 0), (0, 0))) if missing else rows
 
 
 def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
-    """Write the panels of these rows, which are ``[rows, blocks, bytes of a block]``."""
+    """Write the panels of rows ``[rows, blocks, bytes of a block]``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
     size = form.scale_size
     width = size * PANEL_ROWS
-    for place, offset in enumerate([208 if name == "Q6_K" else 0, size][: 1 + form.has_minima]):
-        groups[:, :, place * width : (place + 1) * width] = _by_panel(rows[..., offset : offset + size])
+    for index, offset in enumerate([208 if name == "Q6_K" else 0, size][: 1 + form.has_minima]):
+        groups[:, :, index * width : (index + 1) * width] = _by_panel(rows[..., offset : offset + size])
     parts = groups[:, :, form.header :].reshape(panels, blocks, form.parts, form.part)
-    for place, factors in enumerate(_factors(rows, name)):
-        columns = slice(place * PANEL_ROWS, (place + 1) * PANEL_ROWS)
+    for index, factors in enumerate(_factors(rows, name)):
+        columns = slice(index * PANEL_ROWS, (index + 1) * PANEL_ROWS)
         parts[..., columns] = factors.reshape(panels, PANEL_ROWS, blocks, form.parts).transpose(0, 2, 3, 1)
-    place = form.octets
+    index = form.octets
     for bits in _bits(_levels(rows, name), form.high_bits):
         planes = _by_panel(bits).reshape(panels, blocks, form.parts, -1)
-        parts[..., place : place + planes.shape[-1]] = planes
-        place += planes.shape[-1]
+        parts[..., index : index + planes.shape[-1]] = planes
+        index += planes.shape[-1]
     groups[:, :, form.header :] = parts.reshape(panels, blocks, -1)
 
 
 def _by_panel(items: Bytes) -> Bytes:
-    """From ``[rows, blocks, ..., bytes]`` to ``[panels, blocks, ... x rows of the panel x bytes]``."""
+    """Reorder ``[rows, blocks, ..., bytes]`` to ``[panels, blocks, ... x rows of the panel x bytes]``."""
     whole = np.ascontiguousarray(items).view(f"u{items.shape[-1]}")  # copied as integers, not byte by byte
     split = whole.reshape(-1, PANEL_ROWS, *whole.shape[1:])
-    found = np.ascontiguousarray(np.moveaxis(split, 1, -2))
-    return found.view(np.uint8).reshape(len(split), items.shape[1], -1)
+    by_panel = np.ascontiguousarray(np.moveaxis(split, 1, -2))
+    return by_panel.view(np.uint8).reshape(len(split), items.shape[1], -1)
 
 
 def _factors(rows: Bytes, name: str) -> list[Bytes]:
-    """The integers by which parts multiply the scale and the minimum of their block, ``[rows, blocks, parts]``."""
+    """Integers by which parts multiply their block's scale and minimum, ``[rows, blocks, parts]``."""
     if name == "Q6_K":
         return [rows[..., 192:208:2], rows[..., 193:208:2]]
     if name not in ("Q4_K", "Q5_K"):
@@ -185,7 +203,7 @@ def _factors(rows: Bytes, name: str) -> list[Bytes]:
 
 
 def _levels(rows: Bytes, name: str) -> Any:
-    """The weights as integers without a sign, ``[rows, blocks, parts, columns]``."""
+    """Weights as unsigned integers, ``[rows, blocks, parts, columns]``."""
     if name == "Q8_0":
         return np.bitwise_xor(rows[..., None, 2:], np.uint8(128))
     if name == "int8":
@@ -209,36 +227,36 @@ def _levels(rows: Bytes, name: str) -> Any:
 
 
 def _nibbles(octets: Bytes) -> Bytes:
-    """The lower halves of octets, then the upper ones."""
+    """Lower halves of octets, then upper halves."""
     return np.stack([octets & 15, octets >> 4], -2)
 
 
 def _shifted(octets: Bytes, bits: int) -> Bytes:
-    """The lowest bits of octets, then the next ones, and so on."""
+    """Lowest bits of octets, then the next ones, and so on."""
     mask = (1 << bits) - 1
     return np.stack([octets >> shift & mask for shift in range(0, 8, bits)], -2)
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """The lower four bits of two columns in a byte; then the other bits, of as many columns as a byte has room for.
+    """Lower four bits of two columns per byte; then the remaining bits, as many columns per byte as fit.
 
     A result is ``[rows, blocks, parts, planes, columns of a quad]``.
     """
     quads = levels.reshape(*levels.shape[:-1], -1, QUAD)
-    found = [_joined(quads & 15, 4)]
+    planes = [_joined(quads & 15, 4)]
     if high_bits:
-        found.append(_joined(quads >> 4, high_bits))
-    return found
+        planes.append(_joined(quads >> 4, high_bits))
+    return planes
 
 
 def _joined(quads: Bytes, bits: int) -> Any:
-    """Several quads in the bits of one."""
-    together = 8 // bits
-    count = quads.shape[-2] // together
+    """Pack several quads into the bits of one."""
+    per_byte = 8 // bits
+    count = quads.shape[-2] // per_byte
     if bits == 4:  # a half of the part each
         return np.bitwise_or(quads[..., :count, :], quads[..., count:, :] << 4)
-    split = np.ascontiguousarray(quads).view(np.uint32).reshape(*quads.shape[:-2], count, together)
-    found = np.zeros(split.shape[:-1], np.uint32)
-    for place in range(together):
-        found |= split[..., place] << place * bits
-    return found[..., None].view(np.uint8)
+    split = np.ascontiguousarray(quads).view(np.uint32).reshape(*quads.shape[:-2], count, per_byte)
+    packed = np.zeros(split.shape[:-1], np.uint32)
+    for index in range(per_byte):
+        packed |= split[..., index] << index * bits
+    return packed[..., None].view(np.uint8)

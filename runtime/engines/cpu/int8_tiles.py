@@ -1,4 +1,4 @@
-"""Generates the code of a tile: a panel by some input rows, whose outputs are the lanes of one vector for each row."""
+"""LLVM code of int8 tiles: a panel of weights by some quantized input rows, one output vector per row."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from hdtool.runtime.engines.cpu.int8_code import (
 )
 from hdtool.runtime.kernels.compiled import BYTES, WORD, generated
 from hdtool.runtime.kernels.matrix_kind import Tile
-from hdtool.runtime.kernels.packed_formats import OF_TYPE, TINIEST_SCALE, TINY_SCALES
+from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
 VECTORS = PART // PANEL_ROWS
 SCALE, SCALED_SUM, CORRECTIONS = PART, PART + 4, PART + 8
 """Where a part has, after its octets: its scale, the sum of its numbers, and what the offset of the levels adds to the
 integer sum of each half, or to the one of all columns."""
-RECORD = PART + 16
-"""Bytes of a part."""
-LARGEST = 127.0
-SMALLEST = 1e-30
-"""Parts without a larger number are zero; the inverse of a smaller one could be infinite."""
+RECORD_SIZE = PART + 16
+"""Bytes of a part's record."""
+MAX_LEVEL = 127.0
+MIN_MAGNITUDE = 1e-30
+"""Parts with only smaller numbers become zero: the inverse could be infinite."""
 ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23: a small number added to it is rounded to an integer, which is in the lowest bits of the sum."""
+"""1.5 * 2**23: adding it rounds a small number to an integer in the lowest bits of the sum."""
 
 
 @generated(types.int64, None, types.int64, types.int64)
 def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Write the records of a row."""
+    """Quantize a row to int8 records."""
     code = IntegerCode(builder, ANY_PROCESSOR)
-    form = panel_format(OF_TYPE[kind])
+    form = panel_format(FORMAT_OF_TYPE[kind])
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
 
     def write(part: Any, _: list[Any]) -> list[Any]:
         first = code.after(numbers, builder.mul(part, INDEX(PART)))
-        record = code.after(records, builder.mul(part, INDEX(RECORD)))
+        record = code.after(records, builder.mul(part, INDEX(RECORD_SIZE)))
         vectors = [code.load(code.after(first, place * PANEL_ROWS), FLOATS, 4) for place in range(VECTORS)]
         largest = _largest(code, vectors)
-        scale = builder.fadd(builder.fdiv(largest, FLOAT(LARGEST)), _zero_or_nan(code, vectors))
-        inverse = builder.fdiv(FLOAT(LARGEST), largest)
-        inverse = builder.select(builder.fcmp_ordered(">", largest, FLOAT(SMALLEST)), inverse, FLOAT(0.0))
+        scale = builder.fadd(builder.fdiv(largest, FLOAT(MAX_LEVEL)), _zero_or_nan(code, vectors))
+        inverse = builder.fdiv(FLOAT(MAX_LEVEL), largest)
+        inverse = builder.select(builder.fcmp_ordered(">", largest, FLOAT(MIN_MAGNITUDE)), inverse, FLOAT(0.0))
         levels = [_rounded(code, vector, code.splat(inverse, PANEL_ROWS)) for vector in vectors]
         for place, level in enumerate(levels):
             octets = builder.trunc(level, ir.VectorType(OCTET, PANEL_ROWS))
@@ -83,22 +83,22 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 
 def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
-    """The largest absolute number."""
+    """Largest magnitude."""
 
     def larger(first: Any, second: Any) -> Any:
         return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
 
-    found = reduce(larger, [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors])
-    return code.folded(found, larger)
+    largest = reduce(larger, [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors])
+    return code.folded(largest, larger)
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
-    """NaN if a number is infinite or NaN, so that the outputs become NaN."""
+    """NaN if any number is infinite or NaN, so that outputs become NaN; otherwise 0."""
     zero = ir.Constant(FLOATS, [0.0] * PANEL_ROWS)
-    found = zero
+    products = zero
     for vector in vectors:
-        found = code.scaled(vector, zero, found)
-    return code.folded(found, code.builder.fadd)
+        products = code.scaled(vector, zero, products)
+    return code.folded(products, code.builder.fadd)
 
 
 def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
@@ -111,33 +111,33 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 SIGN = 128
-"""The highest bit of an octet: with it inverted, a level of eight bits is a signed number, 128 less."""
-MOST_BITS_OF_PAIRS = 6
-"""Bits of levels whose products, added by two, fit into 16 bits with any inputs."""
-PREFETCHED = 8192
-"""Bytes from what is read to what is prefetched."""
-PREFETCHED_BY_ONE_ROW = 1024 if CPU in ("znver3", "znver4") else PREFETCHED
-"""The same for a single input row. Zen 4 prefetches by itself as fast as memory allows while little is computed. Others
-do not: a pass of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with 16,384, and
-on an Intel Xeon with AMX 8.4 with 1,024 and 7.5 with 8,192."""
-FEWEST_ROWS_AHEAD = 2
-"""Input rows from which on the longer distance is used."""
-MOST_ROWS = 8 if PANEL_ROWS == 16 else 4
-"""Input rows of a tile: their sums must fit beside the levels into registers, of which AVX-512 has 32 and AVX2 16."""
+"""An octet's highest bit: flipping it turns an unsigned level into a signed one, 128 less."""
+MAX_PAIR_BITS = 6
+"""Level bits whose pairwise product sums fit into 16 bits for all inputs."""
+PANEL_PREFETCH_DISTANCE = 8192
+"""Prefetch distance in bytes."""
+ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE
+"""Prefetch distance for one input row. With so little to compute, Zen 4's hardware prefetcher keeps up with memory;
+others don't: a pass of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with
+16,384, and on an Intel Xeon with AMX 8.4 with 1,024 and 7.5 with 8,192."""
+FAR_PREFETCH_ROWS = 2
+"""Input rows from which the longer distance is used."""
+INT8_TILE_ROWS = 8 if PANEL_ROWS == 16 else 4
+"""Input rows of a tile: their sums must fit into registers beside the levels; AVX-512 has 32 and AVX2 16."""
 
 
 class _Part:
     """Generates the code for one part of a panel."""
 
     def __init__(self, code: IntegerCode, form: PanelFormat, panel: Any, part: Any, prefetched: int) -> None:
-        """``prefetched`` is the distance in bytes to what is prefetched."""
+        """``prefetched`` is the prefetch distance in bytes."""
         builder = code.builder
         self._code, self._form = code, form
         group, place = builder.udiv(part, INDEX(form.parts)), builder.urem(part, INDEX(form.parts))
         header = code.after(panel, builder.mul(group, INDEX(form.group)))
         octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
         self._levels = code.after(octets, form.octets)
-        # A header lies between the parts of two groups: without it, each group would wait for memory once.
+        # Groups are separated by headers: without prefetching them, each group would wait for memory once.
         for byte in range(0, form.part + form.header, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
@@ -159,7 +159,7 @@ class _Part:
         return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
 
     def _power_of_2(self, exponents: Any) -> Any:
-        """The scales of MXFP4."""
+        """Scales of MXFP4."""
         builder, code = self._code.builder, self._code
         words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
 
@@ -177,9 +177,9 @@ class _Part:
         return builder.sitofp((builder.sext if self._form.scales == 2 else builder.zext)(octets, words), FLOATS)
 
     def quads(self) -> Iterator[tuple[int, list[Any]]]:
-        """The levels of four columns of all rows, with the number of these columns in the part.
+        """Levels of four columns of all rows, with the index of these columns in the part.
 
-        There are two vectors where the sums of whole levels would not fit into 16 bits: the lower and the upper bits.
+        Where sums of whole levels wouldn't fit into 16 bits, lower and upper bits come as two vectors.
         """
         table, split = self._form.table, self._form.high_bits == LOW_BITS
         for first in range(QUADS // 2):
@@ -198,23 +198,23 @@ class _Part:
     def _of_table(self, table: tuple[int, ...], indices: Any) -> list[Any]:
         if self._signed:
             return [self._code.of_table([level - SIGN for level in table], indices)]
-        if self._form.level_bits > MOST_BITS_OF_PAIRS and self._code.dot == DOT_OF_PAIRS:
+        if self._form.level_bits > MAX_PAIR_BITS and self._code.dot == DOT_OF_PAIRS:
             parts = [level & 15 for level in table], [level >> LOW_BITS for level in table]
             return [self._code.of_table(part, indices) for part in parts]
         return [self._code.of_table(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
-        """Levels of eight bits; those that have a sign are already less the offset."""
+        """Levels of eight bits; signed ones already have the offset subtracted."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
         return self._code.builder.xor(levels, self._code.everywhere(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
-        """The lower and the upper half of octets."""
+        """Lower and upper halves of octets."""
         octets = self._code.load(self._code.after(self._levels, offset), OCTETS)
         return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
 
     def _joined(self, low: Any, quad: int) -> Any:
-        """Levels with the bits beyond four, which a plane has for several quads."""
+        """Add the bits beyond four, stored in planes shared by several quads."""
         bits = self._form.high_bits
         if not bits:
             return low
@@ -230,7 +230,7 @@ class _Part:
         return self._code.builder.and_(octets, self._code.everywhere(mask))
 
     def _shifted(self, octets: Any, left: int) -> Any:
-        """Octets shifted in pairs, as no processor shifts single ones; callers mask what comes from a neighbour."""
+        """Shift octets in pairs, as no processor shifts single ones; callers mask what crosses over."""
         builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
         if left == 0:
             return octets
@@ -239,52 +239,54 @@ class _Part:
 
 
 def panel_tile(rows: int, dot: str | None = None) -> Tile:
-    """The multiplication of a panel by this number of quantized rows."""
+    """A tile: a panel by this many quantized rows."""
     used = dot or best_dot()
-    prefetched = PREFETCHED if rows >= FEWEST_ROWS_AHEAD else PREFETCHED_BY_ONE_ROW
+    prefetched = PANEL_PREFETCH_DISTANCE if rows >= FAR_PREFETCH_ROWS else ONE_ROW_PREFETCH_DISTANCE
 
-    def generate(builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, apart: Any) -> None:
+    def generate(
+        builder: Any, kind: Any, panel: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
+    ) -> None:
         code = IntegerCode(builder, used)
-        form = panel_format(OF_TYPE[kind])
+        form = panel_format(FORMAT_OF_TYPE[kind])
         first, records = builder.inttoptr(panel, BYTES), builder.inttoptr(inputs, BYTES)
         count = builder.udiv(columns, INDEX(PART))
 
         def multiply(part: Any, sums: list[Any]) -> list[Any]:
             weights = _Part(code, form, first, part, prefetched)
             places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
-            read = [code.after(records, builder.mul(place, INDEX(RECORD))) for place in places]
+            read = [code.after(records, builder.mul(place, INDEX(RECORD_SIZE))) for place in places]
             totals = _totals(code, form, weights, read)
-            return [_added(code, weights, row, *of_row) for row, *of_row in zip(read, totals, sums, strict=True)]
+            return [_added(code, weights, row, *row_sums) for row, *row_sums in zip(read, totals, sums, strict=True)]
 
         sums = code.loop(count, [ir.Constant(FLOATS, [0.0] * PANEL_ROWS)] * rows, multiply, 1)
         written = builder.inttoptr(outputs, FLOAT.as_pointer())
-        for row, found in enumerate(sums):
-            where = code.after(written, builder.mul(apart, INDEX(row)))
-            builder.store(found, builder.bitcast(where, FLOATS.as_pointer())).align = 4
+        for row, outputs_of_row in enumerate(sums):
+            target = code.after(written, builder.mul(output_stride, INDEX(row)))
+            builder.store(outputs_of_row, builder.bitcast(target, FLOATS.as_pointer())).align = 4
 
     return generate
 
 
 @generated(None, types.int64, returns=types.int64)
 def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
-    """The bytes of a panel."""
-    form = panel_format(OF_TYPE[kind])
+    """Bytes of a panel."""
+    form = panel_format(FORMAT_OF_TYPE[kind])
     return builder.mul(builder.udiv(columns, INDEX(PART * form.parts)), INDEX(form.group))
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
-    """The integer sums of each input row, by the scales of the part."""
-    planes = 2 if form.level_bits > MOST_BITS_OF_PAIRS and code.dot == DOT_OF_PAIRS else 1
+    """Integer sums of each input row, one per scale of the part."""
+    planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1
     bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1
     dots = [[[DotProduct(code, largest) for _ in range(planes)] for _ in range(form.scales)] for _ in read]
     for quad, levels in weights.quads():
         scale = quad // (QUADS // form.scales)
-        for row, of_row in zip(read, dots, strict=True):
+        for row, row_dots in zip(read, dots, strict=True):
             inputs = code.quad(row, quad)
-            for one, dot in zip(levels, of_row[scale], strict=True):
-                dot.add(one, inputs)
-    return [[_whole(code, one) for one in of_row] for of_row in dots]
+            for level, dot in zip(levels, row_dots[scale], strict=True):
+                dot.add(level, inputs)
+    return [[_whole(code, planes_) for planes_ in row_dots] for row_dots in dots]
 
 
 def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
@@ -295,7 +297,7 @@ def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
 
 
 def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added: Any) -> Any:
-    """The sums of a row with what a part adds to them."""
+    """Add a part's contribution to a row's sums."""
     builder = code.builder
     input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
     for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):

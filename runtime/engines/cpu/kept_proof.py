@@ -1,8 +1,8 @@
-"""What was proved of a model on this machine, kept in hdtool's home so that the next start need not prove it again.
+"""Proofs of models on this machine, kept in hdtool's home so that the next start can skip them.
 
-A proof depends on the files of the model, the code of hdtool and of the libraries, the processor, the settings and the
-number of threads: a record is read only where all of these are the same. A start with a record computes a small tree
-and compares its logits with those of the proof, bit by bit; if any bit differs, the model is proved again.
+A proof depends on the model's files, the code of hdtool and its libraries, the processor, the settings and the number
+of threads; a record is valid only if all of these match. A start with a record compares the logits of a small tree with
+the proof's, bit by bit, and proves the model again if they differ.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from hdtool.runtime.tree import DraftTree
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate", "safetensors")
 SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
-"""How the names of environment variables begin that change how libraries compute."""
+"""Prefixes of environment variables that change what libraries compute."""
 CONTEXT = 5
-"""Tokens before the tree whose logits are compared."""
+"""Context tokens before the compared tree."""
 TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What the proof of a model found."""
+    """Result of proving a model."""
 
     outline: str
-    """A hash of the model's modules, weights and buffers, of the weights without their numbers."""
+    """Hash of the model's modules, buffers and weight layouts, without the weights' numbers."""
     shapes: tuple[LayerShape, ...]
     """Shapes of each layer's keys and values."""
     compact: dict[str, bool]
-    """The forms of weights that may stay in 16 bits or in blocks."""
+    """True if each weight may stay compact, by name."""
     logits: str
-    """A hash of the logits of a small tree."""
+    """Hash of the logits of a small tree."""
 
     def in_json(self) -> dict[str, Any]:
         shapes = [
-            [[one.heads, one.width, str(one.dtype).removeprefix("torch.")] if one else None for one in layer]
+            [[head.heads, head.width, str(head.dtype).removeprefix("torch.")] if head else None for head in layer]
             for layer in self.shapes
         ]
         return {**asdict(self), "shapes": shapes}
@@ -71,14 +71,15 @@ class Proof:
 
 def _shape(layer: Any) -> LayerShape:
     cpu = torch.device("cpu")
-    return LayerShape(*(one and HeadShape(one[0], one[1], getattr(torch, one[2]), cpu) for one in layer))
+    return LayerShape(*(head and HeadShape(head[0], head[1], getattr(torch, head[2]), cpu) for head in layer))
 
 
 class KeptProof:
-    """The record of a model's proof."""
+    """The kept record of a model's proof."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` its class, and ``files`` all that it is loaded from."""
+        """``settings`` is the model's configuration, ``family`` its class, and ``files`` everything it is loaded
+        from."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = KeptRecord(
             proofs_at_home(),
@@ -105,7 +106,7 @@ class KeptProof:
 
 @cache
 def _machine() -> dict[str, Any]:
-    """What changes the code that computes, or how it is compiled."""
+    """Everything on this machine that affects results."""
     from llvmlite import binding  # type: ignore[import-untyped]
 
     return {
@@ -127,7 +128,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _source_hash() -> str:
-    """A hash of the code of hdtool that loads a model and computes with it."""
+    """Hash of the hdtool code that loads and runs models."""
     digest = hashlib.sha256()
     for package in (hdtool.runtime, hdtool.data):
         folder = Path(str(vars(package)["__file__"])).parent
@@ -137,15 +138,15 @@ def _source_hash() -> str:
 
 
 def outline_of(model: Module) -> str:
-    """A hash of a model's modules, weights and buffers, of the weights without their numbers."""
-    digest, places = hashlib.sha256(), dict[int, int]()
+    """Hash of a model's modules, buffers and weight layouts, without the weights' numbers."""
+    digest, numbers = hashlib.sha256(), dict[int, int]()
     for name, module in model.named_modules():
         kind = type(module)
         digest.update(f"{name} {kind.__module__}.{kind.__qualname__} {module.training}\n".encode())
-        for own, weight in module._parameters.items():
-            digest.update(f"{own} {_form(weight, places)}\n".encode())
-        for own, buffer in module._buffers.items():
-            digest.update(f"{own} {_form(buffer, places)}\n".encode())
+        for name_, weight in module._parameters.items():
+            digest.update(f"{name_} {_form(weight, numbers)}\n".encode())
+        for name_, buffer in module._buffers.items():
+            digest.update(f"{name_} {_form(buffer, numbers)}\n".encode())
             if buffer is not None:
                 digest.update(buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     settings: Any = model.config
@@ -153,19 +154,19 @@ def outline_of(model: Module) -> str:
     return digest.hexdigest()
 
 
-def _form(tensor: torch.Tensor | None, places: dict[int, int]) -> str:
-    """The form of a tensor; tied ones have the number of the first."""
+def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
+    """Layout of a tensor; tied tensors share a number."""
     if tensor is None:
         return "none"
     stored: Any = tensor.stored if is_compact(tensor) else tensor
-    kept = stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype
-    number = places.setdefault(id(tensor), len(places))
-    return f"{number} {type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} {kept} {tensor.device}"
+    storage = stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype
+    number = numbers.setdefault(id(tensor), len(numbers))
+    return f"{number} {type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} {storage} {tensor.device}"
 
 
 @torch.inference_mode()
 def logits_hash(target: Target) -> str:
-    """A hash of the logits after a small context and a tree, which both passes of an answer compute."""
+    """Hash of the logits after a short context and after a tree: both kinds of passes."""
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():
@@ -176,14 +177,14 @@ def logits_hash(target: Target) -> str:
 
 
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
-    """The proof of a loaded target, to be kept; None for a model that is proved at each start.
+    """The proof of a loaded target, or None if it must be proved at each start.
 
-    Only compiled passes have the same bits each time.
+    Only compiled passes give the same bits each time.
     """
     if (
         target.compiled is None
         or target.state_shapes
-        or any(is_compact(one) and one.reads.number for one in target.model.parameters())
+        or any(is_compact(weight) and weight.expansions.count for weight in target.model.parameters())
     ):
         return None
     logits = logits_hash(target)

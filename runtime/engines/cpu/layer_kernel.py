@@ -1,7 +1,7 @@
-"""Decoder layers in compiled code: matmuls, and what lies between them.
+"""Decoder layers in compiled code: matmuls and everything between them.
 
-Each row is computed by itself, in an order of operations that its own numbers determine, so its bits depend neither on
-other rows nor on the number of threads.
+Each row is computed by itself in a fixed order of operations, so its bits depend neither on other rows nor on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.attention import (
-    MOST_QUERIES,
-    QUERIES,
+    BLOCK_QUERIES,
+    MAX_BLOCK_QUERIES,
     attend,
     attention_numbers,
     block_queries,
@@ -23,6 +23,7 @@ from hdtool.runtime.engines.cpu.attention import (
 from hdtool.runtime.engines.cpu.layer_record import (
     BESIDE,
     EPSILON,
+    EXPERT_SCRATCH,
     EXPERTS,
     FACTOR,
     FIELDS,
@@ -53,7 +54,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     NORM_Q,
     NORM_V,
     NORMS_ALL,
-    OF_EXPERTS,
     OFFSET,
     OUTPUTS,
     PAIRED,
@@ -72,7 +72,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SLOTS,
     SOFTCAP,
     TANH_GATE,
-    TEAM,
+    THREAD_POOL,
     THREADS,
     TO_DOWN,
     TO_GATE,
@@ -95,9 +95,17 @@ from hdtool.runtime.engines.cpu.layer_record import (
 from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
 from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, copy_numbers, float_of
-from hdtool.runtime.kernels.experts import FIELDS as EXPERT_FIELDS
-from hdtool.runtime.kernels.experts import NUMBER, ROUTE, ROUTER_FIELDS, SHARED_GATE, TOP, mix_experts, route
-from hdtool.runtime.kernels.gemm import ARGUMENTS
+from hdtool.runtime.kernels.experts import (
+    EXPERT_COUNT,
+    EXPERT_FIELDS,
+    ROUTE,
+    ROUTER_FIELDS,
+    SHARED_GATE,
+    TOP_K,
+    mix_experts,
+    route,
+)
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import (
     ITEM_SIZE,
@@ -121,53 +129,53 @@ from hdtool.runtime.kernels.vector_code import (
     BESIDE_FACTOR,
     BESIDE_SHARES,
 ) = range(8)
-"""Addresses of the records of the experts and of what chooses them; of the weights of norms: of the output of the MLP,
-of what experts read, of what they give, and of what the router reads, which is multiplied by a factor, here by its
-bits; and of what the share of each expert is multiplied by."""
+"""Record of a mixture beside an MLP: addresses of the experts and the router; of the norms' weights for the MLP's
+output, the experts' input, their output and the router's input; the bits of the router input's factor; the address of
+each expert's factor."""
 BESIDE_FIELDS = BESIDE_SHARES + 1
 
 
 @compiled
-def add_experts(shape: Numbers, at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
-    """Norm the output of an MLP, and add that of experts, by the record at an address; rows of hidden states."""
-    record = array_at(at, (BESIDE_FIELDS,), np.int64)
+def add_experts(shape: Numbers, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
+    """Norm an MLP's output and add the experts' output, by the record at an address."""
+    record = array_at(record_at, (BESIDE_FIELDS,), np.int64)
     experts = array_at(record[BESIDE_EXPERTS], (EXPERT_FIELDS,), np.int64)
     router = array_at(record[BESIDE_ROUTER], (ROUTER_FIELDS,), np.int64)
-    number, width, top = experts[NUMBER], shape[HIDDEN], router[TOP]
-    epsilon, offset, team, threads = float_of(shape, EPSILON), float_of(shape, OFFSET), shape[TEAM], shape[THREADS]
-    read = scratch + rows * number * ITEM_SIZE
+    expert_count, width, top_k = experts[EXPERT_COUNT], shape[HIDDEN], router[TOP_K]
+    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+    read = scratch + rows * expert_count * ITEM_SIZE
     mixed = read + rows * width * ITEM_SIZE
     norm_rows(dense, rows, width, record[BESIDE_NORM_DENSE], offset, epsilon, dense)
     norm_rows(attended, rows, width, record[BESIDE_NORM_ROUTED], np.float32(0), epsilon, read)
     scale_in_place(read, rows * width, float_of(record, BESIDE_FACTOR))
     multiply_by(shape, router, ROUTE, read, rows, scratch)
-    chosen, shares = np.empty((rows, top), np.int64), np.empty((rows, top), np.float32)
-    route(router, array_at(scratch, (rows, number), np.float32), chosen, shares)
-    factors = array_at(record[BESIDE_SHARES], (number,), np.float32)
+    chosen, shares = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
+    route(router, array_at(scratch, (rows, expert_count), np.float32), chosen, shares)
+    factors = array_at(record[BESIDE_SHARES], (expert_count,), np.float32)
     for row in range(rows):
-        for rank in range(top):
+        for rank in range(top_k):
             shares[row, rank] *= factors[chosen[row, rank]]
     norm_rows(attended, rows, width, record[BESIDE_NORM_READ], offset, epsilon, read)
     rest = mixed + rows * width * ITEM_SIZE
-    shape[WOKEN] += mix_experts(team, threads, experts, chosen, shares, read, mixed, rest)
+    shape[WOKEN] += mix_experts(shape[THREAD_POOL], shape[THREADS], experts, chosen, shares, read, mixed, rest)
     norm_rows(mixed, rows, width, record[BESIDE_NORM_MIXED], offset, epsilon, mixed)
     add_in_place(dense, mixed, rows * width, np.float32(1))
 
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
-"""The parts of a layer between its matmuls."""
+"""Steps of a layer between its matmuls."""
 
 
 @cache
 def part_function() -> Any:
-    """All parts between matmuls as one C function; threads share its units, which are rows, or blocks of queries."""
+    """All steps between matmuls as one C function; threads share its units, which are rows or blocks of queries."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_part(
-        of_pass: int, of_layer: int, of_starts: int, part: int, one: int, two: int, three: int, first: int, end: int
+        pass_at: int, layer_at: int, starts_at: int, part: int, one: int, two: int, three: int, first: int, end: int
     ) -> None:
-        shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
-        starts = array_at(of_starts, (shape[SLOTS],), types.int64)
+        shape, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
+        starts = array_at(starts_at, (shape[SLOTS],), types.int64)
         width, inner = shape[HIDDEN], layer[TO_GATE * MATMUL_FIELDS + 2]
         rows, at, at_inner = end - first, first * width * ITEM_SIZE, first * inner * ITEM_SIZE
         if part == NORM:
@@ -202,7 +210,7 @@ def part_function() -> Any:
 
 @compiled
 def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
-    """What a matmul reads of hidden states; nothing is written where it reads them as they are."""
+    """Norm the input of a matmul; nothing is written without a norm."""
     if weight:
         epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
         norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
@@ -216,19 +224,19 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 
 @compiled
 def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int) -> None:
-    """The gated unit of the inputs that the layer alone has, for some rows."""
+    """Gate a layer's own inputs, for some rows."""
     width = layer[INPUT_GATE + 2]
     for row in range(first, end):
-        given = shape[INPUTS] + (row * shape[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
+        layer_input = shape[INPUTS] + (row * shape[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
         if shape[TANH_GATE]:
-            gelu_in_place(gate + row * width * ITEM_SIZE, given, width)
+            gelu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
         else:
-            silu_in_place(gate + row * width * ITEM_SIZE, given, width)
+            silu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
 
 
 @compiled
 def _offsets(shape: Numbers) -> Numbers:
-    """Where the rows of each sequence begin, and the end of the last one's."""
+    """First row of each sequence, and the end of the last one."""
     return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
 
 
@@ -238,7 +246,7 @@ def _append(
 ) -> None:
     """Rotate queries and keys of some rows, and append keys and values to the cache after ``starts``.
 
-    ``queries``, ``keys`` and ``values`` are the outputs of their matmuls, and are changed in place.
+    ``queries``, ``keys`` and ``values`` are matmul outputs, changed in place.
     """
     heads, width = layer[HEADS], layer[WIDTH]
     query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
@@ -246,44 +254,44 @@ def _append(
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
-        place = row - offsets[slot]
+        position = row - offsets[slot]
         _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
         if not layer[TO_KEYS * MATMUL_FIELDS]:
             continue
-        own_keys, own_values = keys + row * heads * size, values + row * heads * size
+        row_keys, row_values = keys + row * heads * size, values + row * heads * size
         if not layer[TO_VALUES * MATMUL_FIELDS]:
-            copy_numbers(own_keys, heads * width, own_values)
-        _prepare_heads(shape, layer, layer[NORM_K], row, heads, own_keys)
+            copy_numbers(row_keys, heads * width, row_values)
+        _prepare_heads(shape, layer, layer[NORM_K], row, heads, row_keys)
         if layer[NORM_V]:
             epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
-            norm_rows(own_values, heads, width, layer[NORM_V], offset, epsilon, own_values)
-        first_kept = slot * layer[SLOT_STRIDE] + (starts[slot] + place) * width
+            norm_rows(row_values, heads, width, layer[NORM_V], offset, epsilon, row_values)
+        first_cached = slot * layer[SLOT_STRIDE] + (starts[slot] + position) * width
         for head in range(heads):
-            kept = (first_kept + head * layer[HEAD_STRIDE]) * ITEM_SIZE
-            copy_numbers(own_keys + head * size, width, layer[KEYS] + kept)
-            copy_numbers(own_values + head * size, width, layer[VALUES] + kept)
+            cached = (first_cached + head * layer[HEAD_STRIDE]) * ITEM_SIZE
+            copy_numbers(row_keys + head * size, width, layer[KEYS] + cached)
+            copy_numbers(row_values + head * size, width, layer[VALUES] + cached)
 
 
 @compiled
 def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
-    """Norm and rotate the queries or the keys of a row."""
-    width, turned, of_row = layer[WIDTH], layer[TURNED], shape[ROTARY_WIDTH] * ITEM_SIZE
+    """Norm and rotate a row's queries or keys."""
+    width, rotated_width, row_size = layer[WIDTH], layer[TURNED], shape[ROTARY_WIDTH] * ITEM_SIZE
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
     rows = shape[TOTAL_ROWS]
-    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * of_row
-    sin = cos + rows * of_row
+    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * row_size
+    sin = cos + rows * row_size
     for head in range(heads):
-        of_head = at + head * width * ITEM_SIZE
+        head_at = at + head * width * ITEM_SIZE
         if norm and not shape[NORMS_ALL]:
-            norm_row(of_head, norm, offset, width, epsilon, of_head)
+            norm_row(head_at, norm, offset, width, epsilon, head_at)
         if layer[ROTARY] < 0:
             continue
         if shape[PAIRED]:
-            rotate_pairs(of_head, cos, sin, turned, of_head)
+            rotate_pairs(head_at, cos, sin, rotated_width, head_at)
         else:
-            rotate_head(of_head, cos, sin, turned, of_head)
+            rotate_head(head_at, cos, sin, rotated_width, head_at)
 
 
 @compiled
@@ -292,18 +300,18 @@ def _attend(
 ) -> None:
     """Attention of some blocks of queries, numbered sequence by sequence."""
     heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
-    offsets, together = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
-    memory, units = attention_numbers(starts.max() + shape[NEW], width, together), _attention_blocks(shape, layer)
-    # Rounded up, this is the number of the part: each of them has memory of its own.
-    own = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
+    offsets, block = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
+    memory, units = attention_numbers(starts.max() + shape[NEW], width, block), _attention_blocks(shape, layer)
+    # Rounded up, this is the part's number: each part has its own memory.
+    part_scratch = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
     for slot in range(shape[SLOTS]):
         before, new = before + blocks, offsets[slot + 1] - offsets[slot]
-        blocks = heads * query_blocks(new, groups, together)
+        blocks = heads * query_blocks(new, groups, block)
         if before >= end or before + blocks <= first:
             continue
         at = offsets[slot] * heads * groups * width * ITEM_SIZE
-        kept = slot * layer[SLOT_STRIDE] * ITEM_SIZE
+        cached = slot * layer[SLOT_STRIDE] * ITEM_SIZE
         mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
         attend(
             queries + at,
@@ -311,8 +319,8 @@ def _attend(
             heads,
             groups,
             width,
-            layer[KEYS] + kept,
-            layer[VALUES] + kept,
+            layer[KEYS] + cached,
+            layer[VALUES] + cached,
             layer[HEAD_STRIDE],
             starts[slot],
             mask,
@@ -322,9 +330,9 @@ def _attend(
             layer[WINDOW],
             shape[PLACES] + offsets[slot] * WORD_SIZE,
             layer[SINKS],
-            own,
+            part_scratch,
             written + at,
-            together,
+            block,
             max(first - before, 0),
             min(end - before, blocks),
         )
@@ -332,41 +340,43 @@ def _attend(
 
 @compiled
 def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
-    """The blocks of queries of all sequences."""
+    """Query blocks of all sequences."""
     offsets, blocks = _offsets(shape), 0
-    together = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
+    block = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
     for slot in range(shape[SLOTS]):
-        blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer[GROUPS], together)
+        blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer[GROUPS], block)
     return blocks * layer[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
 def _widest(layers: Numbers) -> tuple[int, int]:
-    """The most numbers of queries, and of keys, that a row has in a layer."""
+    """The largest query and key numbers of a row in any layer."""
     queries, keys = 0, 0
     for number in range(len(layers)):
-        of_keys = layers[number, HEADS] * layers[number, WIDTH]
-        queries, keys = max(queries, of_keys * layers[number, GROUPS]), max(keys, of_keys)
+        key_numbers = layers[number, HEADS] * layers[number, WIDTH]
+        queries, keys = max(queries, key_numbers * layers[number, GROUPS]), max(keys, key_numbers)
     return queries, keys
 
 
 @compiled
 def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
-    """The float32 numbers of scratch memory that ``compute_layers`` needs."""
-    rows, of_attention = shape[TOTAL_ROWS], 0
+    """Float32 numbers of scratch memory that ``compute_layers`` needs."""
+    rows, attention_scratch = shape[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
-    of_row = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
+    row_numbers = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
     if shape[GATES_HEADS]:
-        of_row += 2 * queries
-    # Passes over fewer sequences may have larger blocks, and smaller ones make more parts.
-    together = MOST_QUERIES if shape[THREADS] < 2 else QUERIES
+        row_numbers += 2 * queries
+    # Passes over fewer sequences may have larger blocks, and smaller blocks make more parts.
+    block = MAX_BLOCK_QUERIES if shape[THREADS] < 2 else BLOCK_QUERIES
     for number in range(len(layers)):
         layer = layers[number]
-        blocks = shape[SLOTS] * layer[HEADS] * query_blocks(shape[NEW], layer[GROUPS], together)
+        blocks = shape[SLOTS] * layer[HEADS] * query_blocks(shape[NEW], layer[GROUPS], block)
         parts = parts_of(shape[THREADS], blocks, 1)
-        of_attention = max(of_attention, parts * attention_numbers(positions, layer[WIDTH], MOST_QUERIES))
-    whole = rows * of_row + max(of_attention, rows * shape[OF_EXPERTS])
-    return max(whole, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
+        attention_scratch = max(
+            attention_scratch, parts * attention_numbers(positions, layer[WIDTH], MAX_BLOCK_QUERIES)
+        )
+    total = rows * row_numbers + max(attention_scratch, rows * shape[EXPERT_SCRATCH])
+    return max(total, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
 
 
 @compiled
@@ -378,24 +388,24 @@ def _compute(
 
 @compiled
 def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
-    """Write the outputs of the experts of a layer, then the scores of the one that all rows have."""
+    """Write the experts' outputs of a layer, then the shared expert's scores."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
-    of_shared = scratch + rows * shape[HIDDEN] * ITEM_SIZE
-    at = of_shared + rows * ITEM_SIZE
-    scores = array_at(at, (rows, experts[NUMBER]), types.float32)
-    chosen, shares = np.empty((rows, router[TOP]), np.int64), np.empty((rows, router[TOP]), np.float32)
-    multiply_by(shape, router, ROUTE, inputs, rows, at)
+    shared_scores = scratch + rows * shape[HIDDEN] * ITEM_SIZE
+    scores_at = shared_scores + rows * ITEM_SIZE
+    scores = array_at(scores_at, (rows, experts[EXPERT_COUNT]), types.float32)
+    chosen, shares = np.empty((rows, router[TOP_K]), np.int64), np.empty((rows, router[TOP_K]), np.float32)
+    multiply_by(shape, router, ROUTE, inputs, rows, scores_at)
     route(router, scores, chosen, shares)
     if router[SHARED_GATE]:
-        multiply_by(shape, router, SHARED_GATE, inputs, rows, of_shared)
-    rest = at + rows * experts[NUMBER] * ITEM_SIZE
-    shape[WOKEN] += mix_experts(shape[TEAM], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+        multiply_by(shape, router, SHARED_GATE, inputs, rows, shared_scores)
+    rest = scores_at + rows * experts[EXPERT_COUNT] * ITEM_SIZE
+    shape[WOKEN] += mix_experts(shape[THREAD_POOL], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
 
 
 @compiled
 def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
-    """Add what ``_mix`` wrote to the outputs of the expert that all rows have, if there is one."""
+    """Add what ``_mix`` wrote to the shared expert's outputs, if there is a shared expert."""
     numbers = rows * shape[HIDDEN]
     if layer[TO_DOWN * MATMUL_FIELDS]:
         router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
@@ -410,19 +420,19 @@ def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: 
 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
-    """Compute all layers; ``hidden`` is changed in place."""
+    """Compute all layers, changing ``hidden`` in place."""
     rows = shape[TOTAL_ROWS]
-    most_queries, most_keys = _widest(layers)
+    max_queries, max_keys = _widest(layers)
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
     normed = scratch
     queries = normed + numbers * ITEM_SIZE
-    keys = queries + rows * most_queries * ITEM_SIZE
-    values = keys + rows * most_keys * ITEM_SIZE
-    attended = values + rows * most_keys * ITEM_SIZE
-    gate = attended + rows * most_queries * ITEM_SIZE
+    keys = queries + rows * max_queries * ITEM_SIZE
+    values = keys + rows * max_keys * ITEM_SIZE
+    attended = values + rows * max_keys * ITEM_SIZE
+    gate = attended + rows * max_queries * ITEM_SIZE
     up = gate + inner_numbers * ITEM_SIZE
     gated = up + inner_numbers * ITEM_SIZE
-    rest = gated + 2 * rows * most_queries * shape[GATES_HEADS] * ITEM_SIZE
+    rest = gated + 2 * rows * max_queries * shape[GATES_HEADS] * ITEM_SIZE
     for number in range(len(layers)):
         layer = layers[number]
         _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
@@ -470,7 +480,7 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
 
 
 def compile_layers() -> None:
-    """Compile all of this ahead: a first pass would wait for it."""
+    """Compile ahead, so that the first pass doesn't wait."""
     shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     part_function()
     mixer_function()

@@ -1,7 +1,7 @@
-"""A whole pass in compiled code: embeddings, rotary positions, decoder layers, the last norm and the logits.
+"""A whole pass in compiled code: embeddings, rotary positions, decoder layers, final norm and logits.
 
-Only the nodes of the trees and the lengths of their contexts differ from one pass to the next. Everything else is an
-address in a record that is filled when an answer begins.
+Between passes only the trees' nodes and context lengths change. Everything else is an address in a record filled when
+an answer begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     ROTATED,
     ROW_OFFSETS,
     SLOTS,
-    TEAM,
+    THREAD_POOL,
     THREADS,
     TOTAL_ROWS,
     WOKEN,
@@ -43,29 +43,28 @@ from hdtool.runtime.engines.cpu.layer_record import (
 from hdtool.runtime.engines.cpu.mixers.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Array, array_at, compiled, copy_numbers, float_of
-from hdtool.runtime.kernels.gemm import ARGUMENTS, call_at
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
 from hdtool.runtime.kernels.matrix_kind import MatrixKind
-from hdtool.runtime.kernels.thread_pool import multiply_together
-from hdtool.runtime.kernels.topk import BLOCK, FOLD, INFINITY, fold, folded_size
+from hdtool.runtime.kernels.thread_pool import parallel_matmul
+from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
 from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, KINDS, ROTARIES, KNOWN = range(9)
-"""Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
-rows; the bits of their factor; the kinds of rotary positions, and the address of the tables of cosines and sines of
-each, with their rows."""
+"""Addresses of token ids and positions; of ``embedding_of`` a format and of the embedding matrix, with its rows; bits
+of its factor; number of rotary types; address of their cosine and sine tables, with their rows."""
 NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA, DIVISOR, CAP = range(9, 21)
-"""The address of the last norm's weight and the bits of its epsilon; where normed hidden states are written; the first
-row whose logits are computed; of the output layer, the addresses of the matmul and the matrix, the rows of it, and the
-address of its bias; the addresses of the logits and of the maxima that ``fold`` writes for them, 0 if these are not
-wanted. Logits are divided by the divisor and bounded by the cap, unless they are 0."""
+"""NORM, LAST_EPSILON: address of the final norm's weight, bits of its epsilon. NORMED: where normed hidden states go.
+FIRST: first row with logits. PROJECT to BIAS: addresses of the output layer's matmul and matrix, its rows, the address
+of its bias. LOGITS, MAXIMA: addresses of the logits and of what ``fold`` writes for them, 0 if unwanted. DIVISOR, CAP:
+divide and cap logits unless 0."""
 LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, KEEPING = range(CAP + 1, CAP + 5)
-"""The address of the record of the inputs that layers have beside hidden states, 0 for none; that of the ids that stand
-for something else than text, with their number; and the layers up to the last one whose result other rows need: later
-ones compute rows with logits alone where a prompt is read."""
+"""Address of the record of the layers' own inputs, 0 for none; address and number of placeholder ids; KEEPING: number
+of layers up to the last one whose results other rows need. While a prompt is read, later layers compute only the rows
+with logits."""
 END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
 """Logits that are folded before they are evicted from L2."""
@@ -73,13 +72,13 @@ IN_CACHE = 1 << 17
 
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """The function that writes rows of a matrix in a format; it must be kept as long as its address is used."""
+    """The C function that expands embedding rows of a format. Keep it alive as long as its address is used."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def embed(
-        matrix: int, columns: int, of_ids: int, rows: int, written: int, _1: int, _2: int, _3: int, _4: int
+        matrix: int, columns: int, ids_at: int, rows: int, written: int, _1: int, _2: int, _3: int, _4: int
     ) -> None:
-        ids, stride = array_at(of_ids, (rows,), types.int64), columns // block_numbers(kind) * size
+        ids, stride = array_at(ids_at, (rows,), types.int64), columns // block_numbers(kind) * size
         for row in range(rows):
             unpack_row(matrix + ids[row] * stride, kind, columns, written + row * columns * ITEM_SIZE)
 
@@ -88,14 +87,14 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 @compiled
 def pass_numbers(shape: Numbers, layers: Numbers, kinds: int, positions: int) -> int:
-    """The float32 numbers of scratch memory that ``compute_pass`` needs."""
+    """Float32 numbers of scratch memory that ``compute_pass`` needs."""
     before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[TOTAL_ROWS])
     return before + scratch_numbers(shape, layers, positions)
 
 
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
-    """Cosines and sines of one kind for all rows."""
+    """Cosine and sine numbers of one rotary type, for all rows."""
     return 2 * shape[TOTAL_ROWS] * shape[ROTARY_WIDTH]  # type: ignore[no-any-return]
 
 
@@ -109,11 +108,10 @@ def compute_pass(
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Write the normed hidden states after all layers, and the logits; False for ids or positions that are not known.
+    """Write the normed hidden states after all layers, and the logits; False for unknown ids or positions.
 
-    Ids that stand for something else than text are not.
-
-    ``certain`` may state the only token that may follow each row of all sequences, -1 where there are several.
+    Placeholder ids count as unknown. ``certain`` may give the only token that can follow each row of all sequences, -1
+    where there are several.
     """
     rows, shape[WOKEN] = shape[TOTAL_ROWS], 0
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
@@ -141,8 +139,8 @@ def compute_pass(
     compute_layers(shape, layers[:keeping], starts, hidden, rest)
     if keeping < len(layers):
         _leave_rows(shape, ends, starts, positions)
-        at = hidden + ends[FIRST] * shape[HIDDEN] * ITEM_SIZE
-        compute_layers(shape, layers[keeping:], starts, at, rest)
+        kept_at = hidden + ends[FIRST] * shape[HIDDEN] * ITEM_SIZE
+        compute_layers(shape, layers[keeping:], starts, kept_at, rest)
     epsilon, offset = float_of(ends, LAST_EPSILON), float_of(shape, OFFSET)
     norm_rows(hidden, rows, shape[HIDDEN], ends[NORM], offset, epsilon, ends[NORMED])
     if len(certain) > 0:
@@ -155,7 +153,7 @@ def compute_pass(
 
 @compiled
 def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbers) -> None:
-    """Go on with the rows of a sequence that have logits, as if those before were of an earlier pass.
+    """Continue with the rows that have logits, as if earlier rows belonged to an earlier pass.
 
     Each row follows the one before: attention reads no mask for a sequence with one row.
     """
@@ -173,12 +171,12 @@ def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbe
 
 @compiled
 def _copy_rotary(shape: Numbers, ends: Numbers, positions: Numbers) -> None:
-    """The cosines, then the sines of all rows, for each kind."""
+    """Copy the cosines, then the sines of all rows, for each rotary type."""
     rows, size = len(positions), shape[ROTARY_WIDTH] * ITEM_SIZE
     for table in range(2 * ends[KINDS]):
-        of_table, written = ends[ROTARIES] + table * ends[KNOWN] * size, shape[ROTATED] + table * rows * size
+        table_at, written = ends[ROTARIES] + table * ends[KNOWN] * size, shape[ROTATED] + table * rows * size
         for row in range(rows):
-            copy_numbers(of_table + positions[row] * size, shape[ROTARY_WIDTH], written + row * size)
+            copy_numbers(table_at + positions[row] * size, shape[ROTARY_WIDTH], written + row * size)
 
 
 @compiled
@@ -189,27 +187,27 @@ def _bound(ends: Numbers, logits: int, count: int) -> None:
 
 @compiled
 def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
-    """Write the logits of normed rows, and their maxima if these are wanted."""
-    width, outs = shape[HIDDEN], ends[OUT_FEATURES]
-    layer = ends[PROJECT], ends[PROJECTION], outs, width, normed, rows, ends[LOGITS], ends[BIAS]
+    """Write the logits of normed rows, and their maxima if wanted."""
+    width, out_features = shape[HIDDEN], ends[OUT_FEATURES]
+    matmul = ends[PROJECT], ends[PROJECTION], out_features, width, normed, rows, ends[LOGITS], ends[BIAS]
     if not rows:
         return
-    logits = array_at(ends[LOGITS], (rows, outs), types.float32)
-    if shape[TEAM] or not ends[MAXIMA]:
-        multiply_together(shape[TEAM], shape[THREADS], *layer)
+    logits = array_at(ends[LOGITS], (rows, out_features), types.float32)
+    if shape[THREAD_POOL] or not ends[MAXIMA]:
+        parallel_matmul(shape[THREAD_POOL], shape[THREADS], *matmul)
         for row in range(rows):
-            _bound(ends, logits[row].ctypes.data, outs)
+            _bound(ends, logits[row].ctypes.data, out_features)
     if not ends[MAXIMA]:
         return
-    maxima = array_at(ends[MAXIMA], (rows, folded_size(outs)), types.float32)
-    if shape[TEAM]:
+    maxima = array_at(ends[MAXIMA], (rows, folded_size(out_features)), types.float32)
+    if shape[THREAD_POOL]:
         for row in range(rows):
             fold(logits[row], maxima[row])
         return
-    size = max(1, IN_CACHE // (rows * BLOCK)) * BLOCK
-    for first in range(0, outs, size):
-        end = min(outs, first + size)
-        call_at(*layer, first, end)
+    size = max(1, IN_CACHE // (rows * TOPK_BLOCK)) * TOPK_BLOCK
+    for first in range(0, out_features, size):
+        end = min(out_features, first + size)
+        call_at(*matmul, first, end)
         for row in range(rows):
             _bound(ends, logits[row, first:end].ctypes.data, end - first)
             fold(logits[row, first:end], maxima[row, first // FOLD : first // FOLD + folded_size(end - first)])
@@ -217,49 +215,52 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
 
 @compiled
 def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: int, scratch: int) -> None:
-    """Project the rows after which several tokens may follow; after others, write the logit of the one.
+    """Project only rows that several tokens may follow; write a single logit after the others.
 
-    The matmul writes the logits of the open rows one after another. They are moved to their places from the last one
-    on, since none of them lies before its place.
+    The matmul packs the open rows' logits. They are moved to their places last to first, as none lies before its place.
     """
-    width, outs, rows, count = shape[HIDDEN], ends[OUT_FEATURES], len(certain), 0
+    width, out_features, rows, count = shape[HIDDEN], ends[OUT_FEATURES], len(certain), 0
     for row in range(rows):
         if certain[row] < 0:
             copy_numbers(ends[NORMED] + row * width * ITEM_SIZE, width, scratch + count * width * ITEM_SIZE)
             count += 1
     _project(shape, ends, count, scratch)
-    folded = folded_size(outs)
+    folded = folded_size(out_features)
     for row in range(rows - 1, -1, -1):
         if certain[row] < 0:
             count -= 1
             if count < row:
-                copy_numbers(ends[LOGITS] + count * outs * ITEM_SIZE, outs, ends[LOGITS] + row * outs * ITEM_SIZE)
+                copy_numbers(
+                    ends[LOGITS] + count * out_features * ITEM_SIZE,
+                    out_features,
+                    ends[LOGITS] + row * out_features * ITEM_SIZE,
+                )
             if count < row and ends[MAXIMA]:
-                of_row = ends[MAXIMA] + row * folded * ITEM_SIZE
-                copy_numbers(ends[MAXIMA] + count * folded * ITEM_SIZE, folded, of_row)
+                maxima_of_row = ends[MAXIMA] + row * folded * ITEM_SIZE
+                copy_numbers(ends[MAXIMA] + count * folded * ITEM_SIZE, folded, maxima_of_row)
     states = array_at(hidden, (rows, width), types.float32)
-    logits = array_at(ends[LOGITS], (rows, outs), types.float32)
+    logits = array_at(ends[LOGITS], (rows, out_features), types.float32)
     for row in range(rows):
         if certain[row] >= 0:
             total = np.float32(0)
-            for place in range(width):
-                total += states[row, place]
-            # Not a number where the row overflowed, which acceptance must see.
+            for column in range(width):
+                total += states[row, column]
+            # NaN if the row overflowed, so that acceptance sees it.
             logits[row, certain[row]] = np.float32(0) * total
 
 
 def compile_passes() -> None:
-    """Compile all of this ahead, for no rows and no layers: a first pass would wait for it."""
+    """Compile ahead, for no rows and no layers, so that the first pass doesn't wait."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
     pass_numbers(shape, layers.reshape(1, -1), 0, 0)
     compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, starts[:0], 0, 0)
 
 
-ROWS = LARGEST_TREE + 1
-"""Of a pass over a tree."""
+TREE_ROWS = LARGEST_TREE + 1
+"""Maximum rows of a pass over a tree."""
 FLOAT32_INFINITY = INFINITY[torch.float32]
 HIDDEN_VALUE = float(np.finfo(np.float32).min)
-"""What the mask holds for positions that a row does not attend to."""
+"""Mask value of positions a row doesn't attend to."""
 
 TREE_PASS = np.dtype(
     [
@@ -287,14 +288,13 @@ TREE_PASS = np.dtype(
     align=True,
 )
 NODES, LENGTH, WALKS = 1, 2, 3
-"""Where the description of a batch's tree, which begins with its root, has the number of nodes, the length of the
-context and whether to walk."""
+"""Fields of a batched tree's header after its root: nodes, context length, and whether to walk."""
 
 
 @compiled
 def compute_tree(
     at: int,
-    team: int,
+    thread_pool: int,
     root: int,
     tokens: Array,
     parents: Array,
@@ -305,85 +305,87 @@ def compute_tree(
     ranks: bool,
     advances: bool,
 ) -> tuple[int, bool]:
-    """Compute a pass by the record at an address; logits are those of the rows from ``first`` on.
+    """Compute a pass by the record at an address; logits are those of rows from ``first`` on.
 
-    States of mixers become those after the last row if it ``advances``.
-
-    Returns the tokens of the walk by arg-max, if it ``walks``, and whether their logits are finite; -1 for a token or a
-    position that the model does not have. No logits are computed after a row with a ``certain`` token; there is an
-    entry for each row or none.
+    With ``advances``, mixers' states move past the last row. Returns the length of the arg-max walk, if it ``walks``,
+    and whether its logits are finite; -1 for an unknown token or position. A row with a ``certain`` token gets no
+    logits computed; there is an entry for each row or none.
     """
-    own, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
-    own.ends[FIRST], own.shape[ADVANCES] = first, advances
-    _place_tree(own, 0, root, tokens, parents, length, rows)
-    if not _compute(own, team, 1, rows, certain, ranks):
+    record, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
+    record.ends[FIRST], record.shape[ADVANCES] = first, advances
+    _place_tree(record, 0, root, tokens, parents, length, rows)
+    if not _compute(record, thread_pool, 1, rows, certain, ranks):
         return -1, False
-    return _walk(own, 0, certain, tokens, parents) if walks else (0, True)
+    return _walk(record, 0, certain, tokens, parents) if walks else (0, True)
 
 
 @compiled
 def compute_trees(
     at: int,
-    team: int,
+    thread_pool: int,
     heads: Array,
     tokens: Array,
     parents: Array,
     certain: Array,
-    least: int,
+    min_rows: int,
     ranks: bool,
-    found: Array,
+    walk_results: Array,
 ) -> bool:
-    """Compute a pass over a tree in each slot, of at least so many rows; ``found`` gets the walks that are wanted.
+    """Compute a pass over a tree in each slot, padded to ``min_rows``; ``walk_results`` gets the wanted walks.
 
-    No logits are computed after padding.
+    Padding gets no logits.
     """
-    own, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
-    own.ends[FIRST] = own.shape[ADVANCES] = 0
-    offsets = array_at(own.offsets, (slots + 1,), np.int64)
-    of_rows = array_at(own.certain, (slots * own.rows,), np.int64)
+    record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
+    record.ends[FIRST] = record.shape[ADVANCES] = 0
+    offsets = array_at(record.offsets, (slots + 1,), np.int64)
+    certain_of_rows = array_at(record.certain, (slots * record.rows,), np.int64)
     largest = 1
     for slot in range(slots):
         nodes = heads[slot, NODES]
         drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
-        rows = max(nodes + 1, least)
+        rows = max(nodes + 1, min_rows)
         largest = max(largest, rows)
-        _place_tree(own, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
+        _place_tree(record, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
         for row in range(rows):
-            only = OPEN if row <= nodes else 0
+            certain_token = OPEN if row <= nodes else 0
             if row <= nodes and len(certain) > 0:
-                only = certain[first + slot + row]
-            of_rows[offsets[slot] + row] = only
-            skips |= only != OPEN
+                certain_token = certain[first + slot + row]
+            certain_of_rows[offsets[slot] + row] = certain_token
+            skips |= certain_token != OPEN
         first += nodes
-    if not _compute(own, team, slots, largest, of_rows[: offsets[slots]] if skips else of_rows[:0], ranks):
+    if not _compute(
+        record, thread_pool, slots, largest, certain_of_rows[: offsets[slots]] if skips else certain_of_rows[:0], ranks
+    ):
         return False
     first = 0
     for slot in range(slots):
         nodes = heads[slot, NODES]
-        found[slot] = 0
+        walk_results[slot] = 0
         if heads[slot, WALKS]:
             drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
-            found[slot, 0], found[slot, 1] = _walk(own, slot, of_rows[offsets[slot] :], drafted, above)
+            walk_results[slot, 0], walk_results[slot, 1] = _walk(
+                record, slot, certain_of_rows[offsets[slot] :], drafted, above
+            )
         first += nodes
     return True
 
 
 @compiled
-def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, length: int, rows: int) -> None:
-    """Write the ids, the positions and the mask of a tree, padded to so many rows."""
-    offsets, nodes = array_at(own.offsets, slot + 2, np.int64), len(tokens)
+def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array, length: int, rows: int) -> None:
+    """Write a tree's ids, positions and mask, padded to ``rows``."""
+    offsets, nodes = array_at(record.offsets, slot + 2, np.int64), len(tokens)
     first = offsets[slot]
     offsets[slot + 1] = first + rows
-    ids, positions = array_at(own.ids, first + rows, np.int64), array_at(own.positions, first + rows, np.int64)
+    ids, positions = array_at(record.ids, first + rows, np.int64), array_at(record.positions, first + rows, np.int64)
     fill_tree(ids[first:], positions[first:], root, tokens, parents, length)
     for row in range(first + nodes + 1, first + rows):
         ids[row], positions[row] = root, length
-    array_at(own.starts, slot + 1, np.int64)[slot] = length
-    if own.shape[MIXER_ROW]:
-        fill_origins(origins_at(own.origins, slot, rows), parents)
+    array_at(record.starts, slot + 1, np.int64)[slot] = length
+    if record.shape[MIXER_ROW]:
+        fill_origins(origins_at(record.origins, slot, rows), parents)
     if rows > 1:
-        shown = array_at(own.shown, (slot + 1, 2), np.int64)[slot]
-        mask = array_at(own.mask, (slot + 1, own.rows, own.mask_width), np.float32)[slot]
+        shown = array_at(record.shown, (slot + 1, 2), np.int64)[slot]
+        mask = array_at(record.mask, (slot + 1, record.rows, record.mask_width), np.float32)[slot]
         hide_non_ancestors(mask, shown[0], shown[1], parents, length, HIDDEN_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
@@ -392,42 +394,42 @@ def _place_tree(own: Any, slot: int, root: int, tokens: Array, parents: Array, l
 
 
 @compiled
-def _compute(own: Any, team: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
-    """Compute the pass over the trees that were placed, the largest of so many rows."""
-    shape = own.shape
-    shape[ROW_OFFSETS], shape[TOTAL_ROWS] = own.offsets, array_at(own.offsets, slots + 1, np.int64)[slots]
-    own.ends[MAXIMA] = own.maxima if ranks else 0
-    shape[SLOTS], shape[NEW], shape[TEAM] = slots, rows, team
+def _compute(record: Any, thread_pool: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
+    """Compute the pass over the placed trees; the largest has ``rows`` rows."""
+    shape = record.shape
+    shape[ROW_OFFSETS], shape[TOTAL_ROWS] = record.offsets, array_at(record.offsets, slots + 1, np.int64)[slots]
+    record.ends[MAXIMA] = record.maxima if ranks else 0
+    shape[SLOTS], shape[NEW], shape[THREAD_POOL] = slots, rows, thread_pool
     shape[MASK], shape[MASK_SLOT], shape[MASK_ROW] = (
-        own.mask if rows > 1 else 0,
-        own.rows * own.mask_width,
-        own.mask_width,
+        record.mask if rows > 1 else 0,
+        record.rows * record.mask_width,
+        record.mask_width,
     )
-    layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, slots, np.int64)
-    return compute_pass(shape, layers, starts, own.ends, certain, own.hidden, own.scratch)
+    layers, starts = array_at(record.layers, (record.used, FIELDS), np.int64), array_at(record.starts, slots, np.int64)
+    return compute_pass(shape, layers, starts, record.ends, certain, record.hidden, record.scratch)
 
 
 @compiled
-def accept_path(at: int, team: int, path: Array) -> None:
-    """Turn the states that a pass by the record began with into those after a path of its rows."""
-    own = array_at(at, 1, TREE_PASS)[0]
-    own.shape[TEAM] = team
-    layers, starts = array_at(own.layers, (own.used, FIELDS), np.int64), array_at(own.starts, 1, np.int64)
-    accept(own.shape, layers, starts, path, own.scratch)
+def accept_path(at: int, thread_pool: int, path: Array) -> None:
+    """Advance the states from before a pass along a path of its rows."""
+    record = array_at(at, 1, TREE_PASS)[0]
+    record.shape[THREAD_POOL] = thread_pool
+    layers, starts = array_at(record.layers, (record.used, FIELDS), np.int64), array_at(record.starts, 1, np.int64)
+    accept(record.shape, layers, starts, path, record.scratch)
 
 
 @compiled
-def _walk(own: Any, slot: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    vocabulary, walked = own.ends[OUT_FEATURES], array_at(own.walked, (slot + 1, 2, ROWS), np.int64)[slot]
-    first = array_at(own.offsets, slot + 1, np.int64)[slot]
-    logits = own.ends[LOGITS] + first * vocabulary * ITEM_SIZE
+def _walk(record: Any, slot: int, certain: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
+    vocabulary, walked = record.ends[OUT_FEATURES], array_at(record.walked, (slot + 1, 2, TREE_ROWS), np.int64)[slot]
+    first = array_at(record.offsets, slot + 1, np.int64)[slot]
+    logits = record.ends[LOGITS] + first * vocabulary * ITEM_SIZE
     return walk_argmax(
         logits, vocabulary, vocabulary, FLOAT32_INFINITY, certain, tokens, parents, len(tokens) + 1, walked
     )
 
 
 def compile_tree_passes() -> None:
-    """Compile them ahead, for a token that no model has."""
+    """Compile ahead, for a token that no model has."""
     numbers, record, bare = np.zeros(4, np.int64), np.zeros(1, TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "certain"):
         record[name] = numbers.ctypes.data

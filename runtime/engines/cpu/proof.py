@@ -1,4 +1,4 @@
-"""Compiles a model, and compares what compiled code computes with what the library does."""
+"""Compiles a model and proves that compiled code computes what the library does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch.nn import ModuleList
 
 from hdtool.runtime.engines.around_layers import (
-    kinds_of_positions,
+    norms_and_activations_match,
+    position_kinds,
     rotary_kinds,
     rotary_of,
-    small_parts_hold,
     windows_of_layers,
 )
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
@@ -28,7 +28,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     PLACES,
     ROTATED,
     ROW_OFFSETS,
-    TEAM,
+    THREAD_POOL,
     compute_layer_inputs,
 )
 from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS, fill_origins
@@ -37,7 +37,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes,
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
-from hdtool.runtime.kernels.thread_pool import team_of
+from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 TOLERANCE = 1e-4
-"""The largest distance of a row from that of the library's layer, relative to what the layer adds to the row. Rounding
-in float32 gives about a millionth."""
+"""Largest distance of an output row from the library's, relative to what the layer adds to it. Float32 rounding gives
+about a millionth."""
 TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
-LENGTHS = (0, 37, 150)
-"""Of contexts, for the layers at both ends; a tree follows the second one."""
-SHORT = 5
-"""Tokens of a context or a piece for the whole model: a large one takes a second for 40 on one core."""
+CONTEXT_LENGTHS = (0, 37, 150)
+"""Context lengths for the layers at both ends; a tree follows the second one."""
+SHORT_CONTEXT = 5
+"""Tokens of a context or chunk for the whole model: a large model takes a second for 40 on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
-"""A cache, the positions of a pass, its masks for the library, and that without windows, which compiled code reads; and
-its trees, none for a prompt."""
+"""A cache, the positions of a pass, its masks for the library, the mask without windows that compiled code reads, and
+its trees; none for a prompt."""
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -79,53 +79,53 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
         return None
     if not _fit_states(parts, target):
         return None
-    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
+    if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
         return None
     compile_layers()
     compile_passes()
     compile_tree_passes()
-    made = CompiledModel(parts, windows, target.log)
+    compiled = CompiledModel(parts, windows, target.log)
     if proved:
-        return made
+        return compiled
     with target.changing(), target.log.unchanged():
-        holds = (
-            _LayerProof(target, made.table, parts, windows).holds()
-            and _has_same_inputs(target, made, parts)
-            and _has_same_logits(target, made, parts)
+        matches = (
+            _LayerProof(target, compiled.table, parts, windows).holds()
+            and _has_same_inputs(target, compiled, parts)
+            and _has_same_logits(target, compiled, parts)
         )
-    return made if holds else None
+    return compiled if matches else None
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """Whether all that is in the layers of a family has compiled code."""
+    """True if everything in a family's layers has compiled code."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
-    turned = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
-    dense = {layer.activation for layer in parts.layers if layer.down}
+    rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
+    activations = {layer.activation for layer in parts.layers if layer.down}
     return (
-        len(dense) < 2
-        and dense <= {*ACTIVATIONS}
+        len(activations) < 2
+        and activations <= {*ACTIVATIONS}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
-        and all(width % LANES == 0 for width in turned)
+        and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)
         and (parts.inputs is None or len(parts.inputs.norm.weight) % LANES == 0)
     )
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
-    """Whether all layers have keys and values of the shape of their heads, or those of another layer in their place."""
-    kept = target.allocate(1, 1).storage.layers
-    return len(kept) == len(parts.layers) and all(
+    """True if each layer's keys and values have the shape of its heads, or are another layer's."""
+    cached = target.allocate(1, 1).storage.layers
+    return len(cached) == len(parts.layers) and all(
         all(view is NOTHING for view in views)
         if layer.mixer or layer.source is not None
         else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
         == {(layer.heads, layer.width, layer.width)}
-        for layer, views in zip(parts.layers, kept, strict=True)
+        for layer, views in zip(parts.layers, cached, strict=True)
     )
 
 
 def _fit_states(parts: CompiledParts, target: Target) -> bool:
-    """Whether the cache has the states of all mixers, which the library computes over trees in closed form."""
+    """True if the cache has all mixers' states, and the library can compute them over trees in closed form."""
     states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
@@ -133,7 +133,7 @@ def _fit_states(parts: CompiledParts, target: Target) -> bool:
 
 
 class _LayerProof:
-    """Compares layers in compiled code with those of the library, on hidden states of the model."""
+    """Compares compiled layers with the library's on hidden states of the model."""
 
     def __init__(
         self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
@@ -143,16 +143,16 @@ class _LayerProof:
         self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
         self._random = torch.Generator().manual_seed(0)
         self._inputs = torch.empty(0)
-        """The inputs of all layers beside hidden states in a pass, ``[sequences, rows, layers, width]``."""
+        """Layers' own inputs in a pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The keys and values that the library's layers give to later ones in a pass, by the kind of layers."""
+        """Keys and values that the library's layers share in a pass, by layer type."""
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
-        """The input of each layer, which is the output of the layer before it."""
+        """Input of each layer: the output of the layer before."""
 
     def holds(self) -> bool:
-        """Compare all layers on a tree, and those at both ends on other contexts and on a batch."""
+        """Compare all layers on a tree, and those at both ends on other contexts and a batch."""
         layers = self._parts.layers
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
         ends = {0, len(layers) - 1, layers.index(self._parts.attending), *mixing[:1]}
@@ -163,23 +163,23 @@ class _LayerProof:
         )
 
     def _prompt(self) -> Case:
-        """Tokens that are read after others: states become those after them."""
-        cache = self._target.allocate(1, LENGTHS[1] + SHORT).slots[0].kv
-        cache.length = LENGTHS[1]
+        """Prompt tokens after earlier ones: states advance past them."""
+        cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
+        cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
-        return cache.storage, cache, LENGTHS[1] + torch.arange(SHORT)[None], None, None, ()
+        return cache.storage, cache, CONTEXT_LENGTHS[1] + torch.arange(SHORT_CONTEXT)[None], None, None, ()
 
     def _cases(self) -> Iterator[Case]:
-        for length in LENGTHS:
-            yield self._case(length, TREE if length == LENGTHS[1] else DraftTree.bare(0))
+        for length in CONTEXT_LENGTHS:
+            yield self._case(length, TREE if length == CONTEXT_LENGTHS[1] else DraftTree.bare(0))
         yield self._batch()
 
     def _case(self, length: int, tree: DraftTree) -> Case:
         cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        own: Any = self._masks.of_tree(tree, length)
-        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), own, [tree]
+        unwindowed: Any = self._masks.of_tree(tree, length)
+        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), unwindowed, [tree]
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -187,15 +187,15 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks, own = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
-        return storage, SlotKVCache(storage, lengths, rows), positions, masks, own, trees
+        masks, unwindowed = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
+        return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
         storage, _, positions, *_ = case
         for tensor in (*storage.tensors, *(storage.states.stacks.values() if storage.states else ())):
             tensor.normal_(generator=self._random)
-        of_input = self._parts.layers[0].inputs
-        width = of_input.width if of_input else 0
+        input_parts = self._parts.layers[0].inputs
+        width = input_parts.width if input_parts else 0
         self._inputs = torch.randn(*positions.shape, len(self._windows), width, generator=self._random)
         self._shared = {}
         for number in numbers:
@@ -210,53 +210,58 @@ class _LayerProof:
         return True
 
     def _expected(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor | None:
-        """The output of the library's layer; None if the compiled one has other numbers."""
+        """Output of the library's layer; None if the compiled one differs."""
         storage, cache, positions, masks, _, trees = case
         part = self._parts.layers[number]
         mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
-        kind = filter(None, [kinds_of_positions(self._parts)[number]])
+        kind = filter(None, [position_kinds(self._parts)[number]])
         rotary: Rotation | None = self._parts.rotary(hidden, positions, *kind) if self._parts.rotary else None
-        kept = [tensor for tensor in storage.layers[number] if tensor.numel()]
+        cached = [tensor for tensor in storage.layers[number] if tensor.numel()]
         if part.mixer and storage.states:
-            mask, kept = None, list(storage.states.by_layer[number].values())
-        before = [tensor.clone() for tensor in kept]
-        given = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions, "use_cache": True}
-        given |= self._beside(number, case)
+            mask, cached = None, list(storage.states.by_layer[number].values())
+        before = [tensor.clone() for tensor in cached]
+        arguments = {
+            "attention_mask": mask,
+            "position_embeddings": rotary,
+            "position_ids": positions,
+            "use_cache": True,
+        }
+        arguments |= self._beside(number, case)
         with self._over(part, case) as states:
-            expected = part.layer(hidden.clone(), **given, **cache_argument(part.layer, cache))
+            expected = part.layer(hidden.clone(), **arguments, **cache_argument(part.layer, cache))
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
             return None
         if states and storage.states:
             for slot, tree in enumerate(trees):
                 states.commit(slot, _path_of(tree), storage.states.part(slot, 1))
-        written = [tensor.clone() for tensor in kept]
-        for tensor, old in zip(kept, before, strict=True):
+        written = [tensor.clone() for tensor in cached]
+        for tensor, old in zip(cached, before, strict=True):
             tensor.copy_(old)
-        found = self._compiled(number, hidden, case)
+        actual = self._compiled(number, hidden, case)
         is_padding = torch.tensor([[row > len(tree) for row in range(hidden.shape[1])] for tree in trees])
         if part.mixer and is_padding.any():
-            found[is_padding] = expected[is_padding]
-        distances = [distance(found, expected, expected - hidden)]
-        for tensor, new in zip(kept, written, strict=True):
-            # A row of a state may be almost nothing beside the others, which it is added to.
-            one, other = (each.flatten(-2) if part.mixer else each for each in (tensor, new))
-            distances.append(distance(one, other, other))
-        return expected if all(one <= TOLERANCE for one in distances) else None
+            actual[is_padding] = expected[is_padding]
+        distances = [distance(actual, expected, expected - hidden)]
+        for tensor, new in zip(cached, written, strict=True):
+            # A state's row may be almost nothing beside the others it is added to.
+            ours, theirs = (state.flatten(-2) if part.mixer else state for state in (tensor, new))
+            distances.append(distance(ours, theirs, theirs))
+        return expected if all(gap <= TOLERANCE for gap in distances) else None
 
     def _beside(self, number: int, case: Case) -> dict[str, Any]:
-        """What the library's layer is given of an input of its own, and of the keys of others."""
+        """Arguments for the layer's own input and for keys of other layers."""
         storage, cache, positions, *_ = case
-        part, given = self._parts.layers[number], dict[str, Any]()
+        part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
-            given["per_layer_input"] = self._inputs[:, :, number]
+            arguments["per_layer_input"] = self._inputs[:, :, number]
         if self._parts.family.keeps:
-            given["shared_kv_states"] = self._shared
+            arguments["shared_kv_states"] = self._shared
         if part.source is not None:
             slots, new = positions.shape
             end = max(cache.room_for(new)[1]) + new
             keys, values = (view[:slots, :, :end] for view in storage.layers[part.source])
             self._shared.setdefault(cast(Any, part.attention).layer_type, (keys, values))
-        return given
+        return arguments
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
@@ -270,15 +275,19 @@ class _LayerProof:
             yield states
 
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
-        """The output of one compiled layer, which writes to the KV cache, and to the states those after a path."""
+        """Output of one compiled layer; advances the KV cache and, along a path, the states."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
         shape, offsets = self._table.shape_of(slots, new, mask), np.arange(slots + 1) * new
         places = positions.expand(slots, -1).contiguous()
         kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
-        found = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
-        tables = joined_tables([torch.stack((each.cos, each.sin)) for each in found]) if found else torch.empty(0)
+        embeddings = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
+        tables = (
+            joined_tables([torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings])
+            if embeddings
+            else torch.empty(0)
+        )
         shape[PLACES], shape[ROTATED], shape[INPUTS] = places.data_ptr(), tables.data_ptr(), self._inputs.data_ptr()
         shape[ROW_OFFSETS] = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -287,10 +296,10 @@ class _LayerProof:
         origins = np.zeros((slots, new, ORIGIN_FIELDS), np.int64)
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
-        kept = torch.empty(slots * new * mixers.kept if mixers else 0, dtype=torch.float32)
-        shape[ORIGINS], shape[JOURNAL], shape[ADVANCES] = origins.ctypes.data, kept.data_ptr(), not trees
+        journal = torch.empty(slots * new * mixers.journal_numbers if mixers else 0, dtype=torch.float32)
+        shape[ORIGINS], shape[JOURNAL], shape[ADVANCES] = origins.ctypes.data, journal.data_ptr(), not trees
         lengths = np.array(starts, np.int64)
-        with team_of(torch.get_num_threads()).open() as shape[TEAM]:
+        with shared_thread_pool(torch.get_num_threads()).open() as shape[THREAD_POOL]:
             compute_layers(shape, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):
                 rows = _path_of(tree)
@@ -300,53 +309,53 @@ class _LayerProof:
 
 
 def _path_of(tree: DraftTree) -> list[int]:
-    """The rows from the root to the last node of a tree that has a grandparent, or to its last node."""
-    rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda one: (tree.depths[one + 1] > 1, one)))
+    """Rows from the root to the last node that has a grandparent, or to the last node."""
+    rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda node_: (tree.depths[node_ + 1] > 1, node_)))
     while node >= 0:
         rows.insert(0, node + 1)
         node = int(tree.parents[node])
     return [0, *rows]
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
-    """The largest distance of a row, relative to the length of that row of ``scale``."""
+def distance(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
+    """Largest distance of a row, relative to the length of that row of ``scale``."""
     lengths = torch.linalg.vector_norm(scale, dim=-1).clamp_min(1e-12)
-    return float((torch.linalg.vector_norm(found - expected, dim=-1) / lengths).max())
+    return float((torch.linalg.vector_norm(actual - expected, dim=-1) / lengths).max())
 
 
-def _has_same_inputs(target: Target, made: CompiledModel, parts: CompiledParts) -> bool:
-    """Compare the inputs that layers have beside hidden states, if they have any."""
+def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
+    """Compare the layers' own inputs, if they have any."""
     if parts.inputs is None:
         return True
     ids = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
     embedded: torch.Tensor = target.model.get_input_embeddings()(ids)
     expected = parts.inputs.of(ids, embedded)
-    rows, record = ids.numel(), made.table.ends(1)[LAYER_INPUTS]
-    shape, found = made.table.shape_of(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
-    with team_of(torch.get_num_threads()).open() as shape[TEAM]:
-        compute_layer_inputs(shape, record, ids.data_ptr(), rows, embedded.data_ptr(), found.data_ptr())
-    own = found[:rows].view_as(expected)
-    return distance(own, expected, expected) <= TOLERANCE
+    rows, record = ids.numel(), compiled.table.ends(1)[LAYER_INPUTS]
+    shape, memory = compiled.table.shape_of(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
+    with shared_thread_pool(torch.get_num_threads()).open() as shape[THREAD_POOL]:
+        compute_layer_inputs(shape, record, ids.data_ptr(), rows, embedded.data_ptr(), memory.data_ptr())
+    actual = memory[:rows].view_as(expected)
+    return distance(actual, expected, expected) <= TOLERANCE
 
 
-def _has_same_logits(target: Target, made: CompiledModel, parts: CompiledParts) -> bool:
-    """Compare whole passes, with the first layer alone: the others are known by now."""
-    with made.first_layer_alone(), _first_layer_alone(parts):
+def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
+    """Compare whole passes with only the first layer: the others are proved by now."""
+    with compiled.first_layer_alone(), _first_layer_alone(parts):
         expected = _logits_of_passes(target)
-        made.record()  # it has fewer layers now
-        target.compiled = made
+        compiled.record()  # it has fewer layers now
+        target.compiled = compiled
         try:
-            found = _logits_of_passes(target)
+            actual = _logits_of_passes(target)
         finally:
             target.compiled = None
-    made.record()
-    distances = [distance(*pair, pair[1]) for pair in zip(found, expected, strict=True)]
-    return made.passes == len(found) + 1 and max(distances) <= TOLERANCE
+    compiled.record()
+    distances = [distance(*pair, pair[1]) for pair in zip(actual, expected, strict=True)]
+    return compiled.passes == len(actual) + 1 and max(distances) <= TOLERANCE
 
 
 @contextmanager
 def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
-    """Leave the other layers out of the library's model meanwhile."""
+    """Leave the other layers out of the library's model in this block."""
     modules: Any = parts.decoder._modules
     layers = modules["layers"]
     modules["layers"] = ModuleList(layers[:1])
@@ -357,8 +366,8 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
 
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
-    """After a tree, after one of its nodes, and after the rest of a prompt."""
-    cache, context = target.allocate(), some_context(SHORT, target.vocabulary)
+    """Logits after a tree, after one of its nodes, and after the rest of a prompt."""
+    cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
     target.prefill(cache, 0, context)
     of_tree = target.verify(cache, [TREE])[0].logits.clone()
     target.commit(cache, 0, [0, 1])

@@ -1,7 +1,7 @@
-"""Passes over draft trees and prompts in one compiled call, with the memory that they use in turn.
+"""Passes over draft trees and prompts in one compiled call, with reusable memory.
 
-A pass evicts the processor's caches, so each object of Python on the way to the next one is read from main memory:
-there are few of them here.
+A pass evicts the CPU caches, so every Python object touched before the next one is a read from main memory: this code
+touches few.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
     LOGITS,
     NORMED,
     POSITIONS,
-    ROWS,
     TREE_PASS,
+    TREE_ROWS,
     accept_path,
     compute_tree,
     compute_trees,
     pass_numbers,
 )
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.thread_pool import ALONE, team_of
+from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
 from hdtool.runtime.tree import OPEN, DraftTree
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.cache.slots import Cache
     from hdtool.runtime.model.cache.states import States
 
-PIECE = 128
-"""Tokens of a prompt that are read in one pass; larger passes take longer for each row."""
-CHAIN = np.arange(-1, PIECE, dtype=np.int32)
-"""Parents of the nodes of a tree that is a sequence."""
+PROMPT_CHUNK = 128
+"""Prompt tokens read in one pass; larger passes take longer per row."""
+CHAIN = np.arange(-1, PROMPT_CHUNK, dtype=np.int32)
+"""Parents of a tree that is a chain."""
 
 
 class StatesOfRows:
-    """The states after each row of a pass over trees, as what mixers kept of its rows."""
+    """States after each row of a pass over trees, rebuilt from what mixers kept of its rows."""
 
     def __init__(self, passes: TreePass) -> None:
         self._source: TreePass | KeptRows = passes
 
     def leave(self) -> None:
-        """Copy what is kept: another pass is about to write there."""
+        """Copy what was kept before another pass overwrites it."""
         if isinstance(self._source, TreePass):
             self._source = self._source.copy_of_kept()
 
@@ -67,11 +67,11 @@ class StatesOfRows:
 
 
 class TreePass:
-    """The passes of one model in so many slots, with the memory that they use in turn."""
+    """Passes of one model in a number of slots, with reusable memory."""
 
     def __init__(self, table: WeightTable, slots: int = 1) -> None:
         self._table, self._slots = table, slots
-        self._rows = ROWS if slots > 1 else max(ROWS, PIECE)
+        self._rows = TREE_ROWS if slots > 1 else max(TREE_ROWS, PROMPT_CHUNK)
         self._record = np.zeros(1, TREE_PASS)
         self._at = self._record.ctypes.data
         rows = slots * self._rows
@@ -82,39 +82,39 @@ class TreePass:
             "ids": np.zeros(rows, np.int64),
             "positions": np.zeros(rows, np.int64),
             "certain": np.zeros(rows, np.int64),
-            "walked": np.zeros((slots, 2, ROWS), np.int64),
+            "walked": np.zeros((slots, 2, TREE_ROWS), np.int64),
             "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
-            "maxima": np.empty((slots * ROWS, folded_size(table.vocabulary)), np.float32),
+            "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
-        """What the record has addresses of."""
+        """Buffers whose addresses the record has."""
         self._walked: Array = self._memory["walked"]
         self._maxima: Array = self._memory["maxima"]
-        self._found = np.zeros((slots, 2), np.int64)
-        """The length of each slot's walk, and whether its logits are finite."""
-        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-            self._logits = torch.empty(slots * ROWS, table.vocabulary, dtype=torch.float32)
+        self._walk_results = np.zeros((slots, 2), np.int64)
+        """Length of each slot's walk, and whether its logits are finite."""
+        with torch.inference_mode(False):  # outside of inference mode, an inference tensor can't be written
+            self._logits = torch.empty(slots * TREE_ROWS, table.vocabulary, dtype=torch.float32)
             self._normed = torch.empty(rows, table.width, dtype=torch.float32)
         self._storage: Callable[[], KVTensors | None] = lambda: None
-        """The KV cache whose addresses the record has, if it is still in use: its memory is not kept for it."""
+        """KV cache whose addresses the record has; a weak reference, so its memory can be freed."""
         self._version = self._threads = 0
         self._states_at = 0, 0
-        """The address of the first state of that cache, and the bytes from one sequence's to the next."""
-        self._kept: Callable[[], StatesOfRows | None] = lambda: None
-        """The states after the rows of the last pass, as long as a path of them may be accepted."""
+        """Address of that cache's first state, and the bytes between sequences."""
+        self._kept_states: Callable[[], StatesOfRows | None] = lambda: None
+        """States after the last pass's rows, while a path of them may be accepted."""
         self._outputs: dict[int, torch.Tensor] = {}
-        """Outputs of the layers that are watched, by their numbers."""
+        """Outputs of watched layers by index."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        """Logits by their first row and their number."""
+        """Views of the logits by first row and row count."""
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
-        """Verify a tree in each of the first slots; None for a pass that is not computed here.
+        """Verify a tree in each of the first slots; None if the pass isn't computed here.
 
-        After a row with a certain token, the logits are those of this token alone.
+        After a row with a certain token, only that token has a logit.
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
-        # What mixers keep has as many rows of each tree.
-        least = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
-        rows = [max(len(tree.tokens) + 1, least) for tree in trees]
+        # Mixers keep equally many rows of each tree.
+        min_rows = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
+        rows = [max(len(tree.tokens) + 1, min_rows) for tree in trees]
         if not self._takes(cache.storage, max(map(add, lengths, rows))):
             return None
         heads = np.array(
@@ -127,19 +127,21 @@ class TreePass:
         tokens = np.concatenate([tree.tokens for tree in trees])
         parents = np.concatenate([tree.parents for tree in trees])
         ranks = any(want.rank for want in wants)
-        with self._team() as team:
-            known = compute_trees(self._at, team, heads, tokens, parents, _certain_of(trees), least, ranks, self._found)
+        with self._open_threads() as thread_pool:
+            known = compute_trees(
+                self._at, thread_pool, heads, tokens, parents, _certain_of(trees), min_rows, ranks, self._walk_results
+            )
         if not known:
             return None
         verified: list[Verified] = []
-        walks, offsets = self._found[: len(trees)].tolist(), accumulate(rows, initial=0)
+        walks, offsets = self._walk_results[: len(trees)].tolist(), accumulate(rows, initial=0)
         for slot, (tree, want, (length, finite), first) in enumerate(zip(trees, wants, walks, offsets, strict=False)):
-            kv, used = cache.slots[slot].kv, len(tree.tokens) + 1
+            kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
             kv.used = max(kv.used, kv.length + rows[slot])
             walk = Walk.of(self._walked[slot], length, bool(finite)) if want.walk else None
-            maxima = self._maxima[first : first + used] if want.rank else None
+            maxima = self._maxima[first : first + used_rows] if want.rank else None
             verified.append(
-                Verified(self._view(first, used), walk=walk, maxima=maxima, hidden=self._hidden(first, used))
+                Verified(self._view(first, used_rows), walk=walk, maxima=maxima, hidden=self._hidden(first, used_rows))
             )
         return verified
 
@@ -151,30 +153,30 @@ class TreePass:
         if not self._takes(kv.storage, end):
             return None
         certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-        given = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank, False
+        arguments = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank, False
         if self._threads == 1:
-            found, finite = compute_tree(self._at, 0, *given)
+            length_, finite = compute_tree(self._at, 0, *arguments)
         else:
-            with self._team() as team:
-                found, finite = compute_tree(self._at, team, *given)
-        if found < 0:
+            with self._open_threads() as thread_pool:
+                length_, finite = compute_tree(self._at, thread_pool, *arguments)
+        if length_ < 0:
             return None
         if end > kv.used:
             kv.used = end
-        walk = Walk.of(self._walked[0], found, finite) if want.walk else None
+        walk = Walk.of(self._walked[0], length_, finite) if want.walk else None
         maxima = self._maxima[:rows] if want.rank else None
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
-        """Read at most ``PIECE`` tokens after those of a sequence: the logits after the last one."""
+        """Read at most ``PROMPT_CHUNK`` tokens after a sequence; return the logits after the last one."""
         rows, length = len(tokens), kv.length
         if not self._takes(kv.storage, length + rows):
             return None
         ids = np.array(tokens, np.int64)
-        with self._team() as team:
-            found, _ = compute_tree(
+        with self._open_threads() as thread_pool:
+            status, _ = compute_tree(
                 self._at,
-                team,
+                thread_pool,
                 ids[0],
                 ids[1:],
                 CHAIN[: rows - 1],
@@ -185,7 +187,7 @@ class TreePass:
                 False,
                 True,
             )
-        if found < 0:
+        if status < 0:
             return None
         kv.used = max(kv.used, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
@@ -196,43 +198,46 @@ class TreePass:
         return int(self._record["shape"][0, WOKEN])
 
     def states_of_rows(self) -> StatesOfRows:
-        """What mixers keep of the last pass over trees."""
-        kept = StatesOfRows(self)
-        self._kept = weakref.ref(kept)
-        return kept
+        """States after the rows of the last pass over trees."""
+        states = StatesOfRows(self)
+        self._kept_states = weakref.ref(states)
+        return states
 
     def accept(self, path: Array, states: States) -> None:
-        """Turn the states of a slot, with which the last pass began, into those after a path of its rows."""
+        """Advance a slot's states along a path of the last pass's rows."""
         first, stride = self._states_at
         if states.address == first + int(path[OF_SLOT]) * stride:
             self._accept(path)
-        else:  # the cache has grown meanwhile
+        else:  # the cache has grown since
             self.copy_of_kept().accept(path, states)
 
     def copy_of_kept(self) -> KeptRows:
-        """What is kept of the rows of the last pass, in memory of its own."""
+        """Copy what the last pass kept of its rows."""
         record, mixers = self._record[0], self._table.mixers
         assert mixers, "nothing is kept without mixers"
         shape = record["shape"].copy()
         rows = int(shape[SLOTS] * shape[NEW])
-        layers, journal = self._memory["layers"][: record["used"]], self._memory["journal"][: rows * mixers.kept]
+        layers, journal = (
+            self._memory["layers"][: record["used"]],
+            self._memory["journal"][: rows * mixers.journal_numbers],
+        )
         return KeptRows(mixers, shape, layers.copy(), journal.copy())
 
     def _accept(self, path: Array) -> None:
         if self._threads == 1:
             accept_path(self._at, 0, path)
             return
-        with self._team() as team:
-            accept_path(self._at, team, path)
+        with self._open_threads() as thread_pool:
+            accept_path(self._at, thread_pool, path)
 
-    def _team(self) -> AbstractContextManager[int]:
-        return team_of(self._threads).open() if self._threads > 1 else ALONE
+    def _open_threads(self) -> AbstractContextManager[int]:
+        return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
     def _takes(self, storage: KVTensors, end: int) -> bool:
-        """Whether a pass up to a position of the KV cache is computed here; prepares the record for it."""
-        if kept := self._kept():
-            kept.leave()
-            self._kept = lambda: None
+        """True if a pass up to this cache position is computed here; prepares the record for it."""
+        if states := self._kept_states():
+            states.leave()
+            self._kept_states = lambda: None
         if is_autocast_enabled("cpu") or end > storage.capacity:
             return False
         threads = get_num_threads()
@@ -258,11 +263,13 @@ class TreePass:
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
             numbers = pass_numbers(shape, memory["layers"], table.kinds, capacity)
             memory["scratch"] = torch.empty(numbers, dtype=torch.float32).numpy()
-            # Pages that nobody writes take no memory.
+            # Untouched pages take no memory.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
             if mixers := table.mixers:
-                kept = max(self._slots * ROWS * mixers.kept, self._rows * mixers.most_kept)
-                memory["journal"] = torch.empty(kept, dtype=torch.float32).numpy()
+                journal_numbers = max(
+                    self._slots * TREE_ROWS * mixers.journal_numbers, self._rows * mixers.max_journal_numbers
+                )
+                memory["journal"] = torch.empty(journal_numbers, dtype=torch.float32).numpy()
         for name, part in memory.items():
             record[name] = part.ctypes.data
         if states := storage.states:
@@ -273,20 +280,20 @@ class TreePass:
         ends[LOGITS], ends[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()
 
     def _view(self, first: int, rows: int) -> torch.Tensor:
-        found = self._views.get((first, rows))
-        if found is None:
-            found = self._views[first, rows] = self._logits[first : first + rows]
-        return found
+        view = self._views.get((first, rows))
+        if view is None:
+            view = self._views[first, rows] = self._logits[first : first + rows]
+        return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """The normed hidden states of a pass, if they are watched, and the outputs of layers beside them."""
+        """Normed hidden states of a pass if they are watched, followed by watched layers' outputs."""
         table = self._table
         columns = [self._normed, *(self._outputs[layer] for layer in table.watched)]
-        return torch.cat([one[first : first + rows] for one in columns], dim=1) if table.watches_hidden else None
+        return torch.cat([column[first : first + rows] for column in columns], dim=1) if table.watches_hidden else None
 
 
 def _certain_of(trees: Sequence[DraftTree]) -> Array:
-    """The certain tokens of all rows of all trees, if there is any."""
+    """Certain tokens of all rows of all trees, if there are any."""
     if all(tree.certain is None for tree in trees):
         return NOTHING_CERTAIN
     return np.concatenate([np.full(len(tree) + 1, OPEN) if tree.certain is None else tree.certain for tree in trees])

@@ -1,4 +1,4 @@
-"""The addresses, compiled matmuls and shapes of a model's weights, as compiled code reads them."""
+"""Addresses, compiled matmuls and shapes of a model's weights, as records for compiled code."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLU
 from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.compiled import bits
-from hdtool.runtime.kernels.experts import NUMBER, WIDTH, experts_numbers, experts_record
+from hdtool.runtime.kernels.experts import EXPERT_COUNT, WIDTH, experts_numbers, experts_record
 from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.linear import form_of
+from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.cache.kv_cache import KVTensors
     from hdtool.runtime.model.pass_inputs import AttentionWindow
 
-NUMBERS = {
+MIXER_NUMBERS = {
     SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,
     DELTA_RULE: layers.DELTA_RULE,
     MAMBA2: layers.MAMBA2,
@@ -55,13 +55,13 @@ class MixerTable:
 
     def __init__(self, mixers: dict[int, MixerParts[Any]]) -> None:
         self._mixers = mixers
-        """By their layers."""
+        """By layer index."""
         self._taps: dict[int, torch.Tensor] = {}
-        """The weight of each convolution, ``[taps, channels]``: its columns one after another."""
-        self.kept = 0
-        """Numbers that are kept of a row of a tree in all layers."""
-        self.most_kept = 0
-        """In the layer that keeps most of them."""
+        """Weight of each convolution as ``[taps, channels]``."""
+        self.journal_numbers = 0
+        """Numbers kept per tree row, in all layers."""
+        self.max_journal_numbers = 0
+        """Numbers kept per row in the layer that keeps most."""
         self._memory = [0, 0, 0]
         self.copy_weights()
 
@@ -72,7 +72,7 @@ class MixerTable:
 
     @torch.inference_mode(False)
     def copy_weights(self) -> None:
-        """Copy the weights of convolutions as they are now; their copies stay where they are."""
+        """Copy the convolutions' current weights; the copies' addresses stay."""
         for number, mixer in self._mixers.items():
             weight = mixer.convolution.weight.detach()[:, 0].T
             if number in self._taps:
@@ -81,24 +81,24 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Whether a cache has the states of these mixers and no others, each as the records describe it."""
+        """True if a cache has exactly these mixers' states, in the layout of the records."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
-            of_head = mixer.key_width, mixer.value_width
+            head_shape = mixer.key_width, mixer.value_width
             if mixer.kind != SHORT_CONVOLUTION:
-                of_head = of_head if mixer.kind == DELTA_RULE else of_head[::-1]
-                expected[StateName(number, RECURRENT, 0)] = mixer.heads, *of_head
-        found = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
-        return found == expected and all(
+                head_shape = head_shape if mixer.kind == DELTA_RULE else head_shape[::-1]
+                expected[StateName(number, RECURRENT, 0)] = mixer.heads, *head_shape
+        actual = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
+        return actual == expected and all(
             tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values()
         )
 
     def fill_layers(self, table: layers.Numbers) -> None:
-        """Fill the rows of layers with all but the addresses of states."""
+        """Fill in everything but the states' addresses."""
         for number, mixer in self._mixers.items():
-            row, own, convolution = table[number], mixer.parameters, mixer.convolution
-            row[layers.MIXER] = NUMBERS[mixer.kind]
+            row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
+            row[layers.MIXER] = MIXER_NUMBERS[mixer.kind]
             row[layers.TAPS], row[layers.COLUMNS], row[layers.CHANNELS] = mixer.taps, mixer.taps, mixer.channels
             row[layers.CONV_WEIGHT] = self._taps[number].data_ptr()
             row[layers.CONV_BIAS] = 0 if convolution.bias is None else convolution.bias.data_ptr()
@@ -106,7 +106,7 @@ class MixerTable:
             row[layers.KEY_HEADS], row[layers.STATE_HEADS] = mixer.key_heads, mixer.heads
             row[layers.KEY_WIDTH], row[layers.VALUE_WIDTH] = mixer.key_width, mixer.value_width
             for field, name in ((layers.DECAY_LOG, "A_log"), (layers.STEP_BIAS, "dt_bias"), (layers.SKIP, "D")):
-                row[field] = own[name].data_ptr() if name in own else 0
+                row[field] = parameters[name].data_ptr() if name in parameters else 0
             if mixer.norm:
                 norm: Any = mixer.norm
                 row[layers.GATE_NORM], row[layers.GATE_EPSILON] = (
@@ -117,11 +117,11 @@ class MixerTable:
         kept = list(map(kept_numbers, rows))
         for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
             row[layers.JOURNAL_AT] = earlier
-        self.kept, self.most_kept = sum(kept), max(kept)
+        self.journal_numbers, self.max_journal_numbers = sum(kept), max(kept)
         self._memory = [max(map(numbers, rows)) for numbers in (row_numbers, state_numbers, window_numbers)]
 
     def fill_states(self, table: layers.Numbers, states: States, first: int = 0) -> None:
-        """Fill in the addresses of the states of a cache, whose first sequence has this number."""
+        """Fill in the addresses of a cache's states; ``first`` is the index of its first sequence."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # other layers are left out
                 break
@@ -134,45 +134,45 @@ class MixerTable:
                 row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
 
     def fill_shape(self, shape: layers.Numbers) -> None:
-        """Fill in the memory that a pass needs."""
+        """Fill in the memory a pass needs."""
         shape[layers.MIXER_PART] = mixer_function().address
         shape[layers.MIXER_ROW], shape[layers.MIXER_STATE], shape[layers.MIXER_WINDOW] = self._memory
 
 
-FEWEST_POSITIONS = 1024
-"""Rotary positions that are computed at once, at least."""
+MIN_ROTARY_POSITIONS = 1024
+"""Minimum rotary positions computed at once."""
 
 
 class WeightTable:
-    """What the passes of one model have in common."""
+    """Records shared by all passes of a model."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow]) -> None:
-        """``windows`` are those of the layers."""
+        """``windows`` has one window per layer."""
         self._parts, self._windows = parts, windows
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
-        """By the addresses of the packed matrices that they were made from, which the model keeps."""
+        """By the address of the packed matrix, which the model keeps."""
         self._head = MatmulRows.whole(parts.head)
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
-        """The weight of norms without one."""
+        """Weight for weightless norms."""
         self._placeholders = np.array(parts.placeholders, np.int64)
         self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
-        """The record of the inputs that layers have beside hidden states."""
+        """Record of the layers' own inputs."""
         self.version = 0
-        """Changes with what ``ends`` and ``with_cache`` return."""
+        """Changes whenever ``ends`` and ``with_cache`` return something else."""
         self.watches_hidden = False
         self.watched: tuple[int, ...] = ()
-        """Layers whose outputs are given behind the hidden states."""
+        """Layers whose outputs follow the hidden states."""
         self.used = len(parts.layers)
         """Layers that a pass computes."""
         self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
         """Copies of the buffers that the rotary positions were computed from."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
-        """The last KV cache, and the table of layers with its addresses."""
+        """The last KV cache and the layer table with its addresses."""
         self.mixers = MixerTable.of(parts)
-        """What the layers' records have of mixers beside attention, if there are any."""
+        """Mixers beside attention, if any."""
         self._fill()
 
     def _fill(self) -> None:
@@ -181,17 +181,17 @@ class WeightTable:
 
     @property
     def vocabulary(self) -> int:
-        """Logits after each row."""
+        """Logits per row."""
         return self._parts.head.out_features
 
     @property
     def kinds(self) -> int:
-        """How many kinds of rotary positions the layers have."""
+        """Number of rotary types."""
         return len(self._kinds)
 
     @property
     def width(self) -> int:
-        """Of hidden states."""
+        """Width of hidden states."""
         return self._parts.layers[0].hidden
 
     @property
@@ -199,18 +199,18 @@ class WeightTable:
         return bool(self._panels)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Have passes give hidden states, and behind them the outputs of these layers."""
+        """Return hidden states from passes, followed by the outputs of these layers."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
     def use_int8_activations(self) -> bool:
-        """Multiply packed weights by activations in 8 bits from now on; whether the model has any.
+        """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Matmuls with other weights, such as those of an output layer that is not quantized, keep float32.
+        Other matmuls, such as an unquantized output layer, keep float32.
         """
-        of_inputs = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
-        of_layers = (rows for part in self._parts.layers for rows in matmuls_of(part).values())
-        for rows in [*of_layers, *of_inputs, self._head]:
+        input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
+        layer_rows = (rows for part in self._parts.layers for rows in matmuls_of(part).values())
+        for rows in [*layer_rows, *input_rows, self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
@@ -224,7 +224,7 @@ class WeightTable:
 
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
-        """Leave the other layers out meanwhile: one is enough to compare what a model computes around its layers."""
+        """Leave out the other layers in this block: one is enough to compare everything around the layers."""
         used, self.used = self.used, 1
         self.version += 1
         try:
@@ -234,16 +234,16 @@ class WeightTable:
             self.version += 1
 
     def shape_of(self, slots: int, new: int, mask: Any = None) -> layers.Numbers:
-        """The shapes of a pass over so many sequences and new rows of each."""
+        """The record of a pass over ``slots`` sequences with ``new`` rows each."""
         part, family = self._parts.attending, self._parts.family
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
-        of_input = part.inputs.width if part.inputs else 0
-        inner = max(of_input, *(layer.inner for layer in self._parts.layers))
+        input_width = part.inputs.width if part.inputs else 0
+        inner = max(input_width, *(layer.inner for layer in self._parts.layers))
         shape[layers.TOTAL_ROWS] = slots * new
         shape[: layers.INNER + 1] = slots, new, part.hidden, inner
         shape[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
         shape[layers.PAIRED] = family.is_interleaved
-        shape[layers.INPUTS_STRIDE] = len(self._parts.layers) * of_input
+        shape[layers.INPUTS_STRIDE] = len(self._parts.layers) * input_width
         if mask is not None:
             shape[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
         shape[layers.THREADS], shape[layers.PART] = torch.get_num_threads(), part_function().address
@@ -252,8 +252,10 @@ class WeightTable:
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
         shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
         rows_of_each = 2 if self._beside else 1
-        of_experts = [1 + one[NUMBER] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts]
-        shape[layers.OF_EXPERTS] = max(of_experts, default=0)
+        of_experts = [
+            1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts
+        ]
+        shape[layers.EXPERT_SCRATCH] = max(of_experts, default=0)
         shape[layers.NORMS_ALL] = family.norms_all_heads
         shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
         shape[layers.GATES_HEADS] = family.gates_heads
@@ -262,12 +264,12 @@ class WeightTable:
         return shape
 
     def with_cache(self, storage: KVTensors) -> layers.Numbers:
-        """The rows of all layers with the addresses of a KV cache."""
+        """Layer records with a KV cache's addresses."""
         if (filled := self._filled) and filled[0]() is storage:
             return filled[1]
         table = self._layers.copy()
-        for row, part, own in zip(table, self._parts.layers, storage.layers, strict=True):
-            keys, values = own if part.source is None else storage.layers[part.source]
+        for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
+            keys, values = cached if part.source is None else storage.layers[part.source]
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
             if part.mixer is None:
                 row[layers.SLOT_STRIDE], row[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
@@ -277,40 +279,40 @@ class WeightTable:
         return table
 
     def ends(self, positions: int) -> layers.Numbers:
-        """What a pass up to so many positions reads beside the layers, without what differs from pass to pass."""
+        """The record of everything beside the layers for a pass up to this position."""
         parts, rotary, around = self._parts, self._rotary_below(positions), Ends.of(self._parts)
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
-        made = np.zeros(ends.END_FIELDS, np.int64)
-        made[ends.EMBED : ends.VOCABULARY + 1] = (
-            ends.embedding_of(*form_of(stored)).address,
+        record = np.zeros(ends.END_FIELDS, np.int64)
+        record[ends.EMBED : ends.VOCABULARY + 1] = (
+            ends.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             weight.shape[0],
         )
-        made[ends.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
-        made[ends.KINDS : ends.KNOWN + 1] = self.kinds, rotary.data_ptr(), rotary.shape[2]
-        made[ends.NORM], made[ends.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
+        record[ends.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
+        record[ends.KINDS : ends.KNOWN + 1] = self.kinds, rotary.data_ptr(), rotary.shape[2]
+        record[ends.NORM], record[ends.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
         matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
-        made[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
+        record[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
         if around.divisor != 1.0 or around.softcap:
-            made[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
-        made[ends.KEEPING] = len(parts.layers)
+            record[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
+        record[ends.KEEPING] = len(parts.layers)
         if not self.watches_hidden:
-            made[ends.KEEPING] = max(number for number, one in enumerate(parts.layers) if one.source is None) + 1
+            record[ends.KEEPING] = max(number for number, layer in enumerate(parts.layers) if layer.source is None) + 1
         placeholders = self._placeholders
-        made[ends.PLACEHOLDERS : ends.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
+        record[ends.PLACEHOLDERS : ends.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
         if inputs := parts.inputs:
             self._fill_inputs(inputs)
-            made[ends.LAYER_INPUTS] = self._inputs.ctypes.data
-            made[ends.VOCABULARY] = min(made[ends.VOCABULARY], inputs.embedding.weight.shape[0])
-        return made
+            record[ends.LAYER_INPUTS] = self._inputs.ctypes.data
+            record[ends.VOCABULARY] = min(record[ends.VOCABULARY], inputs.embedding.weight.shape[0])
+        return record
 
     def _fill_inputs(self, inputs: LayerInputs[CompiledLinear]) -> None:
-        """What a pass reads to make the inputs of layers beside hidden states."""
+        """Fill the record of the layers' own inputs."""
         stored = stored_of(inputs.embedding.weight)
         matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
         self._inputs[:] = (
-            ends.embedding_of(*form_of(stored)).address,
+            ends.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             bits(scale_of(inputs.embedding) or 1.0),
             matmul,
@@ -369,11 +371,11 @@ class WeightTable:
         row[layers.ROUTER] = self._routers[-1].ctypes.data
 
     def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
-        """The address of the record of a mixture beside an MLP."""
+        """Add the record of a mixture beside an MLP; return its address."""
         record, (weight, shares) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
-        record[experts.ROUTE : experts.TOP + 1] = *matmul, mixture.top
-        record[experts.RENORMS] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
+        record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top
+        record[experts.RENORMALIZES] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
         record[experts.FACTOR] = bits(1.0)
         self._experts.append(experts_record(mixture.experts, self._panels))
         self._routers.append(record)
@@ -389,17 +391,17 @@ class WeightTable:
         return self._beside[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Addresses of the matmul and of the matrix, rows and columns of it, address of the bias."""
+        """Addresses of the matmul and the matrix, its rows and columns, and the address of the bias."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
-            called, matrix = panels.matmul, panels.data_ptr()
+            matmul, matrix = panels.matmul, panels.data_ptr()
         else:
-            called, matrix = matmul_of(*form_of(stored)).address, stored.data_ptr()
-        return called, matrix, rows.end - rows.first, layer.in_features, bias
+            matmul, matrix = matmul_of(*format_of(stored)).address, stored.data_ptr()
+        return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Renew what was computed from weights and buffers that may have been written in place."""
+        """Refresh what was computed from weights and buffers that may have been written in place."""
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
@@ -409,9 +411,9 @@ class WeightTable:
             self.version += 1
 
     def _rotary_below(self, positions: int) -> torch.Tensor:
-        """The cosines and sines ``[kinds, 2, positions, width]`` of all positions below a number, or of more."""
+        """Cosines and sines ``[kinds, 2, positions, width]`` of at least this many positions."""
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
-            count = max(FEWEST_POSITIONS, positions + positions // 4)
+            count = max(MIN_ROTARY_POSITIONS, positions + positions // 4)
             if not self._kinds:
                 self._rotary = torch.empty(0, 2, count, 0)
                 return self._rotary
@@ -420,33 +422,33 @@ class WeightTable:
         return self._rotary
 
     def _tables_of(self, count: int) -> list[torch.Tensor]:
-        """The cosines and sines ``[2, positions, width]`` of each kind of rotary positions."""
-        of_none, positions = torch.empty(0, dtype=torch.float32), torch.arange(count)[None]
-        found = [rotary_of(self._parts, of_none, positions, kind) for kind in self._kinds]
-        return [torch.stack((each.cos, each.sin)) for each in found]
+        """Cosines and sines ``[2, positions, width]`` of each rotary type."""
+        no_hidden, positions = torch.empty(0, dtype=torch.float32), torch.arange(count)[None]
+        embeddings = [rotary_of(self._parts, no_hidden, positions, kind) for kind in self._kinds]
+        return [torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings]
 
 
 def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Those of all kinds in one tensor; rows of narrower kinds are padded."""
+    """Stack the tables of all rotary types; narrower rows are padded."""
     widest = max(table.shape[-1] for table in tables)
     return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
 def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
-    """What compiled code reads of a router; ``shared_gate`` are the fields of a matmul."""
-    record, (number, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
-    bias, correction = (0 if one is None else one.data_ptr() for one in (router.bias, router.correction))
-    matmul = matmul_of(*form_of(router.weight)).address
-    record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), number, width, bias
-    record[experts.TOP : experts.RENORMS + 1] = router.top, router.has_sigmoids, router.renorms
+    """The record of a router; ``shared_gate`` has the fields of a matmul."""
+    record, (expert_count, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
+    bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
+    matmul = matmul_of(*format_of(router.weight)).address
+    record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), expert_count, width, bias
+    record[experts.TOP_K : experts.RENORMALIZES + 1] = router.top, router.has_sigmoids, router.renormalizes
     record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[experts.FACTOR : experts.LEAST + 1] = list(map(bits, (router.factor, router.added, router.least)))
+    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.added, router.min_sum)))
     if shared_gate:
         record[experts.SHARED_GATE :] = shared_gate
     return record
 
 
 def _address_of(module: Module | None, name: str) -> int:
-    """That of a parameter, 0 if there is no such module."""
+    """Address of a parameter, 0 without the module."""
     parameter: Any = None if module is None else module._parameters[name]
     return 0 if parameter is None else stored_of(parameter).data_ptr()

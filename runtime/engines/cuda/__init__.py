@@ -1,4 +1,4 @@
-"""The CUDA engine: a pass of a model of the Llama kind in few kernels, for captured steps of one or several trees.
+"""The CUDA engine: passes of Llama-like models over trees in a few kernels, for captured steps.
 
-The library's own code reads prompts. ``fuse`` builds the pass, and whoever captures it compares its logits.
+The library's own code reads prompts. ``fuse`` builds the pass; whoever captures it compares its logits.
 """

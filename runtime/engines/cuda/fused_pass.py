@@ -1,4 +1,4 @@
-"""A pass of a model over draft trees, by the description of its layers: merged matmuls, and little between them."""
+"""A fused pass of a described model over draft trees: merged matmuls and few operations in between."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 from hdtool.runtime.engines.around_layers import (
     Ends,
     Rotary,
+    norms_and_activations_match,
     rotary_kinds,
     rotary_of,
-    small_parts_hold,
     windows_of_layers,
 )
 from hdtool.runtime.engines.cuda.operations import (
@@ -53,7 +53,7 @@ Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The matmuls of one layer, with parallel ones merged, and what lies between them."""
+    """Matmuls of one layer, with parallel ones merged, and the operations between them."""
 
     qkv: Matmul
     out: Matmul
@@ -77,8 +77,8 @@ class FusedPass:
         self._parts, self._operations, self._hidden = parts, operations, hidden
         self._ends = Ends.of(parts)
         self.reads_extent = operations.reads_extent
-        own = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
-        uses = Counter(_memory_of(weight) for weight in own if type(weight) is Parameter)
+        weights = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
+        uses = Counter(_memory_of(weight) for weight in weights if type(weight) is Parameter)
         norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
         first = [_norm_of(layer, layer.around[0], parts.family) for layer in parts.layers]
         self._kinds = dict.fromkeys(rotary_kinds(parts))
@@ -90,7 +90,7 @@ class FusedPass:
             )
         ]
 
-        residuals = [self._begin, *(one for layer in self._layers for one in (layer.middle, layer.end))]
+        residuals = [self._begin, *(residual for layer in self._layers for residual in (layer.middle, layer.end))]
         operations.prepare(residuals, [layer.head_norms for layer in self._layers])
 
     def _fused(
@@ -115,7 +115,7 @@ class FusedPass:
         head_norms = [Norm(cast(Any, norm).weight, layer.epsilon, family.norm) for norm in layer.head_norms]
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         return FusedLayer(
-            _together(list(layer.qkv), uses),
+            _joined_matmul(list(layer.qkv), uses),
             layer.out,
             self._mlp_of(layer, uses),
             (head_norms[0], head_norms[1]) if head_norms else None,
@@ -128,13 +128,13 @@ class FusedPass:
     def _mlp_of(self, layer: LayerParts[Module], uses: Counter[int]) -> Matmul:
         if layer.experts is not None:
             return partial(self._experts, layer.experts)
-        gate_up, (down,), activation = _together(list(layer.gate_up), uses), layer.down, layer.activation
+        gate_up, (down,), activation = _joined_matmul(list(layer.gate_up), uses), layer.down, layer.activation
         return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
 
     def _experts(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
         """A mixture of experts by the library; some give the weights of experts beside their output."""
-        found = experts(rows.view(self._slots, -1, rows.shape[-1]))
-        mixed: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        outputs = experts(rows.view(self._slots, -1, rows.shape[-1]))
+        mixed: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return mixed.view(rows.shape)
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
@@ -181,22 +181,24 @@ def fuse(target: Target) -> FusedPass | None:
     parts, windows = model_parts(target.model, kind), windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
-    if parts.family is not LLAMA and not small_parts_hold(parts, target.device):
+    if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
         return None
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     first = parts.layers[0]
-    if len(shapes) != 2 * len(windows) or {(one.heads, one.width) for one in shapes} != {(first.heads, first.width)}:
+    if len(shapes) != 2 * len(windows) or {(shape.heads, shape.width) for shape in shapes} != {
+        (first.heads, first.width)
+    }:
         return None
     return FusedPass(parts, windows, operations_of(target), target.hidden)
 
 
 def operations_of(target: Target) -> Operations:
-    """Triton's where they can run, else torch's."""
+    """Triton's operations where they can run, otherwise torch's."""
     return triton_operations(target.device) or TorchOperations(target.stock.masks)
 
 
 def triton_operations(device: torch.device) -> TritonOperations | None:
-    """None without a GPU or without Triton."""
+    """Triton's operations, or None without a GPU or Triton."""
     if device.type != "cuda":
         return None
     try:
@@ -207,12 +209,12 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
 
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
-    """Whether there are hooks on modules that the pass does not call, but those that watch hidden states."""
+    """True if there are hooks on modules that the pass does not call, but those that watch hidden states."""
     experts = [layer.experts for layer in parts.layers if layer.experts is not None]
     callees = (*parts.matmuls, *experts, parts.embedding, parts.rotary)
     called = {id(module) for callee in callees for module in callee.modules()}
     hooks = hooks_of(module for module in target.model.modules() if id(module) not in called)
-    return not all(only_watches(hook) for found in hooks for hook in found.values())
+    return not all(only_watches(hook) for hooks_of_module in hooks for hook in hooks_of_module.values())
 
 
 def _has_shape(module: Any) -> bool:
@@ -229,12 +231,12 @@ def _embeds(target: Target, module: Module) -> bool:
 
 
 def _memory_of(weight: torch.Tensor) -> int:
-    """Names the memory of a weight; a tensor without memory has its own."""
+    """Identify a weight's memory; a tensor without memory gets its own id."""
     return weight.untyped_storage().data_ptr() or id(weight)
 
 
-def _together(modules: list[Any], uses: Counter[int]) -> Matmul:
-    """The outputs of linear layers side by side: one matmul, if there is but one or their weights can be merged."""
+def _joined_matmul(modules: list[Any], uses: Counter[int]) -> Matmul:
+    """Concatenated outputs of linear layers, from one matmul where their weights can be merged."""
     if len(modules) == 1:
         return cast(Matmul, modules[0])
     if all(_is_mergeable(module, uses) for module in modules) and len({module.bias is None for module in modules}) == 1:
@@ -245,7 +247,7 @@ def _together(modules: list[Any], uses: Counter[int]) -> Matmul:
 
 
 def _is_mergeable(module: Any, uses: Counter[int]) -> bool:
-    """Whether a module is a plain matmul, and nothing shares the memory of its weights.
+    """True if a module is a plain matmul, and nothing shares the memory of its weights.
 
     Others may know this memory, such as an optimizer that keeps all weights in one buffer, and go on writing there.
     """
@@ -277,7 +279,7 @@ def _merged(parameters: list[Any]) -> torch.Tensor:
 
 
 def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
-    """The tensor of which these parameters are parts already, one after the other; None if they are not."""
+    """The tensor these parameters already are consecutive parts of, or None."""
     merged = MERGED.get(parameters[0].data_ptr())
     if merged is None or merged.dtype != parameters[0].dtype:
         return None

@@ -1,4 +1,4 @@
-"""The operations between the matmuls of a fused pass, in plain torch: the reference, and what runs without Triton."""
+"""Operations between a fused pass's matmuls in plain torch (the reference, used without Triton), and tree attention."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ HeadNorms = tuple[Norm, Norm] | None
 
 
 class Operations(Protocol):
-    """What a fused pass does beside matmuls."""
+    """What a fused pass does between matmuls."""
 
     reads_extent: bool
-    """Whether attention reads a fixed number of positions, which the caller chooses."""
+    """True if attention reads a fixed number of positions, which the caller chooses."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
-        """Before the first pass: all that passes will give to the other operations."""
+        """Called before the first pass with everything the other operations will get."""
         ...
 
     def begin(self, step: StepTensors, extent: int) -> None:
@@ -76,7 +76,7 @@ class Operations(Protocol):
         ...
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add to ``hidden`` in place; its norm, or ``hidden`` itself if it has none."""
+        """Add to ``hidden`` in place; return the norm of the sum, or ``hidden`` itself without a norm."""
         ...
 
     def rotate_and_store(
@@ -109,19 +109,19 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """Each operation by a few calls of torch."""
+    """Each operation as a few torch calls."""
 
     reads_extent = True
 
     def __init__(self, masks: AttentionMasks) -> None:
         self._masks = masks
         self._shifted: list[Norm] = []
-        """Those whose weights have an offset."""
+        """Norms whose weights have an offset."""
         self._sums: dict[int, torch.Tensor] = {}
         """Weights with their offsets in float32, by the identity of the norms."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
-        norms = [norm for one in residuals for norm in (one.after, one.before)]
+        norms = [norm for residual in residuals for norm in (residual.after, residual.before)]
         norms += [norm for both in head_norms for norm in both or ()]
         self._shifted = [norm for norm in norms if norm is not None and norm.kind.offset]
 
@@ -133,8 +133,8 @@ class TorchOperations:
             sums = torch.cat(weights).float() + self._shifted[0].kind.offset
             parts = sums.split(list(map(len, weights)))
             self._sums = {id(norm): part for norm, part in zip(self._shifted, parts, strict=True)}
-        found = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
-        self._found = found if isinstance(found, dict) else {"": found}
+        masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
+        self._found = masks if isinstance(masks, dict) else {"": masks}
         self._repeated: dict[tuple[str, int], torch.Tensor] = {}
         """Masks for the query heads of a key head, one below the other."""
         rows = step.tokens.shape[1]
@@ -221,11 +221,11 @@ def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     width = cos.shape[-1]
     first = heads[..., :width]
     if rotary.is_interleaved:
-        other = first.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partner = first.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        other = first.roll(width // 2, dims=-1)
-    turned = torch.addcmul(first * cos, other, sin)
-    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
+        partner = first.roll(width // 2, dims=-1)
+    rotated = torch.addcmul(first * cos, partner, sin)
+    return rotated if width == heads.shape[-1] else torch.cat([rotated, heads[..., width:]], dim=-1)
 
 
 def _attention(
@@ -279,10 +279,10 @@ class TreeAttention:
     def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
         """In this block the model attends here; yields its masks."""
         self._operations.begin(step, 0)
-        own = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
-        self._window_of = {memory_of(mask): window for mask, window in zip(own, self._windows, strict=True)}
+        window_masks = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
+        self._window_of = {memory_of(mask): window for mask, window in zip(window_masks, self._windows, strict=True)}
         masks: dict[str, torch.Tensor | None] = {
-            window.kind: mask for mask, window in zip(own, self._windows, strict=True)
+            window.kind: mask for mask, window in zip(window_masks, self._windows, strict=True)
         }
         self.calls = 0
         token = CURRENT.set(self)
@@ -293,30 +293,30 @@ class TreeAttention:
             CURRENT.reset(token)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, given: dict[str, Any]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
         """Attention ``[slots, rows, heads, width]`` of queries ``[slots, heads, rows, width]``."""
         slots, heads, rows, width = query.shape
-        unknown = {name for name, number in given.items() if number is not None} - HANDLED - WITHOUT_EFFECT
+        unknown = {name for name, number in options.items() if number is not None} - HANDLED - WITHOUT_EFFECT
         if unknown or any(part.stride()[2:] != (part.shape[3], 1) for part in (key, value)):
             raise NotImplementedError(f"attention with {sorted(unknown)}, or to copies of the cache")
         self.calls += 1
-        scale = given.get("scaling")
+        scale = options.get("scaling")
         layout = HeadLayout(
             heads,
             key.shape[1],
             width,
             width**-0.5 if scale is None else float(scale),
             self._window_of[memory_of(mask)],
-            given.get("softcap"),
-            given.get("s_aux"),
+            options.get("softcap"),
+            options.get("s_aux"),
         )
         queries = query.transpose(1, 2).reshape(slots * rows, heads * width)
         return self._operations.attention(queries, (key, value), layout).view(slots, rows, heads, -1)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Names the memory of a tensor, which its slices share."""
+    """Identify a tensor's memory, which its slices share."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -329,7 +329,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor,
-    **given: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that the library calls."""
-    return CURRENT.get().attend(query, key, value, attention_mask, given), None
+    """Attention function in the library's interface."""
+    return CURRENT.get().attend(query, key, value, attention_mask, options), None

@@ -1,4 +1,4 @@
-"""The operations of a fused pass as Triton kernels."""
+"""Operations of a fused pass as Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
     from hdtool.runtime.model.pass_inputs import StepTensors
 
-MOST_SPLITS = 32
-LEAST_KEYS = 128
+MAX_SPLITS = 32
+MIN_SPLIT_KEYS = 128
 """Keys of a split, at least: merging costs as much as reading some."""
 GATED = 1024
 """Numbers of a program of the gate."""
@@ -28,7 +28,7 @@ NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """Query rows and keys of a program of attention, and its warps."""
+    """Query rows and keys per attention program, and its warps."""
 
     queries: int
     keys: int
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
-        """The largest ones whose numbers stay in registers; products in float32 have no tensor cores."""
+        """The largest blocks whose numbers stay in registers; float32 matmuls don't use tensor cores."""
         if dtype == torch.float32:
             return cls(16, 16, 4 if width <= 128 else 8)
         if width > 128:
@@ -176,7 +176,7 @@ class TritonOperations:
             window or 0,
             blocks,
             SPLITS=splits,
-            LEAST=LEAST_KEYS,
+            LEAST=MIN_SPLIT_KEYS,
             WIDTH=width,
             LOADED=padded(width),
             VALUES=values,
@@ -209,7 +209,7 @@ class TritonOperations:
         """Splits of the keys, so that all multiprocessors have work."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
-        return min(MOST_SPLITS, splits)
+        return min(MAX_SPLITS, splits)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -246,5 +246,5 @@ def processor_of(device: torch.device) -> tuple[int, int]:
     """Multiprocessors of a GPU, and its major compute capability."""
     if device.type != "cuda":
         return 1, 0
-    found = torch.cuda.get_device_properties(device)
-    return int(found.multi_processor_count), int(found.major)
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count), int(properties.major)

@@ -16,7 +16,7 @@ from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, MinProbability, draft_rows, no_requests
 from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
-from hdtool.runtime.kernels.compiled import Ints, Pinned, array_at, compiled
+from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import CONTEXT_TABLE, clear, holds
 from hdtool.runtime.stores.store_set import StoreSet
@@ -94,7 +94,7 @@ TABLES_PER_BLOCK = 32
 NO_LOCK: AbstractContextManager[object] = nullcontext()
 
 
-class BatchDrafter(Pinned):
+class BatchDrafter(Uncopyable):
     """A hierarchy with one context table per request; stores, history and learned weights are shared."""
 
     def __init__(

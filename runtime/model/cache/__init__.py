@@ -1,4 +1,4 @@
-"""The KV cache of the target model: its tensors, and the context that it keeps from one answer to the next.
+"""The target's cache: keys, values and states, and the context kept between answers.
 
 Imports `runtime/model/families` for the tolerance of rounding.
 """

@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.compiled import Array, compiled, copy_numbers
 from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 WORD_SIZE = 4
-"""Bytes that are moved at once."""
+"""Bytes moved at once."""
 
 
 class Place(NamedTuple):
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether compiled code moves the positions of a tensor, as words of memory."""
+    """True if compiled code moves the positions of a tensor, as words of memory."""
     is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
     return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
 
@@ -68,7 +68,7 @@ def move_positions(
 
 
 def compile_moves() -> None:
-    """Compile them, or load them from the cache, before the first step."""
+    """Compile ahead, or load from numba's cache, before the first step."""
     move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
 
 
@@ -76,7 +76,7 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP
 MOST_DUE = 16
 """Positions that a captured step can move before it computes. Longer paths are rare and moved at once."""
 NOTHING = torch.empty(0)
-"""The keys and values of a layer without any."""
+"""Keys and values of a layer without any."""
 GROWTH = 64
 """Capacities are multiples of this, so that answers of similar length reuse a cache."""
 
@@ -96,7 +96,7 @@ class HeadShape:
 
 
 class LayerShape(NamedTuple):
-    """Shapes of what one layer keeps of each position; None for what it lacks, or reads from another layer."""
+    """Shapes of what a layer caches per position; None for what it lacks or reads from another layer."""
 
     keys: HeadShape | None = None
     values: HeadShape | None = None
@@ -194,7 +194,7 @@ class KVTensors:
     layers: list[Views]
     capacity: int
     states: States | None = None
-    """Those of recurrent layers, of as many sequences."""
+    """States of recurrent layers, for the same sequences."""
     indexers: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The keys of the indexer of each layer that has one, ``[batch, 1, positions, width]``."""
 
@@ -217,7 +217,7 @@ class KVTensors:
 
     @cached_property
     def places(self) -> list[Place] | None:
-        """Where compiled code finds the positions of each tensor; None on other devices than a CPU."""
+        """Addresses of the tensors' positions for compiled code; None on devices other than a CPU."""
         return [Place.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -261,11 +261,11 @@ class StaticKVCache(Cache):
 
     @property
     def settled(self) -> int:
-        """The number of accepted positions that hold their own token, once the move that is due is made."""
+        """Number of accepted positions that hold their own token once the pending move is made."""
         return self.length if self._unsure is None else self._unsure
 
     def settle(self) -> None:
-        """Make the move that is due."""
+        """Make the pending move."""
         if due := self.due:
             self.begin_move()
             self.move(*due)
@@ -288,7 +288,7 @@ class StaticKVCache(Cache):
         self.length, self._unsure = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Say whether the states are those after a token; the next pass does not read them otherwise."""
+        """Record whether the states follow a token; otherwise the next pass doesn't read them."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
@@ -357,19 +357,19 @@ class StaticKVCache(Cache):
         """A copy of the keys and values of one position, ``[layers, ...]`` for each shape of layers."""
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
-    def copy_from(self, other: StaticKVCache, length: int | None = None) -> None:
-        """Copy another sequence, of the same batch or of a smaller cache, or the first ``length`` tokens of it."""
-        other.settle()
+    def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
+        """Copy another sequence of the same batch or of a smaller cache, or its first ``length`` tokens."""
+        source.settle()
         self.due = self._unsure = None
-        self.length = other.settled if length is None else length
-        for mine, theirs in zip(self.storage.tensors, other.storage.tensors, strict=True):
+        self.length = source.settled if length is None else length
+        for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
         self.used = max(self.used, self.length)
         self.clear_from(self.length)
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Whether the positions of a path, which increase, are not contiguous yet."""
+    """True if the positions of a path, which increase, are not contiguous yet."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 

@@ -28,29 +28,29 @@ WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, Modul
 
 
 def copied(cache: Any, shared: Collection[Place]) -> Any:
-    """A copy on which a pass can be made while the cache stays as it is; passes replace what is at ``shared``."""
+    """A copy for a pass that must leave the cache unchanged; passes replace the tensors at ``shared``."""
     return _rebuilt(cache, lambda place, tensor: tensor if place in shared else tensor.clone())
 
 
 def tensors_of(cache: Any) -> dict[Place, torch.Tensor]:
     """All tensors of a cache."""
-    found: dict[Place, torch.Tensor] = {}
+    tensors: dict[Place, torch.Tensor] = {}
 
     def note(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        found[place] = tensor
+        tensors[place] = tensor
         return tensor
 
     _rebuilt(cache, note)
-    return found
+    return tensors
 
 
 def with_views_of(longer: Any, cache: Any, shared: Collection[Place]) -> Any:
-    """A copy of a cache that holds no memory of its own for what a longer one begins with."""
+    """A copy of a cache that shares memory with a longer cache it is a prefix of."""
     others = tensors_of(longer)
 
     def view(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        other = others.get(place) if place in shared else None
-        return tensor if other is None else _as_part(other, tensor)
+        extended = others.get(place) if place in shared else None
+        return tensor if extended is None else _as_part(extended, tensor)
 
     return _rebuilt(cache, view)
 
@@ -90,40 +90,40 @@ class Replaced:
             (self._always if is_replaced else self._other).add(place)
 
 
-def _as_part(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as a view of one that begins with it along one dimension; the tensor itself if none does."""
-    if other.dim() != tensor.dim() or other.dtype != tensor.dtype or other.device != tensor.device:
+    if longer.dim() != tensor.dim() or longer.dtype != tensor.dtype or longer.device != tensor.device:
         return tensor
-    differ = [at for at, (long, short) in enumerate(zip(other.shape, tensor.shape, strict=True)) if long != short]
-    if len(differ) > 1 or any(other.shape[at] < tensor.shape[at] for at in differ):
+    differ = [dim for dim, (long, short) in enumerate(zip(longer.shape, tensor.shape, strict=True)) if long != short]
+    if len(differ) > 1 or any(longer.shape[dim] < tensor.shape[dim] for dim in differ):
         return tensor
-    part = other.narrow(differ[0], 0, tensor.shape[differ[0]]) if differ else other
+    part = longer.narrow(differ[0], 0, tensor.shape[differ[0]]) if differ else longer
     return part if torch.equal(part, tensor) else tensor
 
 
 def _rebuilt(cache: Any, of_tensor: Callable[[Place, torch.Tensor], torch.Tensor]) -> Any:
     """A copy of a cache whose tensors a function gives."""
-    made: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def rebuilt(value: Any, place: Place) -> Any:
-        if id(value) in made:
-            return made[id(value)]
+        if id(value) in copies:
+            return copies[id(value)]
         if isinstance(value, torch.Tensor):
-            made[id(value)] = of_tensor(place, value)
+            copies[id(value)] = of_tensor(place, value)
         elif isinstance(value, list | tuple):
             parts = [rebuilt(part, (*place, number)) for number, part in enumerate(value)]
-            made[id(value)] = parts if isinstance(value, list) else tuple(parts)
+            copies[id(value)] = parts if isinstance(value, list) else tuple(parts)
         elif isinstance(value, dict):
-            new = made[id(value)] = copy.copy(value)
+            new = copies[id(value)] = copy.copy(value)
             for key, part in value.items():
                 new[key] = rebuilt(part, (*place, key))
         elif hasattr(value, "__dict__") and not isinstance(value, WHOLE):
-            new = made[id(value)] = copy.copy(value)
+            new = copies[id(value)] = copy.copy(value)
             for name, part in vars(value).items():
                 vars(new)[name] = rebuilt(part, (*place, name))
         else:
             return value
-        return made[id(value)]
+        return copies[id(value)]
 
     return rebuilt(cache, ())
 
@@ -148,13 +148,13 @@ class ReplaySlot(Slot):
         self.filled = NOTHING_READ
         """The cache that the next pass goes on from."""
         self.older: list[Filled] = []
-        """Those after fewer tokens, from which another prompt may go on."""
+        """Caches after fewer tokens, from which another prompt may continue."""
         self._after = NOTHING_READ
         """What the pass over a chain left, of which nothing is accepted yet."""
 
     @property
     def bytes(self) -> int:
-        return bytes_of(one.cache for one in (self.filled, *self.older))
+        return bytes_of(filled.cache for filled in (self.filled, *self.older))
 
     @property
     def length(self) -> int:
@@ -170,11 +170,13 @@ class ReplaySlot(Slot):
         return self.tokens[self.filled.length :]
 
     def resumes_at(self, shared: int) -> int:
-        return max((one.length for one in (self.filled, *self.older) if one.length <= shared), default=0)
+        return max((filled.length for filled in (self.filled, *self.older) if filled.length <= shared), default=0)
 
     def keep_states(self) -> None:
-        before = [one for one in self.older if 0 < one.length < self.filled.length]
-        shortened = [Filled(one.length, with_views_of(self.filled.cache, one.cache, self._shared)) for one in before]
+        before = [filled for filled in self.older if 0 < filled.length < self.filled.length]
+        shortened = [
+            Filled(filled.length, with_views_of(self.filled.cache, filled.cache, self._shared)) for filled in before
+        ]
         self.older = [*shortened, self.filled][-MOST_SNAPSHOTS:]
 
     def copy_of_filled(self) -> Any:
@@ -188,21 +190,21 @@ class ReplaySlot(Slot):
             self.hidden = [torch.cat(self.hidden)[:length]] if length else []
         self.tree = None
 
-    def _go_back(self, other: ReplaySlot, length: int) -> None:
-        """Take over the longest cache of a slot that has no more than so many tokens."""
-        found = [one for one in (*other.older, other.filled) if one.length <= length]
-        self.older = [one for one in other.older if one.length <= length]
-        self.filled = max(found, key=lambda one: one.length, default=NOTHING_READ)
+    def _go_back(self, source: ReplaySlot, length: int) -> None:
+        """Take over a slot's longest cache of at most ``length`` tokens."""
+        candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
+        self.older = [filled for filled in source.older if filled.length <= length]
+        self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
 
     def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
-        """Accept tokens that a pass has read after all others."""
+        """Accept tokens that a pass appended."""
         if hidden is not None:
             self.hidden.append(hidden)
         self.tokens += tokens
         self.filled = Filled(len(self.tokens), cache)
 
     def verified(self, tree_length: int, cache: Any) -> None:
-        """A pass has read all waiting tokens, the root and a chain of so many nodes."""
+        """Note that a pass read all waiting tokens, the root and a chain of this many nodes."""
         self._after = Filled(self.length + 1 + tree_length, cache)
 
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:
@@ -217,12 +219,12 @@ class ReplaySlot(Slot):
         if after.length == len(self.tokens):
             self.filled = after
 
-    def copy_from(self, other: Slot, length: int | None = None) -> None:
-        assert isinstance(other, ReplaySlot)
-        self.tokens = other.tokens[:length]
-        self._go_back(other, len(self.tokens))
-        self.owner, self.version = other.owner, other.version
-        hidden = other.all_hidden()
+    def copy_from(self, source: Slot, length: int | None = None) -> None:
+        assert isinstance(source, ReplaySlot)
+        self.tokens = source.tokens[:length]
+        self._go_back(source, len(self.tokens))
+        self.owner, self.version = source.owner, source.version
+        hidden = source.all_hidden()
         self.hidden = [] if hidden is None else [hidden[: len(self.tokens)]]
         self.tree = None
 

@@ -1,4 +1,4 @@
-"""The cache of an engine: keys, values and states of several sequences, and which tokens they are of."""
+"""An engine's cache: keys, values and states of several sequences, and their tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hdtool.runtime.model.families import picked
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
-"""The version of a context that no prompt may continue."""
+"""Version of a context that no prompt may continue."""
 
 
 class StatesOfTree(Protocol):
     """The states after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Turn the states before the tree of a slot into those after a path of its rows, the root first."""
+        """Advance a slot's states from before the tree along a path of its rows, the root first."""
         ...
 
 
@@ -34,32 +34,32 @@ class Slot:
     def __init__(self, kv: StaticKVCache) -> None:
         self.kv = kv
         self.tokens: list[int] = []
-        """Those of the accepted positions."""
+        """Tokens of the accepted positions."""
         self.hidden: list[torch.Tensor] = []
         """The hidden states of these tokens, if they are watched."""
         self.owner = ""
-        """Whose conversation it is."""
+        """The conversation it belongs to."""
         self.version = 0
         """The number of changes of the model before it was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
-        """The tree that was verified last, and nothing of it accepted yet."""
+        """The last verified tree, of which nothing is accepted yet."""
         self.hidden_of_tree: torch.Tensor | None = None
         self.states_of_tree: StatesOfTree | None = None
         self.place_in_tree = 0
-        """Its slot in the pass that verified the tree."""
+        """Index of its slot in the pass that verified the tree."""
         self.states_length = 0
-        """The accepted tokens that the states follow; -1 after an interrupt of what changed them."""
+        """Number of accepted tokens that the states follow; -1 after an interrupted update."""
         self.snapshots: list[Snapshot] = []
-        """States after fewer tokens, from which another prompt may go on."""
+        """States after fewer tokens, from which another prompt may continue."""
 
     @property
     def states(self) -> States | None:
-        """Those of recurrent layers."""
+        """States of recurrent layers."""
         return self.kv.storage.states
 
     @property
     def bytes(self) -> int:
-        return self.kv.storage.bytes + sum(one.states.bytes for one in self.snapshots)
+        return self.kv.storage.bytes + sum(snapshot.states.bytes for snapshot in self.snapshots)
 
     @property
     def length(self) -> int:
@@ -78,11 +78,11 @@ class Slot:
         """
         if self.states is None:
             return max(0, shared - 1)
-        lengths = [self.states_length, *(one.length for one in self.snapshots)]
+        lengths = [self.states_length, *(snapshot.length for snapshot in self.snapshots)]
         return max((length for length in lengths if length <= shared), default=0)
 
     def keep_states(self) -> None:
-        """Keep a copy of the states as they are now."""
+        """Keep a copy of the current states."""
         if self.states and self.states_length > 0:
             self.snapshots = kept(self.snapshots, Snapshot(self.states_length, self.states.copy()))
 
@@ -96,16 +96,16 @@ class Slot:
         self.tree = self.states_of_tree = None
 
     def _cut_states(self, length: int) -> None:
-        """Return to the states after ``length`` tokens, if there are any."""
+        """Return to the states after ``length`` tokens, if they were kept."""
         if self.states is None:
             return
-        self.snapshots = [one for one in self.snapshots if one.length <= length]
-        found = next((one for one in self.snapshots if one.length == length), None)
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
+        match = next((snapshot for snapshot in self.snapshots if snapshot.length == length), None)
         if length == 0:
             self.states_length = 0
-        elif found and self.states_length != length:
+        elif match and self.states_length != length:
             self.states_length = -1
-            self.states.copy_from(found.states)
+            self.states.copy_from(match.states)
             self.states_length = length
         elif self.states_length > length:
             self.states_length = -1
@@ -117,7 +117,7 @@ class Slot:
         self.states_length = -1
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Accept tokens that were read after the others."""
+        """Append accepted tokens."""
         if hidden is not None:  # first: an interrupt may leave hidden states too many, but never too few
             self.hidden.append(hidden)
         self.kv.length += len(tokens)
@@ -148,24 +148,24 @@ class Slot:
             self.hidden = [torch.cat(self.hidden)]
         return self.hidden[0] if self.hidden else None
 
-    def copy_from(self, other: Slot, length: int | None = None) -> None:
-        """Take over the first ``length`` tokens of another slot, or all of them."""
-        self.kv.copy_from(other.kv, length)
-        self._copy_states(other)
-        self.tokens = other.tokens[: self.kv.length]
-        self.owner, self.version = other.owner, other.version
-        hidden = other.all_hidden()
+    def copy_from(self, source: Slot, length: int | None = None) -> None:
+        """Take over another slot's first ``length`` tokens, or all."""
+        self.kv.copy_from(source.kv, length)
+        self._copy_states(source)
+        self.tokens = source.tokens[: self.kv.length]
+        self.owner, self.version = source.owner, source.version
+        hidden = source.all_hidden()
         self.hidden = [] if hidden is None else [hidden[: self.kv.length]]
         self.tree = None
 
-    def _copy_states(self, other: Slot) -> None:
-        if self.states is None or other.states is None:
+    def _copy_states(self, source: Slot) -> None:
+        if self.states is None or source.states is None:
             return
         self.states_length = -1
-        if 0 <= other.states_length <= self.kv.length:
-            self.states.copy_from(other.states)
-            self.states_length = other.states_length
-        self.snapshots = [one for one in other.snapshots if one.length <= self.kv.length]
+        if 0 <= source.states_length <= self.kv.length:
+            self.states.copy_from(source.states)
+            self.states_length = source.states_length
+        self.snapshots = [snapshot for snapshot in source.snapshots if snapshot.length <= self.kv.length]
         self.kv.begin_states(has_begun=self.states_length > 0)
 
 
@@ -174,7 +174,7 @@ class Cache:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a prompt can only go on from where its states were kept."""
+        """True if a prompt can only go on from where its states were kept."""
         return bool(self.storage.states)
 
     def __init__(
@@ -186,7 +186,7 @@ class Cache:
     ) -> None:
         self._shapes, self._state_shapes = shapes, state_shapes
         self.number = 0
-        """Its name in the processes that share a model."""
+        """Cache number shared by the processes of a model."""
         self.user: object = None
         """The loop whose answers it holds."""
         self.slots: list[Slot] = []
@@ -224,10 +224,13 @@ class Cache:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # A view of the only slot would be another object, which nothing but its identity tells from the whole.
         parts = [storage] if slots == 1 else [storage.of_slot(slot) for slot in range(slots)]
-        made = [Slot(StaticKVCache(part)) for part in parts]
-        for new, before in zip(made, self.slots, strict=False):
+        new_slots = [Slot(StaticKVCache(part)) for part in parts]
+        for new, before in zip(new_slots, self.slots, strict=False):
             new.copy_from(before)
-        self.storage, self.slots = storage, made  # last: an interrupt leaves slots of the old storage, and all of them
+        self.storage, self.slots = (
+            storage,
+            new_slots,
+        )  # last: an interrupt leaves slots of the old storage, and all of them
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
@@ -235,7 +238,7 @@ class Cache:
 
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
-        """A copy of what a slot holds, in memory of its own."""
+        """A copy of a slot's contents in its own memory."""
         held = self.slots[slot]
         copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
         copy.copy_from(held)

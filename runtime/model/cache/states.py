@@ -1,4 +1,4 @@
-"""States of recurrent layers and short convolutions, which a cache holds beside keys and values."""
+"""States of recurrent layers and short convolutions in a cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StateShape(NamedTuple):
 
 
 def has_states(cache: DynamicCache) -> bool:
-    """Whether any layer of a ``transformers`` cache has a state."""
+    """True if any layer of a ``transformers`` cache has a state."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
@@ -64,12 +64,12 @@ class States:
     @classmethod
     def zeros(cls, shapes: Iterable[StateShape], sequences: int) -> States:
         alike: dict[StateShape, list[StateName]] = {}
-        for one in shapes:
-            alike.setdefault(one._replace(name=FIRST), []).append(one.name)
+        for shape in shapes:
+            alike.setdefault(shape._replace(name=FIRST), []).append(shape.name)
         return cls(
             {
-                tuple(names): torch.zeros((len(names), sequences, *one.shape), dtype=one.dtype, device=one.device)
-                for one, names in alike.items()
+                tuple(names): torch.zeros((len(names), sequences, *shape.shape), dtype=shape.dtype, device=shape.device)
+                for shape, names in alike.items()
             }
         )
 
@@ -84,7 +84,7 @@ class States:
 
     @property
     def address(self) -> int:
-        """Where the first of them lies: no other states are there at the same time."""
+        """Address of the first state; it identifies these states while they exist."""
         return next(iter(self.stacks.values())).data_ptr()
 
     @property
@@ -95,7 +95,7 @@ class States:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Set all numbers to 0, as they are before the first token."""
+        """Zero all states, as before the first token."""
         for stack in self.stacks.values():
             stack.zero_()
 
@@ -106,19 +106,19 @@ class States:
     @cached_property
     def by_layer(self) -> dict[int, dict[StateName, torch.Tensor]]:
         """The states of each layer that has any."""
-        found: dict[int, dict[StateName, torch.Tensor]] = {}
+        layers: dict[int, dict[StateName, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
-            found.setdefault(name.layer, {})[name] = tensor
-        return found
+            layers.setdefault(name.layer, {})[name] = tensor
+        return layers
 
     @torch.inference_mode()
     def copy(self) -> States:
         return States({names: stack.clone() for names, stack in self.stacks.items()})
 
     @torch.inference_mode()
-    def copy_from(self, other: States) -> None:
+    def copy_from(self, source: States) -> None:
         for names, stack in self.stacks.items():
-            stack.copy_(other.stacks[names])
+            stack.copy_(source.stacks[names])
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
         """Layers of a ``transformers`` cache that read and write these states."""
@@ -142,7 +142,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Say whether the states are those after a token; otherwise they are not read."""
+        """Record whether the states follow a token; otherwise they aren't read."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
@@ -159,4 +159,4 @@ MOST_SNAPSHOTS = 4
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
     """The snapshots that remain when one is added: those of the longest contexts."""
-    return [*(one for one in snapshots if one.length < new.length), new][-MOST_SNAPSHOTS:]
+    return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MOST_SNAPSHOTS:]

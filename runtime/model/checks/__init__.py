@@ -1,4 +1,4 @@
-"""Checks of a model beside the one of a small tree: after a long context, and before each prompt for changes.
+"""Checks of a model: draft trees, long contexts, and changes between prompts.
 
 Imports `runtime/kernels`, the attention masks and the KV cache of `runtime/model`, and draft trees.
 """

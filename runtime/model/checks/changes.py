@@ -1,6 +1,6 @@
-"""Notices that a model's weights, hooks or adapters changed since they were recorded.
+"""Detects changed weights, hooks or adapters of a model.
 
-Adapters replace modules, training and merging replace weights, and hooks expect each module to be called.
+Adapters replace modules, training and merging replace weights, and hooks expect every module to be called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 LAYOUT = attrgetter("shape", "dtype")
-"""What beside its address and its strides tells how a tensor lies in memory: a transposed one has the same address."""
+"""Memory layout beyond address and strides: a transposed tensor has the same address."""
 
 OF_EVERY_MODULE = frozenset(vars(Module()))
 """Attributes that torch gives to a module."""
@@ -38,12 +38,12 @@ class RecordedWeights:
             holder for module in modules for holder in (module._modules, module._parameters, module._buffers)
         ]
         self._held = self._now_held()
-        weights = [one for one in self._held if isinstance(one, torch.Tensor)]
+        weights = [item for item in self._held if isinstance(item, torch.Tensor)]
         self._compact = list(filter(is_compact, weights))
         self._stored = self._now_stored()
-        self._tensors = list(chain.from_iterable(_with_numbers(one) for one in weights if not is_compact(one)))
-        for one in self._stored:
-            self._tensors += one.tensors if isinstance(one, PackedMatrix) else [one]
+        self._tensors = list(chain.from_iterable(_with_numbers(weight) for weight in weights if not is_compact(weight)))
+        for item in self._stored:
+            self._tensors += item.tensors if isinstance(item, PackedMatrix) else [item]
         self._addresses = self._now_at()
 
     def memory(self) -> list[torch.UntypedStorage]:
@@ -85,21 +85,21 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """Whether nothing changed; modules that were added or replaced are in the place of others."""
+        """True if nothing changed, including added or replaced modules."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
-        """Whether weights were written where they lie, as an optimizer does: what was compiled or captured is valid."""
+        """True if weights were written in place, as by an optimizer; what was compiled or captured stays valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:
-        """Whether a model has the recorded modules, classes and hooks."""
+        """True if a model has the recorded modules, classes and hooks."""
         modules = list(model.modules())
         is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
         return is_same and self._code == self._code_now()
 
     def _versions_now(self) -> list[int]:
-        return [-1 if one.is_inference() else one._version for one in self._parameters]
+        return [-1 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
     def _code_now(self) -> list[Hashable]:
         """Ids of hooks are never used twice."""
@@ -109,7 +109,7 @@ class RecordedModel:
         return [*hooks, *kinds, *forwards, *(kind.forward for kind in dict.fromkeys(kinds))]
 
     def _settings_now(self) -> list[Hashable]:
-        """Plain attributes of modules, such as which adapters are active and how they are scaled."""
+        """Plain attributes of modules, such as active adapters and their scales."""
         return [
             (name, _plain(value))
             for module in self._modules
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Hashable:
 
 
 class ModelChanges:
-    """What a model was at its last prompt, and how often it was found changed since."""
+    """State of a model at its last prompt, and how often it has changed since."""
 
     def __init__(self, model: Module) -> None:
         self._model = model
@@ -173,7 +173,7 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Whether the model changed since it was recorded; it must be recorded again then, or if it never was.
+        """True if the model changed since it was recorded; it must be recorded again then, or if it never was.
 
         ``discard`` is called with whether the model has other code, but not if its weights were merely written in
         place; if it fails, the model is still another one at the next prompt.

@@ -1,7 +1,6 @@
-"""A proof that a model follows masks and positions after a long context, where a window that it applies itself shows.
+"""Proves that a model follows masks and positions after a long context, where its own window would show.
 
-No long prompt is read. Keys and values of the context are drawn at random, and all layers share them, so the passes
-take little longer than those after a short context: an embedding of a few tokens, and attention of a few rows.
+No long prompt is read: all layers share random keys and values, so a pass costs little more than after a short context.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
-"""Tokens of context of the proof: at least and at most, as far as the model's own limit allows."""
+"""Minimum and maximum context tokens of the proof, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
 OF_STATES = re.compile(r"conv|chunk|kernel")
 """Sizes that recurrent layers have, which are no windows of attention."""
@@ -43,9 +42,9 @@ class LongContext:
 
     length: int
     hidden: int
-    """Places of the cache that the mask hides, as it hides those of other branches: in its middle and at its end."""
+    """Cache positions hidden by the mask, in the middle and at the end, as other branches are."""
     largest: tuple[str, int] | None
-    """The largest size that the model names beside those of hdtool's masks."""
+    """Largest size the model names beyond those in hdtool's masks."""
 
     @property
     def found_in(self) -> str:
@@ -107,7 +106,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:
         return []
-    largest = max(sizes.items(), key=lambda one: one[1], default=None)
+    largest = max(sizes.items(), key=lambda entry: entry[1], default=None)
     length = min(max(DEFAULT_LENGTH, largest[1] * 5 // 4 if largest else 0), LARGEST_LENGTH)
     if limit is None or length + length // 2 + ROWS <= limit:
         return [LongContext(length, length // 2, largest)]
@@ -127,7 +126,7 @@ def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _is_foreign(module: Module) -> bool:
-    """Whether the code of a module, other than that of a linear layer, is neither torch's nor the library's."""
+    """True if a module's code is neither torch's nor the library's; linear layers are exempt."""
     is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
@@ -145,7 +144,7 @@ class _SharedContext(Cache):
         self.begin_after(0)
 
     def begin_after(self, context: int) -> None:
-        """Discard all tokens after a context of so many."""
+        """Discard all tokens after a context of this length."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
         self._later_of_indexers: dict[int, torch.Tensor] = {}
@@ -173,17 +172,17 @@ class _SharedContext(Cache):
 
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
-    """A cache of random keys and values, which layers share unless one of them reads those of another layer."""
+    """A cache of random keys and values, shared by layers unless one reads another's."""
     if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:
         different = list(dict.fromkeys(shapes))
-        made = KVTensors.for_layers(different, capacity)
-        views = [made.layers[different.index(shape)] for shape in shapes]
+        tensors = KVTensors.for_layers(different, capacity)
+        views = [tensors.layers[different.index(shape)] for shape in shapes]
         indexers = {
-            number: made.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
+            number: tensors.indexers[different.index(shape)] for number, shape in enumerate(shapes) if shape.indexer
         }
-        storage = KVTensors(made.tensors, views, made.capacity, indexers=indexers)
+        storage = KVTensors(tensors.tensors, views, tensors.capacity, indexers=indexers)
     random = torch.Generator().manual_seed(1)
     for keys, values in dict.fromkeys(storage.layers):
         if not keys.numel():
@@ -191,7 +190,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
         like: list[Any] = [
             layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
         ]
-        layer = max(like, key=lambda one: float(one.values.float().norm()))
+        layer = max(like, key=lambda entry: float(entry.values.float().norm()))
         # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
         # that occurs several times do in a first layer, where choices among them depend on the order of keys.
         count = keys.shape[2]
@@ -208,7 +207,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
     """A mask with hidden columns that begin at ``start``."""
     if isinstance(mask, dict):
-        return {kind: None if one is None else _inserted(one, start, hidden) for kind, one in mask.items()}
+        return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}
     assert mask is not None
     return _inserted(mask, start, hidden)
 

@@ -1,4 +1,4 @@
-"""Checks that a model verifies draft trees, or chains of drafts, as it decodes token by token."""
+"""Checks that a model verifies draft trees, or chains, as it decodes token by token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def prove_recurrent_trees(target: Target) -> None:
 
 
 class Expected(NamedTuple):
-    """Logits of decoding token by token, by the model's own code."""
+    """Logits of token-by-token decoding by the model's own code."""
 
     of_rows: list[torch.Tensor]
     """After the root of the small tree, and after each depth of its paths: ``[paths, vocabulary]``."""
@@ -85,7 +85,7 @@ class Expected(NamedTuple):
 
 
 def _find_recurrences(target: Target) -> Expected:
-    """Find what updates states, and the shapes of the cache; logits of decoding token by token."""
+    """Find the mixers and the cache shapes; return the logits of token-by-token decoding."""
     context, _, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
     target.rounding = None
@@ -136,7 +136,7 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Logits after the last token of each row, by the model's own code; ``start`` tokens were read before."""
+    """Logits after each row's last token by the model's own code, after ``start`` earlier tokens."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
@@ -148,22 +148,22 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     of_tree = target.verify(cache, [tree])[0].logits.clone()
     of_paths = of_tree[1:].view(PATHS, DEPTH, -1)
-    found = [of_tree[:1].expand(PATHS, -1), *of_paths.unbind(1)]
+    actual = [of_tree[:1].expand(PATHS, -1), *of_paths.unbind(1)]
     target.commit(cache, 0, [DEPTH])  # the first node of the second path, so that positions and states move
     again = target.verify(cache, [DraftTree.bare(paths[1][1])])[0].logits
-    distance = max(_between(target, *pair) for pair in zip(found, expected.of_rows, strict=True))
+    distance = max(_between(target, *pair) for pair in zip(actual, expected.of_rows, strict=True))
     return max(distance, _between(target, again[-1:], expected.of_rows[-1][1:2]))
 
 
-def _between(target: Target, found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance; in low precision the median, since a row may go to other experts."""
+def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest distance; in low precision the median, since a row may be routed to other experts."""
     # Some models in low precision have logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
-    return decisive(distances(found, expected), is_rounded=is_rounded)
+    return decisive(distances(actual, expected), is_rounded=is_rounded)
 
 
 def _continues(target: Target, expected: Expected) -> bool:
-    """Whether the model's own pass over several tokens goes on from the states of the passes before.
+    """True if the model's own pass over several tokens goes on from the states of the passes before.
 
     It is also compared with decoding: the layers of some models read several tokens in another way.
     """
@@ -176,8 +176,8 @@ def _continues(target: Target, expected: Expected) -> bool:
         raise
     except Exception:  # model code that starts at the first token only
         return False
-    found = [_between(target, one, expected.of_context) for one in (in_parts, expected.of_rows[0][:1])]
-    return all(distance <= _tolerance(target) for distance in found)
+    gaps = [_between(target, logits, expected.of_context) for logits in (in_parts, expected.of_rows[0][:1])]
+    return all(distance <= _tolerance(target) for distance in gaps)
 
 
 LEAST_CONTEXT, MOST_CONTEXT = 24, 288
@@ -203,17 +203,17 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
         with torch.inference_mode(False), torch.no_grad():
             plain, places = _token_by_token(stock, context, tokens)
         passes = ReplayPasses(stock, places)
-        found = _by_chains(passes, context, tokens)
+        actual = _by_chains(passes, context, tokens)
         numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code raises many kinds
         raise _refused(no_trees, f"it fails on a chain of drafts ({reason_of(error)})") from error
-    each = distances(found, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
-    distance = decisive(each, is_rounded=is_low_precision(target.dtype))
+    gaps = distances(actual, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
+    distance = decisive(gaps, is_rounded=is_low_precision(target.dtype))
     tolerance = tolerance_of(target.dtype, strict=True)
     if not distance <= tolerance:
-        changed = next((name for name, one in _tensors_in_modules(model) if before.get(name) is not one), None)
+        changed = next((name for name, tensor in _tensors_in_modules(model) if before.get(name) is not tensor), None)
         place = f"{changed} is a state outside of the cache" if changed else "its passes over several tokens are wrong"
         raise _refused(no_trees, f"a chain of drafts is off by {distance:.2g} sigma: {place}")
     if not numbered <= tolerance:
@@ -257,7 +257,7 @@ def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
 ) -> tuple[torch.Tensor, frozenset[Place]]:
     """Logits after each of the tokens, and the places in the cache that passes replace."""
-    found: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
     cache: Any = None
 
     def read(new: Sequence[int], start: int) -> None:
@@ -265,32 +265,32 @@ def _token_by_token(
         ids = torch.tensor([list(new)], device=stock.device)
         output = stock.call(ids, torch.arange(start, start + len(new), device=stock.device)[None], None, cache)
         cache = cache_in(output)
-        found.append(output.logits[0, -1].clone())
+        logits.append(output.logits[0, -1].clone())
 
     read(context, 0)
     replaced, length = Replaced(), len(context)
     for token in tokens:
         replaced.watch(lambda: cache, partial(read, [token], length))
         length += 1
-    plain = torch.stack(found[1:])
+    plain = torch.stack(logits[1:])
     replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace less
     return plain, replaced.places
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Logits after each token by chains of which some drafts are rejected, and again those after the first few."""
-    cache, found, place = passes.allocate(1), [], 0
+    cache, logits, place = passes.allocate(1), [], 0
     passes.prefill(cache, 0, context, 0)
     cache.slots[0].keep_states()
     for drafted, accepted in CHAINS:
         right = tokens[place + 1 : place + 1 + accepted]
         wrong = [(tokens[place] + 5 + draft) % max(2, max(tokens)) for draft in range(drafted - accepted)]
         chain = DraftTree.of(tokens[place], [*right, *wrong], list(range(-1, drafted - 1)))
-        found.append(passes.verify_alone(cache, 0, chain).logits[: accepted + 1].clone())
+        logits.append(passes.verify_alone(cache, 0, chain).logits[: accepted + 1].clone())
         cache.slots[0].commit(range(accepted))
         place += accepted + 1
-    found.append(passes.prefill(cache, 0, tokens[:READ_AGAIN], len(context)).logits)
-    return torch.cat(found)
+    logits.append(passes.prefill(cache, 0, tokens[:READ_AGAIN], len(context)).logits)
+    return torch.cat(logits)
 
 
 def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -347,7 +347,7 @@ def prove_trees(target: Target) -> None:
 
 
 def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCache) -> None:
-    """Check a tree after more tokens than a window has, if the model may have one beside those of the masks."""
+    """Check a tree after a context longer than any window the model may have beyond those of the masks."""
     kind, limit = target.model.config.model_type, target.context_limit(LARGEST_LENGTH)
     for context in long_contexts(target.model, target.stock.windows, limit):
         try:
@@ -368,8 +368,8 @@ def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]
     target.wait()
-    found = [first.logits.clone()]
+    logits = [first.logits.clone()]
     target.commit(cache, 0, [3, 4, 5])
     second = target.verify(cache, [tree])[0]
     target.wait()
-    return [*found, second.logits.clone()]
+    return [*logits, second.logits.clone()]

@@ -1,5 +1,5 @@
-"""Models in GGUF files: which file is meant, its conversion, once, and weights that stay in the blocks of the file.
+"""GGUF models: locating and converting the file, and weights that stay in its blocks.
 
-Imports `data`, `runtime/kernels` and `runtime/config`; transformers reads the files, and its class names stay in
-`convert` and `packed_model`.
+Imports `data`, `runtime/kernels` and `runtime/config`. Transformers reads the files; its class names stay in `convert`
+and `packing`.
 """

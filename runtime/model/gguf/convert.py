@@ -1,11 +1,9 @@
-"""The conversion of a GGUF file by transformers: its configuration and tokenizer, and its weights.
+"""Converts a GGUF file with transformers: configuration, tokenizer and weights.
 
-What it reads stays the same. Of SmolLM2's file, the header has 150,000 values, and the model has 397 modules.
-
-transformers unpacks the tensors of most architectures into a dictionary before it fills the model, and converts those
-of a few one by one while it does. Both places are taken, and a weight that is handed over is one zero in the model.
-
-The weights are written in float32, or only those that no product takes from the file itself.
+The file's header is read once; SmolLM2's has 150,000 values. Transformers unpacks most architectures' tensors into a
+dictionary before it fills the model, and converts a few architectures' one by one. Both code paths are patched to hand
+over each weight, which leaves a single zero in the model. Weights are written in float32, or only those that no matmul
+takes from the file.
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ def read_once() -> Iterator[None]:
         @data.setter
         def data(self, mapped: Any) -> None:
             self._data = mapped.view(np.ndarray)
-            if isinstance(own := getattr(mapped, "_mmap", None), mmap.mmap):
-                maps.append(own)
+            if isinstance(file_map := getattr(mapped, "_mmap", None), mmap.mmap):
+                maps.append(file_map)
 
-    def dequantize(*given: Any, really: Any = gguf.dequantize) -> Any:
+    def dequantize(*arguments: Any, really: Any = gguf.dequantize) -> Any:
         try:
-            return really(*given)
+            return really(*arguments)
         finally:
             for mapped in maps:  # the pages would stay in memory beside the numbers
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -82,17 +80,17 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
     The file has no settings for it, but a tensor with the divisor of each frequency.
     """
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
-    found = [tensor for tensor in header.tensors if tensor.name in FACTORS]
-    if header.architecture == READ or (not found and scaling == "none"):
+    factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
+    if header.architecture == READ or (not factors and scaling == "none"):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if scaling == "none" and [one.name for one in found] == [FACTORS[0]] and found[0].kind == FLOAT32:
-        divisors = np.fromfile(file, "<f4", found[0].numbers, offset=header.data + found[0].offset)
+    if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:
+        divisors = np.fromfile(file, "<f4", factors[0].numbers, offset=header.data + factors[0].offset)
         factor = round(float(divisors.max(initial=1)), 3)
         if rope.get("rope_type") == "default" and _are_of_llama_3(divisors, rope["rope_theta"], factor):
             settings.rope_parameters = {**rope, **LLAMA_3, "rope_type": "llama3", "factor": factor}
             return
-    what = found[0].name if found else f"of type {scaling}"
+    what = factors[0].name if factors else f"of type {scaling}"
     print(
         f"note: {file} scales its rotary positions ({what}), which transformers {metadata.version('transformers')} "
         "does not read: answers differ from those of the original model",
@@ -101,7 +99,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Whether these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
+    """True if these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -119,15 +117,15 @@ READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads meanwhile."""
+    """Call ``take`` for each weight that transformers reads in this block."""
     with ExitStack() as patches:
         # Else threads read ahead without a limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
             with suppress(ImportError):
-                found = import_module(f"transformers.{module}")
-                if hasattr(found, name):
-                    patches.enter_context(patch.object(found, name, wrapped(getattr(found, name), take)))
+                module_ = import_module(f"transformers.{module}")
+                if hasattr(module_, name):
+                    patches.enter_context(patch.object(module_, name, wrapped(getattr(module_, name), take)))
         yield
 
 
@@ -151,11 +149,11 @@ def _reading(read: Function, take: Take) -> Function:
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
         taken: dict[str, tuple[int, ...]] = {}
         processors = {name: _processor(kind, take, taken) for name, kind in unpacking.TENSOR_PROCESSORS.items()}
-        other = _processor(unpacking.TensorProcessor, take, taken)
-        with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", other):
-            found: dict[str, Any] = read(*arguments, **options)
-        found.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
-        return found
+        processor = _processor(unpacking.TensorProcessor, take, taken)
+        with patch.dict(unpacking.TENSOR_PROCESSORS, processors), patch.object(unpacking, "TensorProcessor", processor):
+            content: dict[str, Any] = read(*arguments, **options)
+        content.get("tensors", {}).update((name, _zeros(shape)) for name, shape in taken.items())
+        return content
 
     return read_in_turn
 
@@ -163,15 +161,15 @@ def _reading(read: Function, take: Take) -> Function:
 def _processor(kind: type[Any], take: Take, taken: dict[str, tuple[int, ...]]) -> type[Any]:
     class InTurn(kind):  # type: ignore[misc]
         def process(self, weights: Any, name: str, **options: Any) -> Any:
-            found = super().process(weights=weights, name=name, **options)
-            place = options["tensor_key_mapping"].get(found.name)
+            tensor = super().process(weights=weights, name=name, **options)
+            place = options["tensor_key_mapping"].get(tensor.name)
             # Tensors that are not unpacked are views of the file, and not writable.
-            if place is None or not found.weights.flags.writeable:
-                return found
-            if not take(place, torch.from_numpy(np.ascontiguousarray(found.weights))):
-                return found
-            taken[place] = found.weights.shape
-            return found._replace(name="")  # tensors without a place in the model are left out
+            if place is None or not tensor.weights.flags.writeable:
+                return tensor
+            if not take(place, torch.from_numpy(np.ascontiguousarray(tensor.weights))):
+                return tensor
+            taken[place] = tensor.weights.shape
+            return tensor._replace(name="")  # tensors without a place in the model are left out
 
     return InTurn
 
@@ -192,14 +190,14 @@ UNSHARDED = 1 << 60
 
 @dataclass(frozen=True)
 class Conversion:
-    """A GGUF file that is whole and that transformers can be asked to read."""
+    """A complete GGUF file that transformers can read."""
 
     file: Path
     header: GGUFHeader
 
     @classmethod
     def of(cls, file: Path) -> Conversion:
-        """Check the file and the libraries; raises a ``ModelError`` that states what is wrong."""
+        """Check the file and the libraries; raise a ``ModelError`` that says what is wrong."""
         header = GGUFHeader.read(file)
         if lacking := [name for name in LIBRARIES if not find_spec(name)]:
             needed = " and ".join(lacking)
@@ -221,8 +219,8 @@ class Conversion:
         kinds = {tensor.kind for tensor in self.header.tensors}
         if not kinds <= PLAIN.keys():
             return torch.float32
-        found = {PLAIN[kind] for kind in kinds}
-        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), torch.float32)
+        dtypes = {PLAIN[kind] for kind in kinds}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
     @property
     def bytes(self) -> int:
@@ -247,17 +245,17 @@ class Conversion:
                 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
 
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
-        """Write the weights; ``configuration`` is what ``write_configuration`` wrote."""
+        """Write the weights for a configuration from ``write_configuration``."""
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
             for weight in model.parameters():
-                weight.data = narrowed(weight.data)
+                weight.data = narrow_if_exact(weight.data)
         with _progress():
             _save(model, folder)
         return (folder / WEIGHTS,)
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
-        """Write which weights stay in the file, and the others; expanded weights that are there are not read again."""
+        """Write which weights stay in the file, and the other weights; reuses expanded weights."""
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
             return plan.write(load_file(there).items(), folder)
@@ -287,16 +285,16 @@ class Conversion:
                 raise ModelError(f"{self.file} lacks {len(lacking)} weights of its model ({lacking[0]}, …)")
         return model
 
-    def _ends(self, found: int | list[int] | None) -> int | list[int] | None:
+    def _ends(self, token_ids: int | list[int] | None) -> int | list[int] | None:
         """The tokens that end an answer: those that transformers read and those that end a turn."""
-        ends = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in ENDS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys(ends))
         return ends if len(ends) > 1 else ends[0] if ends else None
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """A folder with the file alone: what lies beside it, such as another tokenizer, would be read as well."""
+        """A folder with only the file: transformers would also read its neighbours, such as another tokenizer."""
         source = folder / "source"
         source.mkdir()
         link = source / LINK
@@ -325,7 +323,7 @@ class Conversion:
 
 
 def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model; of tied ones the first, by which the other is found."""
+    """Weights of a model; of tied weights only the first, from which the others follow."""
     seen = set()
     for name, weight in model.state_dict().items():
         place = weight.data_ptr(), weight.shape
@@ -343,8 +341,8 @@ def _save(model: Any, folder: Path) -> None:
         raise OSError(0, " ".join(str(error).split())) from error
 
 
-def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in 16 bits if these hold them exactly."""
+def narrow_if_exact(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in 16 bits if these hold it exactly, otherwise unchanged."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal((narrow := weight.to(dtype)).to(weight.dtype), weight):
             return narrow

@@ -1,4 +1,5 @@
-"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, whole or not there."""
+"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, and complete or
+absent."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.kept_records import exclusive, lock_of, locked, remove_unfinished, scratch
 from hdtool.data.output_files import to_disk
 from hdtool.data.stores.home import converted_at_home
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.convert import PLAIN, Conversion
 from hdtool.runtime.model.gguf.converted_folder import (
@@ -46,14 +47,14 @@ NAMES = {
     35: "TQ2_0",
     40: "NVFP4",
 }
-"""Formats that transformers reads and no product takes, by their number in a file."""
+"""Formats that transformers reads but no matmul takes, by type number."""
 
 
 def slow_weights(header: GGUFHeader) -> str | None:
-    """How many matrices of a file are computed in float32 though they are quantized, and why; None if none are."""
+    """Describe how many quantized matrices are computed in float32 and why, or return None."""
     matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
     packed = {tensor.offset for tensor in packable(header)}
-    slow = [one for one in matrices if one.kind not in PLAIN and header.data + one.offset not in packed]
+    slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and header.data + matrix.offset not in packed]
     if not slow:
         return None
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
@@ -61,9 +62,9 @@ def slow_weights(header: GGUFHeader) -> str | None:
 
 
 def _reason(tensor: GGUFTensor) -> str:
-    if tensor.kind not in FORMATS:
+    if tensor.kind not in FORMATS_BY_GGUF_TYPE:
         return f"in {NAMES.get(tensor.kind, f'format {tensor.kind}')}"
-    name = FORMATS[tensor.kind].name
+    name = FORMATS_BY_GGUF_TYPE[tensor.kind].name
     if not EXPANDS_FLOAT16:
         return f"in {name} on a processor that cannot convert float16"
     if len(tensor.shape) > 2:
@@ -73,7 +74,7 @@ def _reason(tensor: GGUFTensor) -> str:
 
 FINGERPRINT_DIGITS = 16
 SPARE = 1 << 26
-"""Bytes that stay free on the disk after a conversion."""
+"""Disk space in bytes to leave free after a conversion."""
 
 
 def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
@@ -105,7 +106,7 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
 
 
 def stays_packed(file: Path) -> bool:
-    """Whether a file has weights that can be computed with as they are."""
+    """True if weights of the file can be computed in their blocks."""
     signature = Signature.of(file)
     if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
         return True
@@ -131,7 +132,7 @@ def _fingerprint(digest: str) -> str:
 def _complete(
     conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool, packed: bool
 ) -> None:
-    """Make what the folder lacks; its lock is held."""
+    """Make what the folder lacks, while its lock is held."""
     remove_unfinished(folder)
     manifest = Manifest.read(folder)  # another process may have made it while this one waited
     if manifest is None:
@@ -179,16 +180,16 @@ def _check_room(conversion: Conversion, folder: Path) -> None:
 def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
-    """Add the files that ``write`` makes of a folder's configuration in another folder."""
+    """Add the files that ``write`` makes from a folder's configuration, via a temporary folder."""
     with scratch(folder) as place:
-        made = write(folder, place)
-        for written in made:
+        paths = write(folder, place)
+        for written in paths:
             shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
             to_disk(written)
         _check_unchanged(file, signature)
-        for written in made:
+        for written in paths:
             written.replace(folder / written.name)
-    files = {written.name: (folder / written.name).stat().st_size for written in made}
+    files = {written.name: (folder / written.name).stat().st_size for written in paths}
     manifest = replace(manifest, files={**manifest.files, **files})
     manifest.write(folder)
     return manifest
@@ -208,11 +209,15 @@ def _remember(folder: Path, signature: Signature) -> None:
 
 
 def _remove_superseded(folder: Path, signature: Signature) -> None:
-    """Delete models converted from earlier contents of the same file, or from it by another version of transformers."""
-    for other, manifest in manifests():
-        files = {one.path: one for one in manifest.seen}
-        if other == folder or not files.pop(signature.path, None) or any(one.holds for one in files.values()):
+    """Delete models converted from the file's earlier contents, or by another version of transformers."""
+    for other_folder, manifest in manifests():
+        files = {signature_.path: signature_ for signature_ in manifest.seen}
+        if (
+            other_folder == folder
+            or not files.pop(signature.path, None)
+            or any(signature_.holds for signature_ in files.values())
+        ):
             continue
-        busy = ModelError(f"another process converts to {other}")
-        with suppress(ModelError, OSError), exclusive(lock_of(other), busy):
-            remove(other, manifest)
+        busy = ModelError(f"another process converts to {other_folder}")
+        with suppress(ModelError, OSError), exclusive(lock_of(other_folder), busy):
+            remove(other_folder, manifest)

@@ -1,4 +1,4 @@
-"""Which GGUF file is meant, its identity, and the manifest of the folder that holds its converted model."""
+"""Identity of a GGUF file, and the manifest of the folder with its converted model."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Signature:
     @classmethod
     def of(cls, path: Path) -> Signature:
         place = path.resolve()
-        found = place.stat()
-        return cls(str(place), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        status = place.stat()
+        return cls(str(place), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     @property
     def holds(self) -> bool:
-        """Whether the file is there and has this signature still."""
+        """True if the file still exists with this signature."""
         try:
             return Signature.of(Path(self.path)) == self
         except OSError:
@@ -123,38 +123,38 @@ def _listed(files: list[Path]) -> str:
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
-"""Where the file has the weights that stay packed, and all others."""
+"""File names of the plan of packed weights and of all other weights."""
 FORMAT = 1
 PACKING = 3
-"""Raised whenever products take more formats: what stays packed is looked for again then."""
+"""Incremented whenever matmuls take more formats, so that packed weights are searched for again."""
 MOST_SEEN = 16
-"""Signatures kept: one for each place of the same file, such as a copy."""
+"""Maximum signatures kept: one for each location of the same file, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
 
 @dataclass(frozen=True)
 class Manifest:
     sha256: str
-    """Of the GGUF file."""
+    """SHA-256 of the GGUF file."""
     transformers: str
-    """The version that read the file: another one may read it differently."""
+    """Version of transformers that read the file: others may read it differently."""
     files: dict[str, int]
     """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
     seen: tuple[Signature, ...] = ()
-    """Files that are known to have this content."""
+    """Files known to have this content."""
     packing: int = 0
     """The ``PACKING`` by which packed weights were looked for."""
     slow: str = ""
-    """Which weights are not computed with as they are, in words; empty if all are."""
+    """Which weights aren't computed in their blocks, in words; empty if all are."""
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder if all files that it names are there; None otherwise."""
+        """The manifest of a folder if all its files exist, or None."""
         try:
             row = json_object(folder / MANIFEST)
-            seen = tuple(Signature(**one) for one in row["seen"])
-            found = cls(
+            seen = tuple(Signature(**fields) for fields in row["seen"])
+            manifest = cls(
                 row["sha256"],
                 row["transformers"],
                 dict(row["files"]),
@@ -163,10 +163,10 @@ class Manifest:
                 str(row.get("slow", "")),
                 row["format"],
             )
-            whole = all((folder / name).stat().st_size == size for name, size in found.files.items())
+            whole = all((folder / name).stat().st_size == size for name, size in manifest.files.items())
         except (OSError, KeyError, TypeError, ValueError):
             return None
-        return found if whole and found.format == FORMAT else None
+        return manifest if whole and manifest.format == FORMAT else None
 
     @property
     def has_weights(self) -> bool:
@@ -189,15 +189,15 @@ class Manifest:
 
     def seen_as(self, signature: Signature) -> Manifest:
         """The manifest with one more file of this content; an older signature of the same path is dropped."""
-        others = [one for one in self.seen if one.path != signature.path]
+        others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MOST_SEEN:])
 
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
     """The folders of all converted models that are whole, with their manifests."""
     for place in converted_models().glob(f"[!.]*/{MANIFEST}"):
-        if found := Manifest.read(place.parent):
-            yield place.parent, found
+        if manifest := Manifest.read(place.parent):
+            yield place.parent, manifest
 
 
 def remove(folder: Path, manifest: Manifest) -> None:

@@ -1,7 +1,7 @@
-"""Which weights of a model can be computed with in the blocks of its GGUF file, and in which order of rows.
+"""Which weights of a model can be computed in the blocks of its GGUF file, and in what row order.
 
-Families differ in names and in the order of rows, so nothing is derived from these: a weight stays packed if each of
-its rows in float32, as transformers reads the file, has the bits of a row of one tensor of the file.
+Families differ in names and row order, so neither is relied on: a weight stays packed if each of its float32 rows, as
+transformers reads the file, equals a row of one of the file's tensors bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight, as_parameter, is_compact
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
@@ -38,7 +38,7 @@ PART = 1 << 22
 DIGEST = 16
 """Bytes of the hash of a row."""
 ORDER = ".rows"
-"""The end of the name of the tensor that has the order of a weight's rows in the file."""
+"""Suffix of the tensor with a weight's row order in the file."""
 
 
 JOINED = ("gpt-oss",)
@@ -55,34 +55,34 @@ class PackedTensor:
     outs: int
     columns: int
     ordered: bool
-    """Whether the file has the rows in the order of the weight."""
+    """True if the file has the rows in the weight's order."""
     experts: int = 0
     """How many experts have as many of its rows each; 0 for a matrix."""
 
     @property
     def bytes(self) -> int:
-        return self.outs * FORMATS[self.kind].row_bytes(self.columns)
+        return self.outs * FORMATS_BY_GGUF_TYPE[self.kind].row_bytes(self.columns)
 
     def of(self, content: torch.Tensor) -> PackedMatrix:
         """The matrix in the content of the file; the rows are in the order of the file."""
         blocks = content[self.offset : self.offset + self.bytes].view(self.outs, -1)
-        return PackedMatrix(blocks, FORMATS[self.kind])
+        return PackedMatrix(blocks, FORMATS_BY_GGUF_TYPE[self.kind])
 
 
 def packable(header: GGUFHeader) -> list[PackedTensor]:
-    """The tensors of a file that our product takes as they are."""
-    found = []
+    """Tensors of a file that the compiled matmul takes as they are."""
+    tensors = []
     for tensor in header.tensors:
-        if EXPANDS_FLOAT16 and tensor.kind in FORMATS and _fits(tensor, header.architecture):
-            *experts, outs, columns = tensor.shape
-            rows, number = outs * prod(experts), sum(experts)
-            found.append(PackedTensor(tensor.kind, header.data + tensor.offset, rows, columns, True, number))
-    return found
+        if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor, header.architecture):
+            *experts, out_features, columns = tensor.shape
+            rows, number = out_features * prod(experts), sum(experts)
+            tensors.append(PackedTensor(tensor.kind, header.data + tensor.offset, rows, columns, True, number))
+    return tensors
 
 
 def _fits(tensor: GGUFTensor, architecture: str) -> bool:
     columns, dims = tensor.shape[-1], 2 if architecture in JOINED else 3
-    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS[tensor.kind].numbers) == 0
+    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].numbers) == 0
     return 2 <= len(tensor.shape) <= dims and prod(tensor.shape) > 0 and is_whole
 
 
@@ -100,7 +100,7 @@ class PackingPlan:
         self._found: dict[str, Place | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
-        """Look for a weight of the model in the file; whether it is there."""
+        """Look for a weight of the model in the file; return True if it is there."""
         try:
             return self._place(name, weight) is not None
         finally:
@@ -113,21 +113,21 @@ class PackingPlan:
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a model has all weights that were taken as the zeros that stand for them.
+        """True if a model has all weights that were taken as the zeros that stand for them.
 
         If it has not, it was filled with what was made from zeros, as of weights that are renamed or joined on the way.
         """
-        taken = [model.get(name) for name, found in self._found.items() if found]
-        return all(one is not None and one.untyped_storage().nbytes() == one.itemsize for one in taken)
+        taken = [model.get(name) for name, tensors_ in self._found.items() if tensors_]
+        return all(weight is not None and weight.untyped_storage().nbytes() == weight.itemsize for weight in taken)
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> tuple[Path, Path]:
         """Write the places and, in float32, the weights that the file does not have; ``weights`` are the model's."""
         rest, plan = {}, {}
         for name, weight in weights:
-            if (found := self._place(name, weight)) is None:
+            if (location := self._place(name, weight)) is None:
                 rest[name] = weight.contiguous()
                 continue
-            tensors, order = found
+            tensors, order = location
             plan[name] = [asdict(tensor) for tensor in tensors]
             if order is not None:
                 rest[name + ORDER] = order
@@ -145,15 +145,15 @@ def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        plan = {name: [PackedTensor(**one) for one in tensors] for name, tensors in row["tensors"].items()}
+        plan = {name: [PackedTensor(**fields) for fields in tensors] for name, tensors in row["tensors"].items()}
         content = mapped(file)
         orders = {name: rest.pop(name + ORDER, None) for name in plan}
-        found = {name: CompactWeight(_matrix(file, plan[name], content, order)) for name, order in orders.items()}
+        packed = {name: CompactWeight(_matrix(file, plan[name], content, order)) for name, order in orders.items()}
     except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
         raise ModelError(
             f"{folder / PLAN} is damaged or does not fit {file} ({error}): remove {folder}, and the file is read again"
         ) from error
-    return {**rest, **found}
+    return {**rest, **packed}
 
 
 def mapped(file: Path) -> torch.Tensor:
@@ -164,12 +164,12 @@ def mapped(file: Path) -> torch.Tensor:
 def _matrix(file: Path, tensors: list[PackedTensor], content: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
     tensor = tensors[0]
     if tensor.experts:
-        return PackedExperts([one.of(content) for one in tensors], tensor.experts)
+        return PackedExperts([packed.of(content) for packed in tensors], tensor.experts)
     if order is None:
         return tensor.of(content)
     # Read and not mapped: of a mapped part, the pages would stay in memory beside the copy.
     part = torch.from_numpy(np.fromfile(file, np.uint8, tensor.bytes, offset=tensor.offset))
-    return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS[tensor.kind])
+    return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS_BY_GGUF_TYPE[tensor.kind])
 
 
 class _TensorInFile:
@@ -191,15 +191,15 @@ class _TensorInFile:
             self._matrix.unmap()
 
     def equals(self, weight: torch.Tensor) -> bool:
-        """Whether all rows have the bits of those of a weight, in their order."""
+        """True if all rows have the bits of those of a weight, in their order."""
         try:
             return all(_has_bits(self._matrix[part].float(), weight[part]) for part in _parts(weight))
         finally:
             self._matrix.unmap()
 
 
-def _has_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
+def _has_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(actual.view(torch.int32), expected.contiguous().view(torch.int32))
 
 
 def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
@@ -219,19 +219,23 @@ def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | Non
         return None
     weight = weight.detach()
     if weight.dim() == 3:
-        return _place_of_experts(weight, [one for one in tensors if one.tensor.experts == len(weight)])
-    tensors = [one for one in tensors if not one.tensor.experts]
-    alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(weight.shape)]
+        return _place_of_experts(
+            weight, [candidate for candidate in tensors if candidate.tensor.experts == len(weight)]
+        )
+    tensors = [candidate for candidate in tensors if not candidate.tensor.experts]
+    alike = [
+        candidate for candidate in tensors if (candidate.tensor.outs, candidate.tensor.columns) == tuple(weight.shape)
+    ]
     # Most weights have the order of the file, and where it is another one, the first row is usually the first.
-    alike.sort(key=lambda one: not _has_bits(one.first_row, weight[:1]))
-    for one in alike:
-        if _has_bits(one.first_row, weight[:1]) and one.equals(weight):
-            return [one.tensor], None
+    alike.sort(key=lambda candidate: not _has_bits(candidate.first_row, weight[:1]))
+    for candidate in alike:
+        if _has_bits(candidate.first_row, weight[:1]) and candidate.equals(weight):
+            return [candidate.tensor], None
     rows = _rows(weight) if alike else []
-    for one in alike:
-        places = {row: place for place, row in enumerate(one.rows)}
+    for candidate in alike:
+        places = {row: place for place, row in enumerate(candidate.rows)}
         if all(row in places for row in rows):
-            tensor = one.tensor
+            tensor = candidate.tensor
             moved = PackedTensor(tensor.kind, tensor.offset, tensor.outs, tensor.columns, False)
             return [moved], torch.tensor([places[row] for row in rows], dtype=torch.int32)
     return None
@@ -241,19 +245,27 @@ def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Pla
     """The tensor that has the matrices of all experts, or the two that have their upper and lower halves."""
     _, rows, columns = weight.shape
     for count in (1, 2):
-        found = []
+        matched = []
         for part in weight.split(rows // count, 1) if rows % count == 0 else ():
             matrix = part.reshape(-1, columns)
-            alike = [one for one in tensors if (one.tensor.outs, one.tensor.columns) == tuple(matrix.shape)]
-            same = (one for one in alike if _has_bits(one.first_row, matrix[:1]) and one.equals(matrix))
-            found += [one.tensor for one in same][:1]
-        if len(found) == count and len({one.kind for one in found}) == 1:
-            return found, None
+            alike = [
+                candidate
+                for candidate in tensors
+                if (candidate.tensor.outs, candidate.tensor.columns) == tuple(matrix.shape)
+            ]
+            same = (
+                candidate
+                for candidate in alike
+                if _has_bits(candidate.first_row, matrix[:1]) and candidate.equals(matrix)
+            )
+            matched += [candidate.tensor for candidate in same][:1]
+        if len(matched) == count and len({tensor.kind for tensor in matched}) == 1:
+            return matched, None
     return None
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """The model in float32 on the CPU with these weights; ``folder`` is what it was converted to."""
+    """A float32 CPU model with these weights; ``folder`` is its converted folder."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],
@@ -280,8 +292,8 @@ def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Pat
         model: Any = auto.from_config(settings, dtype=torch.float32, **options)
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
-        made = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
-        model.get_submodule(path)._parameters[last] = made
+        parameter = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
+        model.get_submodule(path)._parameters[last] = parameter
     model.tie_weights()
     model.eval()
     _name(model, folder)

@@ -1,4 +1,5 @@
-"""Recurrent layers and short convolutions in passes over draft trees: each row starts from the state after its parent.
+"""Recurrent layers and short convolutions in passes over draft trees.
 
-Mixers are found by watching a pass. They compute all rows in closed form, or level by level by the library's own code.
+Each row starts from the state after its parent. Mixers are found by watching a pass; they compute all rows in closed
+form, or level by level with the library's code.
 """

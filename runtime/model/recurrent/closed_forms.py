@@ -1,11 +1,11 @@
-"""Recurrences over a tree in closed form: all rows of a pass at once, from the states before them.
+"""Recurrences over a tree in closed form: all rows of a pass at once.
 
-A chunked recurrence lets each token of a chunk read those before it. Over a tree each row reads its ancestors instead,
-with the decay between both; rows come after their parents, so the same triangular system gives what each row writes.
-No state is made for a row: the accepted path alone is written to the states.
+A chunked recurrence lets each token of a chunk read the tokens before it. Over a tree each row reads its ancestors
+instead, with the decay in between; rows follow their parents, so the same triangular system applies. No row gets a
+state: only the accepted path is written to the states.
 
-The functions of a modeling module by which several tokens are read at once (a convolution, a chunked recurrence) are
-replaced in a copy of the forward, so that the library's module stays as it is.
+The modeling module's multi-token functions (a convolution, a chunked recurrence) are replaced in a copy of ``forward``;
+the library's module stays as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DeltaRows(NamedTuple):
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
         """Turn a state ``[..., heads, ...]`` into the one after a path of rows in a slot."""
-        keys, values, decay = (one.select(-4, slot)[..., rows, :] for one in self)
+        keys, values, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
 
@@ -55,7 +55,7 @@ class ScanRows(NamedTuple):
     """``[..., slots, heads, rows, 1]``"""
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
-        inputs, keys, decay = (one.select(-4, slot)[..., rows, :] for one in self)
+        inputs, keys, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
         written = inputs * (decay[..., -1:, :] - decay).exp()
         keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, keys)
@@ -108,9 +108,9 @@ def delta_rule(
     ``g`` is the logarithm of the decay, for each head or for each of the key's channels (Kimi's delta attention).
     """
     dtype, groups = query.dtype, value.shape[2] // key.shape[2]
-    q, k, v, gate, strength = (one.transpose(1, 2).float() for one in (query, key, value, g, beta))
+    q, k, v, gate, strength = (tensor.transpose(1, 2).float() for tensor in (query, key, value, g, beta))
     if normalized:
-        q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
+        q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
     q = q * q.shape[-1] ** -0.5
     if groups > 1:
         q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
@@ -120,10 +120,10 @@ def delta_rule(
     if per_channel:
         between = (total[:, :, :, None] - total[:, :, None]).masked_fill(indices.hidden[..., None], -torch.inf).exp()
         weighted = between * k[:, :, None]
-        system, scores = (torch.einsum("bhic,bhijc->bhij", one, weighted) for one in (strong, q))
+        system, scores = (torch.einsum("bhic,bhijc->bhij", tensor, weighted) for tensor in (strong, q))
     else:
         between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
-        system, scores = ((one @ k.transpose(2, 3)) * between for one in (strong, q))
+        system, scores = ((tensor @ k.transpose(2, 3)) * between for tensor in (strong, q))
     since = total.exp()
     held, read = (torch.cat([strong * since, q * since], 2) @ state.float()).split(q.shape[2], 2)
     right = v * strength[..., None] - held
@@ -148,7 +148,7 @@ def scan(
     heads, groups = hidden.shape[2], keys.shape[2]
     x = hidden.transpose(1, 2).float()
     step = dt.transpose(1, 2).float()
-    b, c = (one.transpose(1, 2).float() for one in (keys, queries))
+    b, c = (tensor.transpose(1, 2).float() for tensor in (keys, queries))
     total = indices.sums[:, None] @ (step * decay_rate.float()[:, None])[..., None]
     between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
     scores = (c @ b.transpose(2, 3)).repeat_interleave(heads // groups, 1) * between
@@ -212,8 +212,8 @@ class StackedStates:
     """What the rows of a pass write in all layers of equal shape, for few and large operations on a GPU."""
 
     def __init__(self, layers: Sequence[ClosedStates], states: States) -> None:
-        columns = {name: found for layer in layers for name, found in layer.columns.items()}
-        rows = {name: found for layer in layers for name, found in layer.rows.items()}
+        columns = {name: tensors for layer in layers for name, tensors in layer.columns.items()}
+        rows = {name: tensors for layer in layers for name, tensors in layer.rows.items()}
         self._columns = {
             names: torch.stack([columns[name] for name in names]) for names in states.stacks if names[0] in columns
         }
@@ -256,7 +256,7 @@ class _TreeLayer(StateLayer):
 
 
 class UnknownRecurrenceError(Exception):
-    """A mixer has a state that no known function updates, so that none of the rows would change it."""
+    """Raised for a mixer with a state that no known function updates."""
 
 
 class ClosedForm:
@@ -294,13 +294,13 @@ class ClosedForm:
         held = cache.layers[layer]
         cache.layers[layer] = _TreeLayer(layer, states)
         try:
-            found = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
+            output = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
         finally:
             cache.layers[layer] = held
             del self._states  # views of a cache that may be freed before the next pass
         if unknown := states.before.keys() - states.columns.keys() - states.rows.keys():
             raise UnknownRecurrenceError(f"{type(self._mixer.module).__name__} updates {unknown} in another way")
-        return found
+        return output
 
     def _convolve(
         self,
@@ -335,11 +335,11 @@ class ClosedForm:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, rows = delta_rule(
+        output, rows = delta_rule(
             self._states.indices, query, key, value, g, beta, initial_state, normalized=use_qk_l2norm_in_kernel
         )
         self._states.rows[self._states.named(initial_state)] = rows
-        return found, NOTHING
+        return output, NOTHING
 
     def _scan(
         self,
@@ -356,9 +356,9 @@ class ClosedForm:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = time_step(dt, dt_bias, softplus=dt_softplus)
-        found, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
+        output, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
         self._states.rows[self._states.named(initial_states)] = rows
-        return found, NOTHING
+        return output, NOTHING
 
     def _scan_one(
         self,
@@ -374,7 +374,7 @@ class ClosedForm:
         dt_softplus: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        found, _none = self._scan(
+        output, _none = self._scan(
             hidden_states[:, None],
             dt[:, None, :, 0],
             A[:, 0, 0],
@@ -385,5 +385,5 @@ class ClosedForm:
             dt_bias=None if dt_bias is None else dt_bias[:, 0],
             dt_softplus=dt_softplus,
         )
-        gated = found[:, 0] if z is None else found[:, 0] * silu(z)
+        gated = output[:, 0] if z is None else output[:, 0] * silu(z)
         return gated.to(hidden_states.dtype)

@@ -1,4 +1,4 @@
-"""Finds the modules of a model that update the states of recurrent layers, by watching a pass of its own code."""
+"""Finds the modules that update recurrent states by watching a pass, and indexes the rows of trees for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowTree:
     @cached_property
     def levels(self) -> list[Level]:
         levels = []
-        for depth in range(int(max(one.max() for one in self.depths)) + 1):
+        for depth in range(int(max(slot_depths.max() for slot_depths in self.depths)) + 1):
             rows, above = [], []
             for slot, (parents, depths) in enumerate(zip(self.parents, self.depths, strict=True)):
                 at = np.flatnonzero(depths == depth)
@@ -82,12 +82,12 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """Whether a row reads another one: its ancestors and itself, ``[slots, rows, rows]``."""
+        """True if a row reads another: its ancestors and itself, ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
     def sums(self) -> torch.Tensor:
-        """``ancestors`` as numbers: a product with it sums over the path of each row."""
+        """``ancestors`` as numbers: a matmul with it sums over each row's path."""
         return self.ancestors.float()
 
     @cached_property
@@ -109,7 +109,7 @@ class TreeIndices:
 
 
 class HostIndices(TreeIndices):
-    """Those of trees that are known on the host."""
+    """Indices of trees known on the host."""
 
     def __init__(self, tree: RowTree, device: torch.device) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class HostIndices(TreeIndices):
 
 
 class DeviceIndices(TreeIndices):
-    """Those of a captured step, which are computed on the device. Padding reads the root alone."""
+    """Indices of a captured step, computed on the device. Padding reads only the root."""
 
     def __init__(self, step: StepTensors) -> None:
         super().__init__()
@@ -171,19 +171,19 @@ def lock_of(model: Module) -> Any:
 
 
 def has_own_forward(module: Module) -> bool:
-    """Whether the forward of a module is another one than that of its class, as with hooks of accelerate."""
+    """True if a module's ``forward`` isn't its class's, as with accelerate's hooks."""
     return "forward" in vars(module)
 
 
 @contextmanager
 def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """In this block modules have other forwards in this thread."""
+    """Replace the modules' ``forward`` in this block, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:
-            own = module.forward
+            original = module.forward
             held.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = _in_thread(get_ident(), forward, own)
+            vars(module)["forward"] = _in_thread(get_ident(), forward, original)
         yield
     finally:
         for module, before in reversed(held):
@@ -193,8 +193,8 @@ def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
                 vars(module)["forward"] = before
 
 
-def _in_thread(owner: int, forward: Forward, own: Forward) -> Forward:
-    return lambda *args, **kwargs: (forward if get_ident() == owner else own)(*args, **kwargs)
+def _in_thread(owner: int, forward: Forward, original: Forward) -> Forward:
+    return lambda *args, **kwargs: (forward if get_ident() == owner else original)(*args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -205,13 +205,14 @@ class Mixer:
     """The layer of the cache that holds its states."""
     module: Module
     inputs: list[Module] = field(default_factory=list)
-    """Its projections of the hidden states that it gets, and nothing else."""
+    """Projections whose only input is the mixer's."""
     output: Module | None = None
-    """Its projection whose result it returns."""
+    """Projection whose output the mixer returns."""
 
 
 class AttentionInMixerError(Exception):
-    """A module updates keys and values beside its state, so it cannot be called for one level of a tree alone."""
+    """Raised if a module updates keys and values beside its state, so it can't be called for a single level of a
+    tree."""
 
 
 class _Watched(DynamicCache):
@@ -248,11 +249,11 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
     cache, traces = _Watched(config), dict[Module, _Trace]()
     with _watching(model, cache.calls, traces):
         run(cache)
-    found = dict(cache.of_states)
+    updaters = dict(cache.of_states)
     # Of modules inside each other, the outer one is called for each level.
-    inner = {part for _, module in found for part in module.modules() if part is not module}
+    inner = {part for _, module in updaters for part in module.modules() if part is not module}
     mixers = []
-    for layer, module in found:
+    for layer, module in updaters:
         if module in inner:
             continue
         if module in cache.of_keys:
@@ -263,7 +264,7 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
 
 @dataclass
 class _Trace:
-    """The linear layers that were called in a module, with what they read and gave."""
+    """Linear layers called in a module, with their inputs and outputs."""
 
     given: torch.Tensor | None = None
     returned: torch.Tensor | None = None
@@ -271,7 +272,7 @@ class _Trace:
 
     def projections(self) -> tuple[list[Module], Module | None]:
         called = [module for module, _, _ in self.linear]
-        once = [one for one in self.linear if called.count(one[0]) == 1]
+        once = [call for call in self.linear if called.count(call[0]) == 1]
         inputs = [module for module, read, _ in once if read is self.given]
         output = next((module for module, _, gave in once if gave is self.returned and module not in inputs), None)
         return inputs, output
@@ -286,8 +287,8 @@ def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) 
         if get_ident() != thread:
             return
         calls.append(module)
-        given = args[0] if args else kwargs.get("hidden_states")
-        traces[module] = _Trace(given if isinstance(given, torch.Tensor) else None)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        traces[module] = _Trace(hidden if isinstance(hidden, torch.Tensor) else None)
 
     def leave(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         if get_ident() != thread:
@@ -311,5 +312,5 @@ def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) 
 
 
 def is_linear(module: Module) -> bool:
-    """Whether a module computes each row of its input alone, as a matrix product."""
+    """True if a module computes each input row independently, like a matmul."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")

@@ -1,6 +1,6 @@
-"""Passes over trees of a model with recurrent layers: its mixers start each row from the state after its parent.
+"""Passes over trees of a model with recurrent layers.
 
-Each row starts from the state after its parent. This needs no knowledge of the recurrence.
+Mixers start each row from the state after its parent, without knowing the recurrence.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def forward_by_levels(
     """What the mixer's ``forward`` returns for all rows of the trees."""
     hidden = args[0] if args else kwargs["hidden_states"]
     slots, rows = hidden.shape[:2]
-    given = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
+    arguments = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
     results: list[Any] = []
     held = cache.layers[mixer.layer]
     is_deferred = mixer.output is not None and _is_plain(mixer.output)
@@ -70,14 +70,14 @@ def forward_by_levels(
             for level in tree.levels:
                 rows_now.append(level.rows)
                 cache.layers[mixer.layer] = StateLayer(states.start(level.above), has_begun=True)
-                part = [_rows_of(value, level.rows, slots, rows) for value in (args, given)]
+                part = [_rows_of(value, level.rows, slots, rows) for value in (args, arguments)]
                 results.append(forward(*part[0], **part[1]))
         finally:
             cache.layers[mixer.layer] = held
-    first = [one[0] if isinstance(one, tuple) else one for one in results]
+    first = [result[0] if isinstance(result, tuple) else result for result in results]
     whole = first[0].new_zeros((slots * rows, *first[0].shape[2:]))
-    for level, found in zip(tree.levels, first, strict=True):
-        whole[level.rows] = found[:, 0]
+    for level, level_output in zip(tree.levels, first, strict=True):
+        whole[level.rows] = level_output[:, 0]
     whole = whole.view(slots, rows, *whole.shape[1:])
     if mixer.output and is_deferred:
         whole = mixer.output(whole)
@@ -95,13 +95,13 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
         (module, partial(_chosen, module(hidden).flatten(0, 1), now)) for module in mixer.inputs if _is_plain(module)
     ]
     if mixer.output and _is_plain(mixer.output):
-        changes.append((mixer.output, lambda given: given))
+        changes.append((mixer.output, lambda unchanged: unchanged))
     with other_forwards(changes):
         yield now
 
 
 def _is_plain(module: Module) -> bool:
-    """Whether a call of a projection is its forward alone: hooks would be called for all rows and again for a level."""
+    """True if a call of a projection is its forward alone: hooks would be called for all rows and again for a level."""
     return not (has_own_forward(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -110,14 +110,14 @@ def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> to
 
 
 def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
-    """The chosen rows of what a mixer is given, each as a sequence of one token."""
+    """Select rows of a mixer's arguments, each as a sequence of one token."""
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
         whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
         return whole[chosen][:, None]
     if isinstance(value, tuple):
-        return tuple(_rows_of(one, chosen, slots, rows) for one in value)
+        return tuple(_rows_of(item, chosen, slots, rows) for item in value)
     if isinstance(value, dict):
-        return {name: _rows_of(one, chosen, slots, rows) for name, one in value.items()}
+        return {name: _rows_of(item, chosen, slots, rows) for name, item in value.items()}
     return value
 
 
@@ -159,7 +159,7 @@ class RecurrentLayers:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether passes have fixed shapes: all mixers compute in closed form."""
+        """True if passes have fixed shapes: all mixers compute in closed form."""
         return len(self._closed) == len(self._mixers)
 
     @contextmanager
@@ -190,12 +190,12 @@ class RecurrentLayers:
         indices = DeviceIndices(step)
         layers = [ClosedStates(states.by_layer[mixer.layer], indices) for mixer in self._mixers]
         pairs = zip(self._mixers, layers, strict=True)
-        with self._replaced([partial(_call, partial(self._closed[mixer], cache, found)) for mixer, found in pairs]):
+        with self._replaced([partial(_call, partial(self._closed[mixer], cache, cached)) for mixer, cached in pairs]):
             yield lambda: StackedStates(layers, states)
 
     @contextmanager
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
-        """In this block each mixer has another forward."""
+        """Replace each mixer's ``forward`` in this block."""
         modules = [mixer.module for mixer in self._mixers]
         with self._lock, other_forwards(zip(modules, forwards, strict=True)):
             yield

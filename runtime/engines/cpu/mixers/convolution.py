@@ -1,12 +1,10 @@
-"""A short convolution over the rows of a tree: each row reads itself, its ancestors and the columns of the state.
+"""A short convolution over the rows of a tree: each row reads itself, its ancestors and the state's columns.
 
-A row takes over the buffer of its parent if no later row starts from it. So a sequence has one buffer, and a tree at
-most one for each two rows.
+A row takes over its parent's buffer if no later row starts from it, so a sequence has one buffer, and a tree at most
+one for every two rows. Products are added from the row backwards, wherever an earlier number is stored.
 
-Products are added from the row itself backwards, wherever an earlier number stands.
-
-The in-projection gives three times the channels: the gate of the input, that of the output, and the input. Kept of a
-row: its gated input.
+The in-projection gives three times the channels: the input's gate, the output's gate, and the input. The gated input of
+each row is kept.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ BEFORE, PADDING = -1, -2
 
 @compiled
 def origins_at(address: int, slot: int, rows: int) -> Numbers:
-    """The table of the rows of one sequence."""
+    """Origins of the rows of one sequence."""
     return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
 
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Buffers that suffice for any tree of so many rows: each one but the last is of a row with a later child."""
+    """Buffers enough for any tree of this many rows: each except the last belongs to a row with a later child."""
     return rows // 2 + 1
 
 
 @compiled
 def fill_origins(origins: Numbers, parents: Ints) -> None:
-    """Fill the table of a sequence from the parents of the nodes of its tree; further rows are padding."""
-    rows, made, free = len(origins), 0, 0
+    """Fill a sequence's origins from its tree's parents; further rows are padding."""
+    rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
         origins[row, LAST_CHILD] = BEFORE
         origins[row, PARENT] = BEFORE if row == 0 else PADDING if row > len(parents) else parents[row - 1] + 1
@@ -68,8 +66,8 @@ def fill_origins(origins: Numbers, parents: Ints) -> None:
             free -= 1
             target = origins[free, FREE]
         else:
-            target = made
-            made += 1
+            target = buffers
+            buffers += 1
         origins[row, TARGET] = target
         if origins[row, LAST_CHILD] == BEFORE and row < rows - 1:
             origins[free, FREE] = target
@@ -106,13 +104,13 @@ def silu_of(builder: Any, numbers: Any, size: Any) -> None:
 
 
 @generated(*[types.int64] * 4)
-def multiply_numbers(builder: Any, one: Any, two: Any, size: Any, written: Any) -> None:
+def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
     """``written = one * two``"""
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        found = builder.fmul(code.read(code.at(one, index)), code.read(code.at(two, index)))
-        code.store(found, code.at(written, index))
+        products = builder.fmul(code.read(code.at(first, index)), code.read(code.at(second, index)))
+        code.store(products, code.at(written, index))
         return []
 
     code.loop(size, [], apply)
@@ -120,7 +118,7 @@ def multiply_numbers(builder: Any, one: Any, two: Any, size: Any, written: Any) 
 
 @compiled
 def window_numbers(layer: Numbers) -> int:
-    """Those of ``copy_windows`` for one sequence."""
+    """Float32 numbers that ``copy_windows`` needs for one sequence."""
     return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
-"""The gated delta rule of Qwen3.5 and others, of one head: its state forgets, and learns what it has wrong of a value.
+"""The gated delta rule of Qwen3.5 and others, for one head: its state decays and corrects what it recalls of each
+value.
 
-A state ``[key, value]`` is computed some columns at a time, which need nothing of the others, for all rows of a tree:
-so few numbers are in use at once that they stay in the cache of the processor core. All modes have the same order of
-operations for each column.
+A state ``[key, value]`` is computed a few columns at a time, independently, for all rows of a tree, so that the working
+set stays in the core's cache. All variants keep the same order of operations per column.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _recalled(vectors: int) -> Any:
         factor = code.splat(decay)
 
         def add(index: Any, sums: list[Any]) -> list[Any]:
-            found = list(sums)
+            totals = list(sums)
             for half in range(2):
                 place = builder.add(index, INDEX(half))
                 row = code.at(state, builder.mul(place, stride))
@@ -124,8 +124,8 @@ def _recalled(vectors: int) -> Any:
                 for vector in range(vectors):
                     numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
                     at = half * vectors + vector
-                    found[at] = code.multiply_add(numbers, weight, found[at])
-            return found
+                    totals[at] = code.multiply_add(numbers, weight, totals[at])
+            return totals
 
         sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
         for vector in range(vectors):
@@ -157,19 +157,19 @@ def _learned(vectors: int) -> Any:
         changes = [code.read(code.at(change, INDEX(vector * LANES))) for vector in range(vectors)]
 
         def add(index: Any, sums: list[Any]) -> list[Any]:
-            found = list(sums)
+            totals = list(sums)
             for half in range(2):
                 place = builder.add(index, INDEX(half))
                 row = code.at(state, builder.mul(place, stride))
-                own = code.at(into, builder.mul(place, into_stride))
-                weight, asked = (code.splat(code.read(code.at(one, place), FLOAT)) for one in (key, query))
+                target = code.at(into, builder.mul(place, into_stride))
+                weight, query_weight = (code.splat(code.read(code.at(one, place), FLOAT)) for one in (key, query))
                 for vector in range(vectors):
                     numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
                     numbers = code.multiply_add(weight, changes[vector], numbers)
-                    code.store(numbers, code.at(own, INDEX(vector * LANES)))
+                    code.store(numbers, code.at(target, INDEX(vector * LANES)))
                     at = half * vectors + vector
-                    found[at] = code.multiply_add(numbers, asked, found[at])
-            return found
+                    totals[at] = code.multiply_add(numbers, query_weight, totals[at])
+            return totals
 
         sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
         for vector in range(vectors):
@@ -278,7 +278,7 @@ def prepare_delta(
 
 @compiled
 def delta_kept_numbers(layer: Numbers) -> int:
-    """Those that are kept of a row: the input of the convolution, keys, what they taught, and decays."""
+    """Numbers kept per row: the convolution's input, keys, what they taught, and decays."""
     heads = layer[STATE_HEADS]
     keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
     return layer[CHANNELS] + keys + values + heads  # type: ignore[no-any-return]
@@ -286,7 +286,7 @@ def delta_kept_numbers(layer: Numbers) -> int:
 
 @compiled
 def delta_state_numbers(layer: Numbers) -> int:
-    """Those of the columns of one state that are computed together."""
+    """Numbers of a state's columns that are computed together."""
     return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""The scan of Mamba-2, of one head: its state ``[value, key]`` decays and adds the products of an input and a key.
+"""Mamba-2's scan, for one head: its state ``[value, key]`` decays and adds the outer product of an input and a key.
 
-The in-projection gives a gate, the input of the convolution (values, keys and queries of all heads) and a time step for
-each head. Values and keys are x and B in the paper, queries are C.
+The in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time
+step. Values and keys are x and B in the paper, queries are C.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _scan(
 
     def add(index: Any, sums: list[Any]) -> list[Any]:
         keys, queries = code.read(code.at(key, index)), code.read(code.at(query, index))
-        found = []
-        for row, own, sum_ in zip(rows, values, sums, strict=True):
+        totals = []
+        for row, row_value, sum_ in zip(rows, values, sums, strict=True):
             place = builder.add(row, index)
             numbers = builder.fmul(code.read(code.at(state, place)), factor)
-            numbers = code.multiply_add(keys, own, numbers)
+            numbers = code.multiply_add(keys, row_value, numbers)
             code.store(numbers, code.at(into, place))
-            found.append(code.multiply_add(numbers, queries, sum_))
-        return found
+            totals.append(code.multiply_add(numbers, queries, sum_))
+        return totals
 
     sums = code.loop(width, [code.number(0.0)] * LANES, add)
     code.store(code.sums_of(sums), written)
@@ -81,7 +81,7 @@ def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -
 
 @compiled
 def projected_numbers(layer: Numbers) -> int:
-    """Those that the in-projection gives for a row."""
+    """Numbers that the in-projection gives per row."""
     return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
 
 
@@ -119,14 +119,14 @@ def prepare_scan(
 
 @compiled
 def scan_kept_numbers(layer: Numbers) -> int:
-    """Those that are kept of a row: what the in-projection gives, values times their steps, keys and decays."""
+    """Numbers kept per row: the in-projection's output, values times their steps, keys and decays."""
     heads, keys = layer[STATE_HEADS], layer[KEY_HEADS] * layer[KEY_WIDTH]
     return projected_numbers(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
 
 
 @compiled
 def scan_state_numbers(layer: Numbers) -> int:
-    """Those of the rows of one state that are computed together."""
+    """Numbers of a state's rows that are computed together."""
     return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
 
 

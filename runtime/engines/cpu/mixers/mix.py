@@ -1,4 +1,4 @@
-"""The mixers of a layer over all rows of a pass: their matmuls, and the parts between these, which threads share."""
+"""Mixers of a layer over all rows of a pass: their matmuls and the parallel steps between these."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SIXTH,
     SLOTS,
     STATE_HEADS,
-    TEAM,
+    THREAD_POOL,
     THREADS,
     TO_KEYS,
     TO_OUTPUT,
@@ -54,8 +54,8 @@ from hdtool.runtime.engines.cpu.mixers.convolution import (
     window_numbers,
 )
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
-from hdtool.runtime.kernels.gemm import ARGUMENTS
-from hdtool.runtime.kernels.thread_pool import PARTS_OF_A_THREAD, parts_of
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ here, which may be the last ones only, and these."""
 
 @compiled
 def row_numbers(layer: Numbers) -> int:
-    """Scratch memory for a row."""
+    """Scratch numbers per row."""
     channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
@@ -85,7 +85,7 @@ def row_numbers(layer: Numbers) -> int:
 
 @compiled
 def kept_numbers(layer: Numbers) -> int:
-    """What is kept of a row until it is accepted or not."""
+    """Numbers kept per row until it is accepted or rejected."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return layer[CHANNELS]  # type: ignore[no-any-return]
     return delta_rule.delta_kept_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_numbers(layer)
@@ -93,7 +93,7 @@ def kept_numbers(layer: Numbers) -> int:
 
 @compiled
 def state_numbers(layer: Numbers) -> int:
-    """A buffer of a state."""
+    """Numbers of a state's buffer."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
     return delta_rule.delta_state_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_numbers(layer)
@@ -115,13 +115,13 @@ def _buffers_at(shape: Numbers, scratch: int) -> int:
 
 @compiled
 def _work_at(shape: Numbers, scratch: int) -> int:
-    parts = shape[THREADS] * PARTS_OF_A_THREAD
+    parts = shape[THREADS] * PARTS_PER_THREAD
     return _buffers_at(shape, scratch) + parts * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
-def _own_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
-    """Those of the part that begins at a unit: rounded up, this is the number of the part."""
+def _part_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
+    """Address of a part's buffers; rounded up, the first unit gives the part's number."""
     part = -(-first * parts_of(shape[THREADS], units, 1) // units)
     before = part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
     return _buffers_at(shape, scratch) + before  # type: ignore[no-any-return]
@@ -190,7 +190,7 @@ def _compute_delta(
                 strengths + row * of_heads,
             )
     elif part == RECUR_DELTA:
-        buffers = _own_buffers(shape, scratch, first, shape[SLOTS] * heads)
+        buffers = _part_buffers(shape, scratch, first, shape[SLOTS] * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             delta_rule.recur_delta(
@@ -213,7 +213,7 @@ def _compute_delta(
             delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
     else:
         slot, path = _path_at(of_path)
-        at, unread = slot * new, _own_buffers(shape, scratch, first, heads)
+        at, unread = slot * new, _part_buffers(shape, scratch, first, heads)
         for head in range(first, end):
             delta_rule.replay_delta(
                 layer,
@@ -255,7 +255,7 @@ def _compute_scan(
                 decays + row * of_heads,
             )
     elif part == SCAN:
-        buffers = _own_buffers(shape, scratch, first, shape[SLOTS] * heads)
+        buffers = _part_buffers(shape, scratch, first, shape[SLOTS] * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             mamba2.scan_head(
@@ -277,7 +277,7 @@ def _compute_scan(
             mamba2.gate_scan(layer, origins, row % new, kept + row * of_row, mixed + row * of_values)
     else:
         slot, path = _path_at(of_path)
-        at, unread = slot * new, _own_buffers(shape, scratch, first, heads)
+        at, unread = slot * new, _part_buffers(shape, scratch, first, heads)
         for head in range(first, end):
             mamba2.replay_scan(
                 layer,
@@ -313,7 +313,7 @@ def _shift(shape: Numbers, layer: Numbers, kept: int, of_path: int, first: int, 
 def mixer_function() -> Any:
     """All parts of mixers between matmuls as one C function, for some units: rows, heads or vectors of channels."""
 
-    @cfunc(types.void(*[types.int64] * ARGUMENTS), cache=True)
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_mixer(
         of_pass: int, of_layer: int, _: int, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
     ) -> None:
@@ -345,14 +345,14 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
     function, kept, work = shape[MIXER_PART], _kept_at(shape, layer), _work_at(shape, scratch)
     channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
     values, of_states = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-    given, slots, keys = (scratch, kept, 0), shape[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
+    addresses, slots, keys = (scratch, kept, 0), shape[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
     in_channels, in_values = rows * channels, rows * values
     window = slots * vectors * LANES
-    compute_part(shape, function, layer, starts, WINDOWS, *given, slots * vectors, window)
+    compute_part(shape, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
     if layer[MIXER] == SHORT_CONVOLUTION:
         multiply(shape, layer, TO_QUERIES, read, rows, work)
-        compute_part(shape, function, layer, starts, GATE_INPUTS, *given, rows, in_channels)
-        compute_part(shape, function, layer, starts, CONVOLVE_GATED, *given, rows, in_channels)
+        compute_part(shape, function, layer, starts, GATE_INPUTS, *addresses, rows, in_channels)
+        compute_part(shape, function, layer, starts, CONVOLVE_GATED, *addresses, rows, in_channels)
         mixed = work + 3 * rows * channels * ITEM_SIZE
     elif layer[MIXER] == DELTA_RULE:
         gates = work + rows * channels * ITEM_SIZE
@@ -362,28 +362,28 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
             multiply(shape, layer, TO_QUERIES, read, rows, inputs)
             multiply(shape, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
-            compute_part(shape, function, layer, starts, SPREAD, *given, rows, in_channels)
+            compute_part(shape, function, layer, starts, SPREAD, *addresses, rows, in_channels)
         elif layer[FIFTH]:
-            apart = work + rows * keys * ITEM_SIZE
+            separate = work + rows * keys * ITEM_SIZE
             multiply(shape, layer, TO_QUERIES, read, rows, work)
-            multiply_by(shape, layer, FIFTH, read, rows, apart)
-            multiply_by(shape, layer, SIXTH, read, rows, apart + rows * keys * ITEM_SIZE)
-            compute_part(shape, function, layer, starts, JOIN, *given, rows, in_channels)
+            multiply_by(shape, layer, FIFTH, read, rows, separate)
+            multiply_by(shape, layer, SIXTH, read, rows, separate + rows * keys * ITEM_SIZE)
+            compute_part(shape, function, layer, starts, JOIN, *addresses, rows, in_channels)
         else:
             multiply(shape, layer, TO_QUERIES, read, rows, kept)
         if layer[FOURTH]:
             multiply(shape, layer, TO_KEYS, read, rows, gates)
             multiply(shape, layer, TO_VALUES, read, rows, strengths)
             multiply_by(shape, layer, FOURTH, read, rows, steps)
-        compute_part(shape, function, layer, starts, PREPARE_DELTA, *given, rows, in_channels)
-        compute_part(shape, function, layer, starts, RECUR_DELTA, *given, slots * heads, of_states)
-        compute_part(shape, function, layer, starts, GATE_DELTA, *given, rows, in_values)
+        compute_part(shape, function, layer, starts, PREPARE_DELTA, *addresses, rows, in_channels)
+        compute_part(shape, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, of_states)
+        compute_part(shape, function, layer, starts, GATE_DELTA, *addresses, rows, in_values)
         mixed = strengths + rows * heads * ITEM_SIZE
     else:
         multiply(shape, layer, TO_QUERIES, read, rows, kept)
-        compute_part(shape, function, layer, starts, PREPARE_SCAN, *given, rows, in_channels)
-        compute_part(shape, function, layer, starts, SCAN, *given, slots * heads, of_states)
-        compute_part(shape, function, layer, starts, GATE_SCAN, *given, rows, in_values)
+        compute_part(shape, function, layer, starts, PREPARE_SCAN, *addresses, rows, in_channels)
+        compute_part(shape, function, layer, starts, SCAN, *addresses, slots * heads, of_states)
+        compute_part(shape, function, layer, starts, GATE_SCAN, *addresses, rows, in_values)
         mixed = work + rows * channels * ITEM_SIZE
     if shape[ADVANCES]:
         # The windows were read: their memory has the last rows of the prompt.
@@ -404,13 +404,13 @@ def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scra
         layer = layers[number]
         if not layer[MIXER]:
             continue
-        given = scratch, _kept_at(shape, layer), path.ctypes.data
+        addresses = scratch, _kept_at(shape, layer), path.ctypes.data
         vectors, heads = layer[CHANNELS] // LANES, layer[STATE_HEADS]
-        compute_part(shape, function, layer, starts, SHIFT, *given, vectors, vectors * LANES)
+        compute_part(shape, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
         if layer[MIXER] != SHORT_CONVOLUTION:
             part = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
             work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-            compute_part(shape, function, layer, starts, part, *given, heads, work)
+            compute_part(shape, function, layer, starts, part, *addresses, heads, work)
 
 
 class KeptRows:
@@ -418,7 +418,7 @@ class KeptRows:
 
     def __init__(self, mixers: MixerTable, shape: Numbers, layers: Numbers, journal: Array) -> None:
         self._mixers, self._shape, self._layers, self._journal = mixers, shape, layers, journal
-        shape[JOURNAL], shape[TEAM] = journal.ctypes.data, 0
+        shape[JOURNAL], shape[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
         """Turn the states of a slot, wherever they are now, into those after a path of its rows."""

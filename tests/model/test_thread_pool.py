@@ -13,16 +13,16 @@ import torch
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import FORMATS
-from hdtool.runtime.kernels.thread_pool import LEAST_NUMBERS, Team, team_of
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 COLUMNS = LONGEST_BLOCK
-OUTS = LEAST_NUMBERS // COLUMNS + 5
-Q4_1 = FORMATS[3]
+OUTS = MIN_PARALLEL_WEIGHTS // COLUMNS + 5
+Q4_1 = FORMATS_BY_GGUF_TYPE[3]
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +77,23 @@ def test_two_passes_at_once() -> None:
 
 
 def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
-    with Team(1).open() as alone:
+    with ThreadPool(1).open() as alone:
         assert alone == 0
-    team = Team(2)
+    team = ThreadPool(2)
     for _ in range(3):
         with team.open() as first, team.open() as second:
             assert first != 0 and second == 0
-    assert team_of(2) is team_of(2)
+    assert shared_thread_pool(2) is shared_thread_pool(2)
 
 
 FORKED = """
 import os, torch
-from hdtool.runtime.kernels.packed_formats import FORMATS
+from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import some_matrix
 
 torch.set_num_threads(3)
-matrix, numbers = some_matrix(FORMATS[3], 500, 256), torch.ones(2, 256)
+matrix, numbers = some_matrix(FORMATS_BY_GGUF_TYPE[3], 500, 256), torch.ones(2, 256)
 expected = compiled_linear(numbers, matrix)
 child = os.fork()
 if not child:
