@@ -51,9 +51,9 @@ class Walk(NamedTuple):
         tokens, path = walked[:, :length].tolist()
         return cls(tokens, path, finite)
 
-    def first(self, most: int) -> Walk:
-        """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
-        return self if len(self.tokens) <= most else Walk(self.tokens[:most], self.path[:most], True)
+    def first(self, max_tokens: int) -> Walk:
+        """The walk up to ``max_tokens`` tokens; a walk that goes on has found finite logits only."""
+        return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +86,11 @@ class Verified:
         """The rows in the form from which ``topk`` selects fastest."""
         return for_topk(self.logits, self.maxima)
 
-    def topk(self, most: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
+    def topk(self, k: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
         """The top tokens of each of some rows, best first, and their logits; see ``topk`` of the kernels."""
-        if self.ranked is None or self.ranked[0].shape[1] < most:
-            return topk(self.rankable()[rows], most)
-        tokens, scores = (np.ascontiguousarray(part[rows, :most]) for part in self.ranked)
+        if self.ranked is None or self.ranked[0].shape[1] < k:
+            return topk(self.rankable()[rows], k)
+        tokens, scores = (np.ascontiguousarray(part[rows, :k]) for part in self.ranked)
         return tokens, scores
 
     def best(self, first: int = 0) -> Array:

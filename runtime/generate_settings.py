@@ -121,9 +121,9 @@ def sampler_as_generate(
         **others: Any,
     ) -> torch.Tensor:
         # Our loop itself checks the length and the end tokens.
-        own = (MaxLengthCriteria, EosTokenCriteria)
+        applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
         processors.extend(logits_processor)
-        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, own))
+        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, applied_by_loop))
         return input_ids
 
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -177,7 +177,7 @@ def refuse_settings(settings: GenerationConfig) -> None:
         )
 
 
-def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
+def generation_settings(chosen: str, model_settings: GenerationConfig) -> GenerationConfig:
     """Generation settings from a file, its folder or the library, with the model's special tokens if they have none."""
     if chosen == NO_SETTINGS:
         settings = GenerationConfig()
@@ -198,5 +198,5 @@ def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
             ) from None
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(settings, name) is None:
-            setattr(settings, name, copy.copy(getattr(own, name)))
+            setattr(settings, name, copy.copy(getattr(model_settings, name)))
     return settings

@@ -73,19 +73,19 @@ class Guide:
 
     def bits(self) -> npt.NDArray[np.uint8]:
         """A bit for each token that may come next, eight in a number, the first one in the lowest."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
-        return found
+        return bitmask
 
     def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
         """Which of the first ``size`` tokens may not come next."""
-        found = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
-        if len(found) < size:  # a model may have more logits than its tokenizer has tokens
-            found = np.pad(found, (0, size - len(found)), constant_values=True)
-        if found.all():
+        is_forbidden = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
+        if len(is_forbidden) < size:  # a model may have more logits than its tokenizer has tokens
+            is_forbidden = np.pad(is_forbidden, (0, size - len(is_forbidden)), constant_values=True)
+        if is_forbidden.all():
             raise PromptError(NOTHING_ALLOWED)
-        return torch.from_numpy(found).to(device)
+        return torch.from_numpy(is_forbidden).to(device)
 
     def allowed(self, tokens: list[int]) -> int:
         """How many of these tokens may come next, one after another, without the mask of all tokens."""
@@ -133,24 +133,24 @@ class Guide:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
-        found = Guided(np.zeros(len(tokens), np.bool_), {}, {})
+        guided_tree = Guided(np.zeros(len(tokens), np.bool_), {}, {})
         values = tokens.tolist()
 
         def visit(above: int, dictated: Dictated) -> None:
-            found.certain[above] = dictated.certain
+            guided_tree.certain[above] = dictated.certain
             drafted = set()
             for node in children.get(above, ()):
                 if not self._matcher.try_consume_tokens([values[node]]):
                     continue
-                found.allowed[node] = True
+                guided_tree.allowed[node] = True
                 drafted.add(values[node])
                 visit(node, self._dictates())
                 self._matcher.rollback(1)
             if dictated.tokens and dictated.tokens[0] not in drafted:
-                found.chains[above] = dictated.tokens
+                guided_tree.chains[above] = dictated.tokens
 
         visit(ROOT, root)
-        return found
+        return guided_tree
 
 
 def _common(some: list[int], others: list[int]) -> list[int]:
@@ -301,10 +301,10 @@ def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = Non
 class GuidedDrafter(WrappedDrafter):
     """A drafter for one answer that must match a grammar."""
 
-    def __init__(self, drafter: Drafter, guide: Guide, most: int = LARGEST_TREE) -> None:
-        """``most`` bounds the nodes of a tree."""
+    def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
+        """``max_nodes`` bounds the nodes of a tree."""
         super().__init__(drafter)
-        self._guide, self._most = guide, min(most, LARGEST_TREE)
+        self._guide, self._most = guide, min(max_nodes, LARGEST_TREE)
         self._asked = 0
         self._spent = 0.0
 
@@ -333,12 +333,14 @@ class GuidedDrafter(WrappedDrafter):
 
     def _guided(self, tree: DraftTree) -> DraftTree:
         """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
-        found = self._guide.guided(tree.tokens, tree.parents)
-        if found.allowed.all() and not found.chains:
-            return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), found.certain))
-        chains, certain = found.chains, dict(found.certain)
-        if not found.allowed.all():
-            order = np.flatnonzero(found.allowed)
+        guided_tree = self._guide.guided(tree.tokens, tree.parents)
+        if guided_tree.allowed.all() and not guided_tree.chains:
+            return DraftTree(
+                tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), guided_tree.certain)
+            )
+        chains, certain = guided_tree.chains, dict(guided_tree.certain)
+        if not guided_tree.allowed.all():
+            order = np.flatnonzero(guided_tree.allowed)
             tree = tree.picked(order)
             places = {int(node): place for place, node in enumerate(order)}
             chains, certain = (
@@ -362,10 +364,10 @@ class GuidedDrafter(WrappedDrafter):
         )
 
 
-def _certain(nodes: int, found: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
+def _certain(nodes: int, certain_by_node: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
     """The token that must follow the root and each node."""
     tokens = np.full(1 + nodes, OPEN, np.int64)
-    for node, dictated in found.items():
+    for node, dictated in certain_by_node.items():
         if dictated:
             tokens[1 + node] = dictated[0]
     return tokens

@@ -57,10 +57,10 @@ class Reading(Generic[Key]):
         """What follows the prompt; None until all of it is read."""
         self._loop = loop
 
-    def read(self, most: int | None = None) -> bool:
+    def read(self, max_tokens: int | None = None) -> bool:
         """Read at most this many tokens of the prompt, or all; return whether it is complete."""
         with self._loop:
-            self.verified = self.reader.read(most)
+            self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens
         return self.verified is not None
 

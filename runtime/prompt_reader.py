@@ -50,11 +50,11 @@ class PrefixCache:
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> Kept | None:
         """The longest beginning of a prompt that slots in use, or copies, hold."""
         self._saved = [slot for slot in self._saved if slot.version == version]
-        found = _longest([*held, *self._saved], owner, version, prompt, least=LEAST - 1)
-        if found and found.slot in self._saved:
-            self._saved.remove(found.slot)
-            self._saved.append(found.slot)
-        return found
+        kept = _longest([*held, *self._saved], owner, version, prompt, least=LEAST - 1)
+        if kept and kept.slot in self._saved:
+            self._saved.remove(kept.slot)
+            self._saved.append(kept.slot)
+        return kept
 
     def keep(self, cache: Cache, slot: int) -> None:
         """Copy what a slot holds, before it is overwritten; copies that it continues are dropped."""
@@ -66,7 +66,9 @@ class PrefixCache:
         if saved.bytes > self._most:
             return
         self._saved = [
-            one for one in self._saved if one.owner != saved.owner or common(one.tokens, tokens) < len(one.tokens)
+            slot_copy
+            for slot_copy in self._saved
+            if slot_copy.owner != saved.owner or common(slot_copy.tokens, tokens) < len(slot_copy.tokens)
         ]
         self._saved.append(saved)
         while self.bytes > self._most:
@@ -90,7 +92,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:
         return 0
-    ones, others = (np.asarray(one[:size], np.int64) for one in (first, second))
+    ones, others = (np.asarray(tokens[:size], np.int64) for tokens in (first, second))
     differ: npt.NDArray[np.bool_] = ones != others
     return int(differ.argmax()) if differ.any() else size
 
@@ -154,10 +156,10 @@ class PromptReader:
         return in_place, in_place is not None
 
     @torch.inference_mode()
-    def read(self, most: int | None = None) -> Verified | None:
+    def read(self, max_tokens: int | None = None) -> Verified | None:
         """Read at most this many tokens, or all; the logits ``[1, vocabulary]`` after the prompt at its end."""
-        if most is not None and self._may_stop:
-            return self._read_piece(most)
+        if max_tokens is not None and self._may_stop:
+            return self._read_piece(max_tokens)
         verified = None
         while verified is None:
             verified = self._read_piece(self._next_piece())
@@ -167,19 +169,19 @@ class PromptReader:
         """Tokens of the next pass, where the caller sets no limit."""
         return PIECE if self._read else len(self._prompt)
 
-    def _end(self, most: int) -> int:
+    def _end(self, max_tokens: int) -> int:
         """Where the next pass ends.
 
         Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
         end of a prompt.
         """
         whole = len(self._prompt)
-        end = min(whole, self._read + most)
+        end = min(whole, self._read + max_tokens)
         has_tail = self._keeps_states and whole - self.cached_tokens > LONG and self._read < whole - TAIL
         return min(end, whole - TAIL) if has_tail else end
 
-    def _read_piece(self, most: int) -> Verified | None:
-        first, end = self._read, self._end(most)
+    def _read_piece(self, max_tokens: int) -> Verified | None:
+        first, end = self._read, self._end(max_tokens)
         room = len(self._prompt) - end + self._room
         verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
         is_same, self._kept = self._is_same_model(first), None

@@ -84,8 +84,8 @@ class SequenceState:
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         self.want = Want(sampler.walks, reads_logits(self.drafter), most_ranked(self.drafter))
         if engine.captures:  # elsewhere, the host reads logits where they are
-            most = max(self.want.most_ranked, sampler.most_ranked)
-            self.want = self.want._replace(most_ranked=most, root=sampler.draws_by_row)
+            max_ranked = max(self.want.most_ranked, sampler.most_ranked)
+            self.want = self.want._replace(most_ranked=max_ranked, root=sampler.draws_by_row)
             if sampler.draws and sampler.most_ranked:
                 compile_ranked_walks(sampler.draws, sampler.walked)
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
@@ -134,11 +134,11 @@ class SequenceState:
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
-        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
+        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
         if accepted is None:
             self.tree = DraftTree.bare(self.tree.root)
             verified = recompute(self.tree.root)
-            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
+            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
             assert accepted is not None
         if self._sampler.overflowed:
             self._engine.note_overflow()
@@ -163,12 +163,12 @@ class SequenceState:
 
 def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
     """The trees of this step."""
-    for sequence in sequences:
-        sequence.start_step()
+    for state in sequences:
+        state.start_step()
     started = time.perf_counter()
-    trees = draft_many([one.drafter for one in sequences], [one.context for one in sequences])
+    trees = draft_many([sequence.drafter for sequence in sequences], [sequence.context for sequence in sequences])
     each = (time.perf_counter() - started) / len(sequences)
-    return [one.take(tree, each) for one, tree in zip(sequences, trees, strict=True)]
+    return [sequence.take(tree, each) for sequence, tree in zip(sequences, trees, strict=True)]
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
@@ -286,8 +286,8 @@ class Stats:
     @property
     def sources(self) -> list[SourceName]:
         """The sources that drafted a node or took time."""
-        found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
-        return [source for source in found if source]
+        active = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
+        return [source for source in active if source]
 
     @property
     def that_drafted(self) -> list[SourceName]:

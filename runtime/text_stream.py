@@ -130,8 +130,8 @@ class StopTexts:
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first stop string in a text begins."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return min(found, default=None)
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return min(places, default=None)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -71,8 +71,8 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The first node below ``node`` that drafts ``token``."""
-        found = child_of(self.tokens, self.parents, node, token)
-        return None if found == ROOT else int(found)
+        node_of_child = child_of(self.tokens, self.parents, node, token)
+        return None if node_of_child == ROOT else int(node_of_child)
 
     @property
     def is_chain(self) -> bool:
@@ -213,11 +213,11 @@ class Trie:
     ``extra`` more nodes are reserved for a tree that is appended without merging.
     """
 
-    def __init__(self, most: int, extra: int = 0) -> None:
-        self._most = most
-        self._tokens = np.empty(most + extra, np.int64)
-        self._parents = np.empty(most + extra, np.int32)
-        self._sources = np.empty(most + extra, np.uint8)
+    def __init__(self, max_nodes: int, extra: int = 0) -> None:
+        self._most = max_nodes
+        self._tokens = np.empty(max_nodes + extra, np.int64)
+        self._parents = np.empty(max_nodes + extra, np.int32)
+        self._sources = np.empty(max_nodes + extra, np.uint8)
         self._size = 0
 
     def __len__(self) -> int:
@@ -255,11 +255,11 @@ class Trie:
 
 @compiled
 def _add(
-    tokens: Ints, parents: Ints, sources: Ints, size: int, most: int, rows: Ints, source: int, wanted: int
+    tokens: Ints, parents: Ints, sources: Ints, size: int, max_nodes: int, rows: Ints, source: int, wanted: int
 ) -> tuple[int, int]:
     added = 0
     for row in rows:
-        if added == wanted or size >= most:
+        if added == wanted or size >= max_nodes:
             break
         before, node = size, ROOT
         for token in row:
@@ -269,7 +269,7 @@ def _add(
             while child < size and not (parents[child] == node and tokens[child] == token):
                 child += 1
             if child == size:
-                if size >= most:
+                if size >= max_nodes:
                     break
                 tokens[size], parents[size], sources[size] = token, node, source
                 size += 1
@@ -278,16 +278,16 @@ def _add(
     return size, added
 
 
-def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
-    """The first ``most`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
+def sequences_of(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
+    """The first ``max_paths`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
 
     They are in the order of their last nodes; a parent must come before its children.
     """
-    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
+    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, max_paths)
 
 
 @compiled
-def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
+def _sequences(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
     size = len(tokens)
     depths = np.empty(size, np.int64)
     is_leaf = np.ones(size, np.bool_)
@@ -296,10 +296,10 @@ def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
         depths[node] = 1 if parent == ROOT else depths[parent] + 1
         if parent != ROOT:
             is_leaf[parent] = False
-    rows = np.full((most, length), NO_TOKEN, np.int32)
+    rows = np.full((max_paths, length), NO_TOKEN, np.int32)
     count = 0
     for end in range(size):
-        if count < most and (depths[end] == length or (is_leaf[end] and depths[end] < length)):
+        if count < max_paths and (depths[end] == length or (is_leaf[end] and depths[end] < length)):
             node = end
             for level in range(depths[end] - 1, -1, -1):
                 rows[count, level] = tokens[node]

@@ -93,10 +93,10 @@ class CostCurve:
             raise CostError(f"{path} cannot be read ({error.strerror or error}): check the path") from None
         except (ValueError, RecursionError) as error:
             raise CostError(f"{path} is not JSON ({error}): name a file that holds the cost of passes") from None
-        found = row.get("format") if isinstance(row, dict) else None
-        if found != FORMAT:
+        format_number = row.get("format") if isinstance(row, dict) else None
+        if format_number != FORMAT:
             raise CostError(
-                f"{path} does not hold the cost of passes in format {FORMAT} (found: {found}): measure it again"
+                f"{path} does not hold the cost of passes in format {FORMAT} (found: {format_number}): measure it again"
             )
         try:
             return cls(
@@ -125,9 +125,9 @@ class CostCurve:
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
-    def of_all_sizes(self, most: int, context: int) -> Floats:
-        """Seconds of passes with 0, 1, 2 … up to ``most`` nodes after one context."""
-        sizes = np.arange(most + 1)
+    def of_all_sizes(self, max_nodes: int, context: int) -> Floats:
+        """Seconds of passes with 0, 1, 2 … up to ``max_nodes`` nodes after one context."""
+        sizes = np.arange(max_nodes + 1)
         return self.of_passes(sizes, np.full(len(sizes), context))
 
 
@@ -279,8 +279,8 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
     below, expected = max(0, size - 1), cost_of(costs, nodes)
     change = min(SLOWEST, max(FASTEST, seconds / expected)) - 1 if expected > 0 else 0.0
     # A longer context slows passes of all sizes, but most of an error is specific to one size.
-    for other in range(LARGEST_BUDGET + 1):
-        costs.corrections[other] *= 1 + LEARNING_RATE_OTHERS * change
+    for size_nodes in range(LARGEST_BUDGET + 1):
+        costs.corrections[size_nodes] *= 1 + LEARNING_RATE_OTHERS * change
     confirmed = 1.0 if abs(change) <= UNEXPECTED else LITTLE
     for place, part in ((size, share), (below, 1 - share)):
         rate = max(LEARNING_RATE, 1 / (ESTIMATED_BY + costs.passes[place] + 1))

@@ -150,9 +150,11 @@ def _quick_contexts(target: Target) -> tuple[int, ...]:
     """The short context and, where attention can be timed without reading a prompt, a long one."""
     if target.captures or target.processes > 1 or not target.takes_trees:
         return (SHORT,)
-    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
+    bytes_per_token = sum(
+        tensor.heads * tensor.width * tensor.dtype.itemsize for layer in target.shapes for tensor in layer.kept
+    )
     limit = target.context_limit(1) or LONG
-    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // of_token if of_token else 0)
+    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // bytes_per_token if bytes_per_token else 0)
     return (SHORT, longest) if longest >= LEAST_LONG else (SHORT,)
 
 
@@ -183,7 +185,7 @@ def _milliseconds(contexts: int, rows: list[Any]) -> tuple[tuple[float, ...], ..
     if len(medians) != contexts:
         raise ValueError
     for row in medians:
-        if len(row) != len(NODES) or not all(0 < one < np.inf for one in row):
+        if len(row) != len(NODES) or not all(0 < milliseconds < np.inf for milliseconds in row):
             raise ValueError
     return medians
 

@@ -201,33 +201,33 @@ def gains(probs: Probs) -> Probs:
 
 
 @compiled
-def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
+def choose(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int, int, int]:
     """How many nodes with these probabilities to verify by the record at an address, in this step.
 
     Returns it with the largest useful tree of the next steps, and the step up to which none drafts.
     """
-    own = array_at(at, 1, CHOICE)[0]
-    costs = array_at(own.costs, 1, COSTS)[0]
+    choice = array_at(at, 1, CHOICE)[0]
+    costs = array_at(choice.costs, 1, COSTS)[0]
     gain = gains(probs)
-    chosen, pays, tries, cost, plain = best_size(gain, 0, own.overhead, costs)
-    most = useful_tree(chosen, most)
+    chosen, pays, tries, cost, plain = best_size(gain, 0, choice.overhead, costs)
+    max_nodes = useful_tree(chosen, max_nodes)
     if tries:
-        return chosen, most, 0
-    saved = gain[chosen] * (plain + own.overhead) - (cost if pays else plain) - own.overhead
-    longest = max(LONGEST_PAUSE, retry_steps(own, plain + own.overhead))
-    return chosen, most, decide(own, pays, saved, longest, step)
+        return chosen, max_nodes, 0
+    saved = gain[chosen] * (plain + choice.overhead) - (cost if pays else plain) - choice.overhead
+    longest = max(LONGEST_PAUSE, retry_steps(choice, plain + choice.overhead))
+    return chosen, max_nodes, decide(choice, pays, saved, longest, step)
 
 
 @compiled
-def retry_steps(own: Any, plain: float) -> int:
+def retry_steps(choice: Any, plain: float) -> int:
     """The steps of so many seconds after which a draft may be tried again."""
-    return int(own.drafting / (RETRY_SHARE * plain))
+    return int(choice.drafting / (RETRY_SHARE * plain))
 
 
 @compiled
-def useful_tree(chosen: int, most: int) -> int:
+def useful_tree(chosen: int, max_nodes: int) -> int:
     """The largest useful tree of the next steps: nodes that will not be verified need not be drafted."""
-    return min(LARGEST_CHOSEN, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+    return min(LARGEST_CHOSEN, max(2 * chosen, max_nodes - 1, FEWEST_DRAFTED))
 
 
 @compiled
@@ -258,20 +258,20 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
 
 
 @compiled
-def decide(own: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+def decide(choice: Any, paid: bool, saved: float, longest: int, step: int) -> int:
     """Decide whether to pause drafting, which ``saved`` so many seconds but for its own.
 
     Returns the step up to which it pauses, or 0.
     """
-    if own.drafting > 0:
-        saved -= own.drafting
-        own.saved = saved if np.isnan(own.saved) else own.saved + SAVED_LEARNING_RATE * (saved - own.saved)
-        paid = own.saved > 0
-    own.pause = 0 if paid else min(max(1, 2 * own.pause), longest)
-    if own.pause <= 2:
+    if choice.drafting > 0:
+        saved -= choice.drafting
+        choice.saved = saved if np.isnan(choice.saved) else choice.saved + SAVED_LEARNING_RATE * (saved - choice.saved)
+        paid = choice.saved > 0
+    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), longest)
+    if choice.pause <= 2:
         return 0
-    own.saved = np.nan
-    return int(step + 1 + own.pause)
+    choice.saved = np.nan
+    return int(step + 1 + choice.pause)
 
 
 class Together:
@@ -307,8 +307,12 @@ class Together:
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, own in zip(budgets, probs, strict=True):
             self._expected[budget] = self._step, own
-        others = [one for one, (step, _) in self._expected.items() if step >= self._step - 1 and one not in budgets]
-        self._expected = {one: self._expected[one] for one in (*budgets, *others)}
+        others = [
+            budget_key
+            for budget_key, (step, _) in self._expected.items()
+            if step >= self._step - 1 and budget_key not in budgets
+        ]
+        self._expected = {budget_key: self._expected[budget_key] for budget_key in (*budgets, *others)}
         rows = np.zeros((len(self._expected), LARGEST_CHOSEN))
         for row, (_, own) in zip(rows, self._expected.values(), strict=True):
             row[: len(own)] = own[:LARGEST_CHOSEN]
@@ -395,9 +399,9 @@ def choose_together(
     ``slots`` sequences have ``first`` rows of a plain pass that nodes come after.
     """
     costs = array_at(of_costs, 1, COSTS)[0]
-    trees, most = probs.shape[0], LARGEST_CHOSEN - first
-    gain, owner, used = np.full(most + 1, float(slots)), np.zeros(most, np.int64), np.zeros(trees, np.int64)
-    for nodes in range(most):
+    trees, max_nodes = probs.shape[0], LARGEST_CHOSEN - first
+    gain, owner, used = np.full(max_nodes + 1, float(slots)), np.zeros(max_nodes, np.int64), np.zeros(trees, np.int64)
+    for nodes in range(max_nodes):
         added, best = 0.0, 0
         for tree in range(trees):
             if pads:
@@ -416,11 +420,11 @@ def choose_together(
             used[owner[node]] += 1
     verified = max(1, used.sum())
     for tree in range(len(chosen)):
-        own, nodes = array_at(chosen[tree, 0], 1, CHOICE)[0], used[tree]
+        choice, nodes = array_at(chosen[tree, 0], 1, CHOICE)[0], used[tree]
         paused_until = 0
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
             # A tree has few nodes that pay in a batch: it is often tried again where this takes little of the time.
-            longest = retry_steps(own, (plain + overhead) / slots) if own.drafting > 0 else LONGEST_PAUSE
-            paused_until = decide(own, pays and nodes > 0, saved, longest, step)
+            longest = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else LONGEST_PAUSE
+            paused_until = decide(choice, pays and nodes > 0, saved, longest, step)
         chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until

@@ -172,12 +172,12 @@ class DecodeConfig(Settings):
         f"Drafting method: {', '.join(METHODS)}. --help-all describes them.",
         choices=METHODS,
     )
-    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", least=1)
+    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", min_value=1)
     draft_tokens: int | None = setting(
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes.",
-        least=0,
-        most=LARGEST_BUDGET,
+        min_value=0,
+        max_value=LARGEST_BUDGET,
     )
     sources: str = setting(
         ALL_LETTERS,
@@ -189,7 +189,7 @@ class DecodeConfig(Settings):
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
     lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
     batch_size: int = setting(
-        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", least=1
+        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", min_value=1
     )
     prefix_caching: bool = setting(
         True, "Keep the KV cache of the last answer: a prompt is read from where it differs from that conversation."
@@ -263,8 +263,8 @@ class RecordingConfig(Settings):
         0,
         "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
         "logitspec reads 61.",
-        least=0,
-        most=MOST_RANKED,
+        min_value=0,
+        max_value=MOST_RANKED,
     )
 
 
@@ -291,9 +291,9 @@ class VerifyConfig(Settings):
     """How much is decoded to check losslessness."""
 
     limit: int = setting(
-        20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", least=1
+        20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", min_value=1
     )
-    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", least=1)
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", min_value=1)
 
 
 REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
@@ -310,8 +310,8 @@ class ReplayConfig(Settings):
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
         "--cost.",
-        least=0,
-        most=LARGEST_BUDGET,
+        min_value=0,
+        max_value=LARGEST_BUDGET,
     )
     sources: str = setting(
         STORE_LETTERS,
@@ -322,8 +322,8 @@ class ReplayConfig(Settings):
     history: bool = setting(
         True, "Draft from the answers of earlier conversations, in the order of the recordings, or forget them."
     )
-    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", least=1)
-    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", least=1)
+    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", min_value=1)
+    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", min_value=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -208,10 +208,10 @@ class PaperDrafter:
         assert self._index
         added = 0
         for length in (2, 1):
-            found = self._index.after(context[-length:])
-            sequences = sequences_of(found.tokens, found.parents, LENGTH, self.config.sequences)
+            continuations = self._index.after(context[-length:])
+            sequences = sequences_of(continuations.tokens, continuations.parents, LENGTH, self.config.sequences)
             added += self._trie.add(sequences, SourceName.CORPUS, wanted=wanted - added)
-            if added == wanted or found.matched < length:  # the index fell back to one token by itself
+            if added == wanted or continuations.matched < length:  # the index fell back to one token by itself
                 break
         return added
 

@@ -111,12 +111,12 @@ class LogitSpec:
 @compiled
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
     """The kind of each node: ``root_kind`` in the continuation of the root, else that of its candidate."""
-    found = np.full(len(tokens), root_kind, np.int64)
+    node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
             above = parents[node]
             if above != ROOT and not follows[above]:
-                found[node] = found[above]
+                node_kinds[node] = node_kinds[above]
             else:
                 # A candidate, or a node of both the root's continuation and a candidate's.
                 first = node if above == ROOT else above
@@ -124,8 +124,8 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
                     first = parents[first]
                 for rank in range(len(candidates)):
                     if candidates[rank] == tokens[first]:
-                        found[node] = kinds[rank]
-    return found
+                        node_kinds[node] = kinds[rank]
+    return node_kinds
 
 
 @compiled

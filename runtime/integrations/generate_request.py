@@ -72,7 +72,8 @@ class GenerateRequest:
         mask, positions = (model_arguments.get(name) for name in ("attention_mask", "position_ids"))
         length = input_ids.shape[1]
         longest = min(
-            (one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=settings.max_length
+            (criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)),
+            default=settings.max_length,
         )
         details = bool(settings.return_dict_in_generate)
         rows = []
@@ -96,8 +97,12 @@ class GenerateRequest:
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
     """The predicted output of each row, given as one for all of them or as one for each."""
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
-    if isinstance(ids, (list, tuple)) and len(ids) == rows > 1 and all(isinstance(one, (list, tuple)) for one in ids):
-        return [predicted_ids(one) for one in ids]
+    if (
+        isinstance(ids, (list, tuple))
+        and len(ids) == rows > 1
+        and all(isinstance(row_ids, (list, tuple)) for row_ids in ids)
+    ):
+        return [predicted_ids(row_ids) for row_ids in ids]
     return [predicted_ids(ids)] * rows
 
 
@@ -186,5 +191,5 @@ def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) 
         raise _refusal("position_ids are not 0, 1, 2, …", "it places the tokens of a draft tree itself")
 
 
-def _refusal(found: str, reason: str) -> UnsupportedCallError:
-    return UnsupportedCallError(f"hdtool cannot decode this call of generate: {found}, but {reason}")
+def _refusal(feature: str, reason: str) -> UnsupportedCallError:
+    return UnsupportedCallError(f"hdtool cannot decode this call of generate: {feature}, but {reason}")

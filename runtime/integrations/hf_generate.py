@@ -189,7 +189,9 @@ class Generator:
             raise UnsupportedCallError(ONE_STREAM)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
         # The loop applies the length itself: an answer that is cut there has another finish than one that stopped.
-        criteria = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
+        criteria = StoppingCriteriaList(
+            criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
+        )
         with self._calls.held(), _prepared(model):
             rows = []
             for number, request in enumerate(requests):

@@ -107,7 +107,7 @@ class HierarchyCorpus:
         masks = np.zeros((len(requests), self._nodes, self._nodes), np.int64)
         masks[:, :, 0] = 1
         masks[:, np.arange(self._nodes), np.arange(self._nodes)] = 1
-        drafters, contexts = [one.drafter for one in requests], [one.context for one in requests]
+        drafters, contexts = [running.drafter for running in requests], [running.context for running in requests]
         for row, tree in enumerate(draft_many(drafters, contexts) if requests else []):
             drafted = self._fitted(tree)
             rows = len(drafted) + 1
@@ -216,12 +216,12 @@ def _tokens(request: Any) -> list[int]:
 @contextmanager
 def _without_corpus() -> Iterator[None]:
     """Keep SGLang from compiling and allocating the corpus that is replaced."""
-    own = ngram_worker.NgramCorpus
+    original = ngram_worker.NgramCorpus
     ngram_worker.NgramCorpus = lambda **options: None
     try:
         yield
     finally:
-        ngram_worker.NgramCorpus = own
+        ngram_worker.NgramCorpus = original
 
 
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:

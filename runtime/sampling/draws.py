@@ -149,8 +149,8 @@ def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
 
 
 @compiled
-def _is_before(tokens: Any, weights: Any, place: Any, other: Any) -> Any:
-    return weights[place] > weights[other] or (weights[place] == weights[other] and tokens[place] > tokens[other])
+def _is_before(tokens: Any, weights: Any, place: Any, than: Any) -> Any:
+    return weights[place] > weights[than] or (weights[place] == weights[than] and tokens[place] > tokens[than])
 
 
 MOST_BY_MAXIMA = 128
@@ -297,12 +297,12 @@ def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: 
         return sample_among(draws.seed, position, among, weights, np.inf)
     total = _total(padded)
     # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
-    least = max(draws.min_p, CERTAINLY * (1 - draws.top_p) * total / len(weights))
+    min_weight = max(draws.min_p, CERTAINLY * (1 - draws.top_p) * total / len(weights))
     tokens, likely = np.empty(len(weights) + 1, np.int64), 0
     for token in range(len(weights)):
         # Branch-free: always written, counted only if it qualifies.
         tokens[likely] = token
-        likely += weights[token] >= least
+        likely += weights[token] >= min_weight
     kept = np.empty(likely, np.float32)
     for place in range(likely):
         kept[place] = weights[tokens[place]]

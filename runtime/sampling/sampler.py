@@ -137,7 +137,9 @@ class Sampler:
 
     def _takes_the_only_token(self) -> bool:
         first, *others = self._processors or (None,)
-        return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
+        return isinstance(first, Mask) and all(
+            type(processor) in KEEP_THE_BEST and keeps_one(processor) for processor in others
+        )
 
     def chooser(
         self,
@@ -222,12 +224,12 @@ class Sampler:
         """The same after some of the processors."""
         if not processors:
             return logits
-        ids, found = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
+        ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
         # A LogitsProcessorList would inspect the signature of each of them, which takes longer than most of them do.
         with torch.no_grad():  # not inference mode: a processor may keep tensors and use them outside
             for processor in processors:
-                found = processor(ids, cast(torch.FloatTensor, found))
-        return found[0]
+                scores = processor(ids, cast(torch.FloatTensor, scores))
+        return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
         """The token chosen by scores that the processors ``before`` have made, or ``NOT_FINITE``."""

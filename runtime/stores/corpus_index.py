@@ -110,7 +110,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
     follows = order == LONGEST_RANGE and only_longest(ranges, above)
     below = order if follows else order - 1
     known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or below >= ranges.lowest[above])
-    found = size_of(ranges, above, below) if known and order > 1 else 0
+    num_matches = size_of(ranges, above, below) if known and order > 1 else 0
     sample, before = 0, 0
     for shard in range(len(shards.places)):
         low: Any = np.int64(0)
@@ -120,8 +120,8 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
         elif known:
             start = places[above, below, shard, LOW]
             size = places[above, below, shard, HIGH] - start
-            low, first, last, high, sample = _bracket(ranges, above, below, found, before, size, sample, token)
-            if ranges.read[above, below] < found:
+            low, first, last, high, sample = _bracket(ranges, above, below, num_matches, before, size, sample, token)
+            if ranges.read[above, below] < num_matches:
                 low, high = narrowed(shards, shard, tail, order, start + low, start + first, start + last, start + high)
             else:
                 low, high = start + low, start + high
@@ -139,8 +139,8 @@ def only_longest(ranges: Any, node: int) -> bool:
         return False
     if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
         return False
-    found = size_of(ranges, node, LONGEST_RANGE)
-    return bool(0 < found == ranges.read[node, LONGEST_RANGE])
+    num_matches = size_of(ranges, node, LONGEST_RANGE)
+    return bool(0 < num_matches == ranges.read[node, LONGEST_RANGE])
 
 
 @compiled
@@ -154,16 +154,16 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 
 @compiled
 def _bracket(
-    ranges: Any, node: int, order: int, found: int, before: int, size: int, sample: int, token: int
+    ranges: Any, node: int, order: int, num_matches: int, before: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
     """Where in a shard's part of a range the samples allow ``token``: it begins from ``low`` to ``first``, and
     ends from ``last`` to ``high``. The last value is the first sample of the next shard.
 
-    The part begins ``before`` matches into the whole of ``found``. If all matches were read, low and high are exact.
+    The part begins ``before`` matches into the whole of ``num_matches``. If all matches were read, low and high are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
-    step = sample_step(found, read)
+    step = sample_step(num_matches, read)
     while sample < read and sampled(sample, step) < before + size:
         at, follower = sampled(sample, step) - before, ranges.samples[node, order, sample]
         if follower < token:
@@ -179,13 +179,13 @@ def _bracket(
 
 
 @compiled
-def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, most: int) -> None:
-    """Read up to ``most`` followers of a range of ``found`` matches."""
+def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
+    """Read up to ``max_samples`` followers of a range of ``num_matches`` matches."""
     shards = shards_at(corpus, ranges.shards)
-    read = min(found, most)
+    read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
     length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
-    sample_matches(shards, places_of(ranges)[node, order], length, found, matches)
+    sample_matches(shards, places_of(ranges)[node, order], length, num_matches, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
 
@@ -231,10 +231,10 @@ class CorpusSearch(Pinned):
     def followers(self, order: int) -> tuple[int, dict[int, int]]:
         """How often the last ``order`` tokens occur, and how often each token follows; estimated if many do."""
         ranges = self._record[0]
-        found, distinct = size_of(ranges, 0, order), tally(ranges, 0, order, self._tokens, self._counts)
+        num_matches, distinct = size_of(ranges, 0, order), tally(ranges, 0, order, self._tokens, self._counts)
         read = max(1, int(ranges["read"][0, order]))
-        counts = (self._counts[:distinct] * found // read).tolist()
-        return found, dict(zip(self._tokens[:distinct].tolist(), counts, strict=True))
+        counts = (self._counts[:distinct] * num_matches // read).tolist()
+        return num_matches, dict(zip(self._tokens[:distinct].tolist(), counts, strict=True))
 
 
 @compiled
@@ -329,32 +329,32 @@ class CorpusIndex(Pinned):
         if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
-    def after(self, context: Sequence[int] | Ints, most: int = LARGEST_TREE) -> Continuations:
+    def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
         """The continuations of the longest suffix of ``context`` that the corpus holds."""
         tail = np.asarray(context[-LONGEST_CONTEXT:], WIDE)
         # Made from a whole tuple: a named one costs a quarter of a microsecond more from its fields.
-        return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, most))
+        return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
 
 
 @compiled
-def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, most: int) -> tuple[int, int, Ints]:
+def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) -> tuple[int, int, Ints]:
     """The fields of ``Continuations``."""
     shards = shards_at(tokens, addresses)
     matched, ranges = find_longest(shards, tail)
-    found = (ranges[:, 1] - ranges[:, 0]).sum()
-    matches = np.empty((2, min(found, MATCH_SAMPLES)), np.int64)
-    sample_matches(shards, ranges, matched, found, matches)
+    num_matches = (ranges[:, 1] - ranges[:, 0]).sum()
+    matches = np.empty((2, min(num_matches, MATCH_SAMPLES)), np.int64)
+    sample_matches(shards, ranges, matched, num_matches, matches)
     continuations = np.empty((DEPTH, matches.shape[1]), np.int32)
     # Depth by depth: the first one waits for memory, for all matches at once; the others find it in the cache.
     for depth in range(DEPTH):
         read_followers(shards, matches, depth, continuations[depth])
     if len(ranges) > 1:
         continuations = _in_order(continuations)
-    nodes = _tree(continuations, end, most)
-    if found > MATCH_SAMPLES:
+    nodes = _tree(continuations, end, max_nodes)
+    if num_matches > MATCH_SAMPLES:
         for node in range(nodes.shape[1]):
-            nodes[NODE_COUNT, node] = nodes[NODE_COUNT, node] * found // MATCH_SAMPLES
-    return matched, found, nodes
+            nodes[NODE_COUNT, node] = nodes[NODE_COUNT, node] * num_matches // MATCH_SAMPLES
+    return matched, num_matches, nodes
 
 
 @compiled
@@ -377,16 +377,16 @@ def _in_order(continuations: Ints) -> Ints:
 
 
 @compiled
-def _precedes(continuations: Ints, one: int, other: int) -> bool:
+def _precedes(continuations: Ints, left: int, right: int) -> bool:
     for depth in range(len(continuations)):
-        if continuations[depth, one] != continuations[depth, other]:
-            return bool(continuations[depth, one] < continuations[depth, other])
+        if continuations[depth, left] != continuations[depth, right]:
+            return bool(continuations[depth, left] < continuations[depth, right])
     return False
 
 
 @compiled
-def _tree(continuations: Ints, end: int, most: int) -> Ints:
-    """The ``most`` most frequent nodes of the tree of sorted continuations.
+def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
+    """The ``max_nodes`` most frequent nodes of the tree of sorted continuations.
 
     Nodes that several continuations share are grown and sorted first. The nodes of one continuation alone
     fill up the tree in the order of the continuations: they are the greater part, and few are accepted.
@@ -408,15 +408,15 @@ def _tree(continuations: Ints, end: int, most: int) -> Ints:
             path[depth + 1] = size
             size += 1
         last[column] = path[max(shared[column], shared[column + 1])]
-    nodes = np.empty((3, most), np.int64)
+    nodes = np.empty((3, max_nodes), np.int64)
     moved = _by_count(grown[:, :size], samples, nodes)
-    kept = min(size, most)
+    kept = min(size, max_nodes)
     for column in range(samples):
-        if kept == most:
+        if kept == max_nodes:
             break
         parent = moved[last[column]]
         for depth in range(max(shared[column], shared[column + 1]), longest):
-            if kept == most or continuations[depth, column] == end:
+            if kept == max_nodes or continuations[depth, column] == end:
                 break
             nodes[NODE_TOKEN, kept] = continuations[depth, column]
             nodes[NODE_PARENT, kept] = parent
@@ -446,7 +446,7 @@ def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
     A counting sort takes one pass and keeps equals in order: a parent, which counts no less than its
     child and stands before it, stays before it.
     """
-    size, most = grown.shape[1], nodes.shape[1]
+    size, max_nodes = grown.shape[1], nodes.shape[1]
     starts = np.zeros(highest + 2, np.int32)  # for each count, where its nodes begin in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
@@ -460,7 +460,7 @@ def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
         to = starts[grown[NODE_COUNT, node]]
         starts[grown[NODE_COUNT, node]] += 1
         moved[node] = to
-        if to < most:
+        if to < max_nodes:
             nodes[NODE_TOKEN, to] = grown[NODE_TOKEN, node]
             nodes[NODE_PARENT, to] = moved[grown[NODE_PARENT, node]]
             nodes[NODE_COUNT, to] = grown[NODE_COUNT, node]

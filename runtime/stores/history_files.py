@@ -109,14 +109,14 @@ class HistoryRing:
         write(self._log, end, before, tokens)
         return stop
 
-    def append_spans(self, other: HistoryRing, spans: Ints) -> int:
+    def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
         """Write the conversations at these places of another ring, and return the end of the last one.
 
         A span is the place of its first answered token, and the numbers of tokens before it and from it on.
         """
         stop = int(spans[:, 1:].sum()) + len(spans)
         self._allocate(0, stop)
-        copy_spans(self._log, other._log, spans)
+        copy_spans(self._log, source_ring._log, spans)
         self._header[0] = stop
         return stop
 
@@ -138,8 +138,8 @@ class HistoryRing:
     def tokens(self, first: int, count: int) -> Ints:
         """A copy of the tokens at some places."""
         places = np.arange(first, first + count) & (self.size - 1)
-        found: Ints = self.places[places, TOKEN]
-        return found
+        ring_tokens: Ints = self.places[places, TOKEN]
+        return ring_tokens
 
     def _allocate(self, start: int, stop: int) -> None:
         """Give places room on the disk, when the first of a portion is written for the first time."""
@@ -172,8 +172,8 @@ def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
     try:
         with open(path, "r+b" if writable else "rb") as stream:
             # Longer than the manifest states, if a process was killed while it lengthened the files.
-            if (found := os.fstat(stream.fileno()).st_size) < size:
-                raise StoreError(f"{path} has {found:,} bytes instead of {size:,}")
+            if (file_bytes := os.fstat(stream.fileno()).st_size) < size:
+                raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}")
             return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     except FileNotFoundError:
         raise StoreError(f"{path} is missing") from None
@@ -202,9 +202,9 @@ def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
 
 
 @compiled
-def copy_spans(memory: Ints, other: Ints, spans: Ints) -> None:
+def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
     """Write conversations of another ring one after another."""
-    source, mask = places_of(other[0]), other[0].size - 1
+    source, mask = places_of(source_ring[0]), source_ring[0].size - 1
     place = 0
     for number in range(len(spans)):
         first, before, count = spans[number]

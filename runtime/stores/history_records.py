@@ -69,8 +69,8 @@ class Conversation(NamedTuple):
     def packed(self) -> bytes:
         row = self._asdict()
         del row["number"]
-        found: bytes = msgpack.packb(row)
-        return found
+        value: bytes = msgpack.packb(row)
+        return value
 
 
 class Records:
@@ -87,13 +87,13 @@ class Records:
         """The records in a file; a damaged file is a ``StoreError``."""
         name = os.path.realpath(path)
         with _opening:
-            if (found := _opened.get(name)) is None:
+            if (records := _opened.get(name)) is None:
                 if not path.is_file():
                     raise StoreError(f"{path} is missing")
-                found = cls(path, places)
-                found._check()
-                _opened[name] = found
-        return found
+                records = cls(path, places)
+                records._check()
+                _opened[name] = records
+        return records
 
     @classmethod
     def created(cls, path: Path, places: int, state: State, conversations: Iterable[Conversation] = ()) -> Records:

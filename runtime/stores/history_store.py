@@ -182,9 +182,9 @@ class HistoryStore(Pinned):
 
     def tokens(self, first: int, count: int) -> Ints:
         """The tokens at some places; -1 where a conversation begins, and above the committed end."""
-        found = self._open.ring.tokens(first, count)
-        found[max(0, int(self._end[0]) - first) :] = -1
-        return found
+        ring_tokens = self._open.ring.tokens(first, count)
+        ring_tokens[max(0, int(self._end[0]) - first) :] = -1
+        return ring_tokens
 
     def answers(self, chosen: Sequence[Conversation]) -> Iterator[tuple[Conversation, Ints]]:
         """The tokens of conversations; those that were damaged or overwritten are left out."""
@@ -243,11 +243,11 @@ class HistoryStore(Pinned):
         """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
         size, path = self._open.ring.size, self._open.records.path
         # Of the largest ring, not of the one that may still grow.
-        most = most_places(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
-        surplus = count_of(transaction) + 1 - most
+        max_conversations = most_places(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
+        surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
             return False
-        surplus += most // AHEAD if surplus > 0 else 0
+        surplus += max_conversations // AHEAD if surplus > 0 else 0
         removed: list[Conversation] = []
         for each in conversations(transaction, path):
             start = each.first - each.before - 1
@@ -292,17 +292,17 @@ class HistoryStore(Pinned):
 
     def _reopen(self) -> None:
         """Open the files of the new manifest; they must be of the same model."""
-        found = open_files(self.folder, writable=not self._read_only)
-        require_history(found.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
-        self._use(found)
+        opened = open_files(self.folder, writable=not self._read_only)
+        require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
+        self._use(opened)
         self._end[0] = self._committed().end
 
-    def _use(self, found: OpenFiles) -> None:
+    def _use(self, opened: OpenFiles) -> None:
         if hasattr(self, "_open"):
             self._was = self._open  # stays mapped until the next time, as compiled code may still read it
-        self._open: OpenFiles = found
+        self._open: OpenFiles = opened
         self._end[0] = 0
-        found.ring.fill(self._log, self._end)
+        opened.ring.fill(self._log, self._end)
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
@@ -323,12 +323,12 @@ class History:
     source = ANSWERS
     """The name under which the store keeps the answers."""
 
-    def __init__(self, most: int = LARGEST, *, prompts: bool = False, store: HistoryStore | None = None) -> None:
-        """At most ``most`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
+    def __init__(self, max_tokens: int = LARGEST, *, prompts: bool = False, store: HistoryStore | None = None) -> None:
+        """At most ``max_tokens`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
 
         An answer that is finished goes to the ``store``, and is matched there from then on.
         """
-        self.answers = TokenLog(most)
+        self.answers = TokenLog(max_tokens)
         self.store = store
         self._prompts = prompts
 

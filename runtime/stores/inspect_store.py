@@ -62,8 +62,8 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + PATH:
         search.read(tokens)
-        found, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
-        if found != count or list(counts.values()) != [count]:
+        num_matches, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
+        if num_matches != count or list(counts.values()) != [count]:
             break
         tokens += counts
     return tokens[matched:]
@@ -117,13 +117,20 @@ def description(store: HistoryStore) -> dict[str, Any]:
     tokens = sum(each.tokens for each in held)
     sources = []
     for name in names:
-        own = [each for each in held if each.source == name]
-        count = sum(each.tokens for each in own)
-        times = [each.time for each in own]
+        of_source = [each for each in held if each.source == name]
+        count = sum(each.tokens for each in of_source)
+        times = [each.time for each in of_source]
         share = round(count / tokens, 4) if tokens else 0.0
         oldest, newest = _date(min(times)), _date(max(times))
         sources.append(
-            {"name": name, "records": len(own), "tokens": count, "share": share, "oldest": oldest, "newest": newest}
+            {
+                "name": name,
+                "records": len(of_source),
+                "tokens": count,
+                "share": share,
+                "oldest": oldest,
+                "newest": newest,
+            }
         )
     return {
         "store": str(store.folder),
@@ -145,13 +152,13 @@ def description(store: HistoryStore) -> dict[str, Any]:
 def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[Found]:
     """What followed the longest matches of a context, most frequent first."""
     places, lengths = matches(store.log, np.array(context, np.int64))
-    found: dict[tuple[int, ...], int] = {}
+    counts_by_path: dict[tuple[int, ...], int] = {}
     for place in places[lengths == lengths.max(initial=0)].tolist():
         path = store.tokens(place, PATH)
         path = path[: int(np.argmax(path < 0))] if (path < 0).any() else path
         if len(path):
-            found[tuple(path.tolist())] = found.get(tuple(path.tolist()), 0) + 1
-    for each, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:SHOWN]:
+            counts_by_path[tuple(path.tolist())] = counts_by_path.get(tuple(path.tolist()), 0) + 1
+    for each, count in sorted(counts_by_path.items(), key=lambda item: (-item[1], item[0]))[:SHOWN]:
         yield int(lengths.max()), list(each), count
 
 

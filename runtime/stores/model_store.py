@@ -122,10 +122,10 @@ class ModelStore(Pinned):
 
     def after(self, context: Sequence[int] | Ints) -> list[Entry]:
         """The entries of the suffixes of ``context`` that are prefixes in the store, the longest first."""
-        found = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
+        entries = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
         return [
             Entry(length, total, distinct, *self._valid(self.rows[start:stop]))
-            for length, start, stop, total, distinct in found
+            for length, start, stop, total, distinct in entries
         ]
 
     def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
@@ -133,16 +133,16 @@ class ModelStore(Pinned):
         rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
         return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
-    def phrases_after(self, token: int, most: int = 64) -> tuple[Ints, Ints]:
-        """At most ``most`` phrases that follow a token, a row each, and their counts; most frequent first."""
+    def phrases_after(self, token: int, max_phrases: int = 64) -> tuple[Ints, Ints]:
+        """At most ``max_phrases`` phrases that follow a token, a row each, and their counts; most frequent first."""
         if not 0 <= token < self.vocabulary:
             return self._phrases[:0, :PHRASE], self._phrases[:0, PHRASE]
         start, stop = self._heads[token : token + 2].tolist()
         # A damaged file must not give a token that no model has.
         start = max(start, 0)
-        found = self._phrases[start : max(start, min(stop, start + most))]
-        found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
-        return found[:, :PHRASE], found[:, PHRASE]
+        rows = self._phrases[start : max(start, min(stop, start + max_phrases))]
+        rows = rows[(rows[:, :PHRASE] >= 0).all(1) & (rows[:, :PHRASE] < self.vocabulary).all(1)]
+        return rows[:, :PHRASE], rows[:, PHRASE]
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
@@ -195,7 +195,7 @@ def fetch(model: Any, hashes: Ints, longest: int) -> None:
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
     """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``known_as``."""
-    model, found, count = memory[0], np.empty((len(tail), 5), np.int64), 0
+    model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
         hashes[length] = mixed(hashes[length - 1], tail[len(tail) - length])
@@ -203,10 +203,10 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
     for length in range(len(tail), 0, -1):
         start, stop, total, distinct = known_as(model, hashes[length])
         if total > 0:
-            found[count, 0], found[count, 1], found[count, 2] = length, start, stop
-            found[count, 3], found[count, 4] = total, distinct
+            entries[count, 0], entries[count, 1], entries[count, 2] = length, start, stop
+            entries[count, 3], entries[count, 4] = total, distinct
             count += 1
-    return found[:count]
+    return entries[:count]
 
 
 @compiled
@@ -272,10 +272,10 @@ def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
 @compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
     """The hash of tokens, mixed from the last to the first."""
-    found = np.uint64(0)
+    mixed_hash = np.uint64(0)
     for offset in range(length - 1, -1, -1):
-        found = mixed(found, np.int64(tokens[start + offset]))
-    return found
+        mixed_hash = mixed(mixed_hash, np.int64(tokens[start + offset]))
+    return mixed_hash
 
 
 PART = "record"
@@ -341,9 +341,9 @@ class ModelRecord:
         """The record in a file, which is opened if it is not open in this process."""
         name = os.path.realpath(path)
         with _opening:
-            if (found := _opened.get(name)) is None:
-                found = _opened[name] = cls(Path(name), end)
-        return found
+            if (record := _opened.get(name)) is None:
+                record = _opened[name] = cls(Path(name), end)
+        return record
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
@@ -400,8 +400,8 @@ class ModelRecord:
         except (lmdb.Error, ValueError, msgpack.UnpackException) as error:
             raise self._damage(str(error)) from None
 
-    def _damage(self, found: str) -> StoreError:
-        return StoreError(f"{self.path} is damaged ({found}): build the store again with {BUILD_COMMANDS[KIND]}")
+    def _damage(self, fault: str) -> StoreError:
+        return StoreError(f"{self.path} is damaged ({fault}): build the store again with {BUILD_COMMANDS[KIND]}")
 
 
 class RecordWriter:

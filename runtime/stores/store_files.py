@@ -33,9 +33,9 @@ def mapped_part(
     try:
         with open(path, "rb") as stream:
             # Of the file that was opened: another may have the name by now.
-            found = os.fstat(stream.fileno()).st_size
-            if found != size:
-                raise StoreError(f"{path} has {found:,} bytes instead of {size:,}: {again}")
+            file_bytes = os.fstat(stream.fileno()).st_size
+            if file_bytes != size:
+                raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}: {again}")
             if size % row or not (size or manifest.holds_rankings_alone):
                 raise StoreError(f"{path} has {size:,} bytes, which are no whole rows of {row}: {again}")
             if not size:

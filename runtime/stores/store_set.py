@@ -83,10 +83,10 @@ class StoreSet:
         if model_db == corpus_db == NONE and not identified:
             return cls(databases=databases)
         fingerprint = TokenizerFingerprint.of(tokenizer)
-        own = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
+        model_store = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
         corpus = _open(corpus_db or corpus_index_for(fingerprint, config.namespace), CorpusIndex, fingerprint)
-        _note_other_models(own, model_db, model, fingerprint, config.namespace)
-        return cls(own, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
+        _note_other_models(model_store, model_db, model, fingerprint, config.namespace)
+        return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""
@@ -127,9 +127,9 @@ def model_store_for(
     """
     if model is None:
         return None
-    own = model_store_at_home(model, tokenizer, namespace)
-    if (own / MANIFEST).exists():
-        return own
+    at_home = model_store_at_home(model, tokenizer, namespace)
+    if (at_home / MANIFEST).exists():
+        return at_home
     embedded = read_manifest(demo.MODEL_STORE, check=False)
     fits = (embedded.model, embedded.tokenizer) == (model, tokenizer)
     return demo.MODEL_STORE if fits and not namespace else None
@@ -138,8 +138,8 @@ def model_store_for(
 def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
     """The corpus index at home of a tokenizer, a tenant's before the common one, else the embedded one."""
     for owner in {namespace: None, None: None}:
-        if ((own := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
-            return own
+        if ((at_home := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
+            return at_home
     embedded = read_manifest(demo.CORPUS_INDEX, check=False)
     return demo.CORPUS_INDEX if embedded.tokenizer == tokenizer else None
 
@@ -153,13 +153,13 @@ def _note_other_models(
 ) -> None:
     """Print that the model store is of another model, or that those at home are."""
     if opened:
-        found = opened.manifest.model
-        if named and found and model and found != model:
-            print(f"note: {opened.folder} holds answers of {found.label}, not of {model.label}", file=sys.stderr)
+        store_model = opened.manifest.model
+        if named and store_model and model and store_model != model:
+            print(f"note: {opened.folder} holds answers of {store_model.label}, not of {model.label}", file=sys.stderr)
     elif not named and (others := model_stores_at_home(tokenizer, namespace)):
-        folder, found = others[0]
+        folder, store_model = others[0]
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""
-        whose = f"of {found.label}" if found else "of a model that it does not name"
+        whose = f"of {store_model.label}" if store_model else "of a model that it does not name"
         of = model.label if model else "this model, whose files are not known"
         print(
             f"note: there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "

@@ -265,9 +265,9 @@ def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
 
 
 @compiled
-def sample_step(found: int, samples: int) -> int:
+def sample_step(num_matches: int, samples: int) -> int:
     """The distance between samples that are spread evenly over a range, in 65536ths; see ``sampled``."""
-    return (found << 16) // samples if samples else 0
+    return (num_matches << 16) // samples if samples else 0
 
 
 @compiled
@@ -277,13 +277,13 @@ def sampled(sample: int, step: int) -> int:
 
 
 @compiled
-def sample_matches(shards: Shards, ranges: Ints, length: int, found: int, matches: Ints) -> None:
-    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``found``.
+def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
+    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``num_matches``.
 
     A column of ``matches`` for each: the place of the next token, and the end of the shard.
     """
     samples = matches.shape[1]
-    step, sample, before = sample_step(found, samples), 0, 0
+    step, sample, before = sample_step(num_matches, samples), 0, 0
     for shard in range(len(ranges)):
         low, high = ranges[shard, 0], ranges[shard, 1]
         first, start = shards.places[shard, SUFFIX] + low - before, shards.places[shard, TOKEN]

@@ -62,12 +62,12 @@ LANE = np.dtype(
 class TokenLog(Pinned):
     """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
 
-    def __init__(self, most: int = LARGEST, size: int = SMALLEST) -> None:
-        self.most = most
+    def __init__(self, max_places: int = LARGEST, size: int = SMALLEST) -> None:
+        self.most = max_places
         self.memory = np.zeros(1, LOG)
         self._end = np.zeros(1, np.int64)
         self._answers = 0
-        self._allocate(min(size, most))
+        self._allocate(min(size, max_places))
 
     def __len__(self) -> int:
         """Places in use."""
@@ -194,15 +194,15 @@ def finish(memory: Ints, lane: Ints) -> None:
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
     """The tokens in the blocks of an answer, without copies, and how many of them are before it."""
-    log, own = memory[0], lane[0]
+    log, lane_record = memory[0], lane[0]
     places, owners, mask, end = places_of(log), owners_of(log), log.size - 1, end_of(log)
-    if own.stop == 0:
+    if lane_record.stop == 0:
         return np.empty(0, np.int32), 0
-    oldest = max(own.first, end - log.size)
+    oldest = max(lane_record.first, end - log.size)
     tokens, count = np.empty(end - oldest, np.int32), 0
     place = stop = np.int64(-1)
     for block in range(oldest, end, BLOCK):
-        if owners[(block & mask) // BLOCK] != own.owner:
+        if owners[(block & mask) // BLOCK] != lane_record.owner:
             continue
         if stop != block:
             place = np.int64(block if stop < 0 else block + OVERLAP)
@@ -211,7 +211,7 @@ def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
             tokens[count] = places[place & mask, TOKEN]
             count += 1
             place += 1
-    before = own.before if oldest == own.first else OVERLAP
+    before = lane_record.before if oldest == lane_record.first else OVERLAP
     return tokens[:count], min(before, count)
 
 
@@ -281,7 +281,7 @@ MATCHES = 32
 
 
 @compiled
-def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, lengths: Ints) -> int:
+def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_places: Ints, lengths: Ints) -> int:
     """Fill in the latest places of a chain that match ``tail``, and how many tokens match; return how many there are.
 
     Twice as many places are visited at most. Those of the answer ``owner`` are skipped.
@@ -290,7 +290,7 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, 
     if log.owners:
         owners = owners_of(log)
     start, oldest = latest(log, pair_hash, end), max(np.int64(0), end - log.size)
-    limits, most = (CHAINED, LONGEST_MATCH), len(found)
+    limits, max_matches = (CHAINED, LONGEST_MATCH), len(matched_places)
     return follow_chain(
         places[:, TOKEN],
         places[:, BEFORE],
@@ -300,9 +300,9 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, 
         oldest,
         tail,
         limits,
-        most,
-        2 * most,
-        found,
+        max_matches,
+        2 * max_matches,
+        matched_places,
         lengths,
         0,
     )
@@ -318,9 +318,9 @@ def follow_chain(
     oldest: Any,
     tail: Ints,
     limits: tuple[int, int],
-    most: int,
+    max_matches: int,
     visits: int,
-    found: Ints,
+    matched_places: Ints,
     lengths: Ints,
     count: int,
 ) -> int:
@@ -330,10 +330,10 @@ def follow_chain(
     match, and how many do at most of a place that is added. At most so many places match and are visited. Where blocks
     have ``owners``, those of nobody and of ``owner`` are skipped. Returns the number of all places.
     """
-    (least, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
+    (min_length, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
     for _ in range(visits):
-        if place <= oldest or read == most or count == len(found):
+        if place <= oldest or read == max_matches or count == len(matched_places):
             break
         whose = owners[(place & mask) // BLOCK] if has_owners else 0
         if whose != NOBODY and (whose != owner or not has_owners):
@@ -343,10 +343,10 @@ def follow_chain(
                 if token < 0 or tokens[(place - 1 - length) & mask] != token:
                     break
                 length += 1
-            if length >= least:
+            if length >= min_length:
                 read += 1
                 if length <= longest:
-                    found[count], lengths[count] = place, length
+                    matched_places[count], lengths[count] = place, length
                     count += 1
         earlier = np.int64(before[place & mask])
         if earlier >= place:
@@ -358,9 +358,9 @@ def follow_chain(
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
     """The places that a draft after this context begins with, and how many tokens match there."""
-    found, lengths = np.empty(MATCHES, np.int64), np.empty(MATCHES, np.int64)
+    matched_places, lengths = np.empty(MATCHES, np.int64), np.empty(MATCHES, np.int64)
     if len(tail) < CHAINED:
-        return found[:0], lengths[:0]
+        return matched_places[:0], lengths[:0]
     pair_hash = np.uint64(sequence_hash(tail, len(tail) - CHAINED, CHAINED))
-    count = search(memory[0], NOBODY, tail[-LONGEST_MATCH:], pair_hash, found, lengths)
-    return found[:count], lengths[:count]
+    count = search(memory[0], NOBODY, tail[-LONGEST_MATCH:], pair_hash, matched_places, lengths)
+    return matched_places[:count], lengths[:count]

@@ -272,7 +272,7 @@ class TestCertainTokens:
         tree = replace(DraftTree.of(1, [first], [-1]), certain=np.array([first, first]))
         logits = torch.full((2, compiler.vocabulary), -torch.inf)
         logits[0, first], logits[1, first] = 0.0, torch.nan
-        accepted = accept(tree, Verified(logits), sampler, most=9)
+        accepted = accept(tree, Verified(logits), sampler, max_tokens=9)
         assert accepted is not None
         assert (accepted.path, accepted.tokens) == ([], [first])
 

@@ -120,7 +120,7 @@ def test_acceptance_by_rankings_equals_that_by_all_logits(name: str, most: int) 
         )
         known = Verified(logits, ranked=(rankings[0], rankings[1]))
         found, expected = (
-            accept(tree, verified, sampler, stops=(5,), most=3)
+            accept(tree, verified, sampler, stops=(5,), max_tokens=3)
             for verified, sampler in zip((known, Verified(logits)), samplers, strict=True)
         )
         assert found == expected and samplers[0].context == samplers[1].context

@@ -89,7 +89,7 @@ def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most:
     assert found.walk
     samplers = Sampler(SamplingConfig(), CONTEXT), Sampler(SamplingConfig(), CONTEXT)
     outcomes = found, Verified(found.logits)
-    accepted = [accept(tree, outcome, own, most=most) for outcome, own in zip(outcomes, samplers, strict=True)]
+    accepted = [accept(tree, outcome, own, max_tokens=most) for outcome, own in zip(outcomes, samplers, strict=True)]
     assert accepted[0] == accepted[1]
     assert samplers[0].context == samplers[1].context
 
@@ -125,7 +125,7 @@ def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain:
         assert found.walk
         assert found.walk.tokens == [] and not found.walk.finite
         sampler = Sampler(SamplingConfig(), CONTEXT)
-        assert accept(TREE, found, sampler, most=9) is None
+        assert accept(TREE, found, sampler, max_tokens=9) is None
     finally:
         weights.data.copy_(before)
 

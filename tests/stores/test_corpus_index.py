@@ -70,7 +70,7 @@ def test_continuations_are_those_of_the_documents(
         if not any(documents):
             return
         index = index_of(tmp_path_factory.mktemp("index"), documents, vocabulary, shard_bytes)
-        found = index.after(context, most=10_000)
+        found = index.after(context, max_nodes=10_000)
         matched, follows = brute_force(documents, context)
         assert found.matched == matched
         paths: dict[int, tuple[int, ...]] = {-1: ()}
@@ -81,7 +81,7 @@ def test_continuations_are_those_of_the_documents(
             seen[paths[node]] = int(found.counts[node])
         assert seen == dict(follows)
         assert list(found.counts) == sorted(found.counts, reverse=True)
-        short = index.after(context, most=3)
+        short = index.after(context, max_nodes=3)
         assert list(short.tokens) == list(found.tokens[:3])
 
     check()
@@ -113,7 +113,7 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
                 if not node and fewest and (found := size_of(ranges, 0, order)):
                     read_samples(index.tokens, ranges, 0, order, found, fewest)
         for order in range(1, LONGEST_RANGE + 1):
-            expected = index.after(context[-order:], most=10_000)
+            expected = index.after(context[-order:], max_nodes=10_000)
             found = size_of(ranges, 1, order)
             if order > len(context) or expected.matched < order:
                 assert found == 0

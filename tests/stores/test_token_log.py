@@ -85,14 +85,14 @@ def check_places(log: TokenLog) -> None:
 @settings(max_examples=60)
 @given(ACTIONS)
 def test_interleaved_answers_are_found_and_given_back(actions: list[Action]) -> None:
-    run(TokenLog(most=1 << 10, size=1 << 8), actions)
+    run(TokenLog(max_places=1 << 10, size=1 << 8), actions)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=200), min_size=1, max_size=12))
 def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list[int]]) -> None:
     """The places found are those of a brute-force search of the answers that are kept."""
-    log = TokenLog(most=1 << 14, size=1 << 7)
+    log = TokenLog(max_places=1 << 14, size=1 << 7)
     lane = log.lane()
     for tokens in answers:
         log.start(lane, [])
@@ -112,7 +112,7 @@ def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list
 
 
 def test_a_ring_that_wrapped_before_it_grows_keeps_the_latest_tokens() -> None:
-    log = TokenLog(most=1 << 10, size=1 << 8)
+    log = TokenLog(max_places=1 << 10, size=1 << 8)
     lane, other = log.lane(), log.lane()
     log.start(lane, [])
     tokens = (np.arange(600) % 251).tolist()

@@ -60,8 +60,8 @@ class HydraHeads(Heads):
         before = self.stages(hidden, embedded)[-1][rows, columns]
         normed, last = self.token_norm(embedded), embedded.shape[1] - 1
         path = [normed[rows, (columns + ahead).clamp_max(last)] for ahead in range(self.config.heads)]
-        found = [self.state(head, before, torch.cat(path[: head + 1], dim=-1)) for head in range(self.config.heads)]
-        return torch.stack(found, dim=1)
+        outputs = [self.state(head, before, torch.cat(path[: head + 1], dim=-1)) for head in range(self.config.heads)]
+        return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
         """The states of a head ``[rows, width]`` from those before the path, and the path's normed embeddings."""
@@ -107,12 +107,12 @@ class MtpHeads(Heads):
         length = hidden.shape[1]
         rotary = self.rotary(slice(length), length, hidden)
         steps = Steps(length, hidden.device)
-        states, found = hidden, []
+        states, outputs = hidden, []
         for step in range(self.config.heads):
             states = self.layer.attending(states, embedded, rotary, steps.attended)
-            found.append(states[rows, (columns + step).clamp_max(length - 1)])
+            outputs.append(states[rows, (columns + step).clamp_max(length - 1)])
             states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
-        return torch.stack(found, dim=1)
+        return torch.stack(outputs, dim=1)
 
     def shapes(self) -> list[LayerShape]:
         """The shapes of what the layer keeps of a position."""
@@ -248,10 +248,10 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     from safetensors.torch import load_file
 
     settings = settings_of(folder)
-    if (found := fingerprint(model)) != settings["target"]:
+    if (model_fingerprint := fingerprint(model)) != settings["target"]:
         raise HeadsError(
             f"the heads in {folder} were trained on another model ({settings['model']}, {settings['target']}; "
-            f"this one is {found}): train some for this one with hdtool train-heads"
+            f"this one is {model_fingerprint}): train some for this one with hdtool train-heads"
         )
     try:
         config = HeadsConfig.of_checkpoint(settings["heads"])
@@ -292,8 +292,8 @@ def new_heads(
     ``token_ids`` are those of the draft vocabulary, if ``config`` has one.
     """
     settings = model.config.get_text_config(decoder=True)
-    own = int(getattr(settings, "num_attention_heads", 1))
-    attention = next(number for number in range(min(own, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
+    target_heads = int(getattr(settings, "num_attention_heads", 1))
+    attention = next(number for number in range(min(target_heads, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
     mlp = config.mlp or getattr(settings, "intermediate_size", None) or 4 * hidden
     shape = HeadsShape(hidden, vocabulary, embedding_width(model), attention, int(mlp))
     heads = ARCHITECTURES[config.kind](shape, config)
@@ -360,10 +360,10 @@ def settings_of(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise HeadsError(f"{folder / SETTINGS} cannot be read ({error}): train the heads again") from None
-    found = settings.get("format") if isinstance(settings, dict) else None
-    if found != FORMAT or not set(KEYS) <= settings.keys():
+    format_number = settings.get("format") if isinstance(settings, dict) else None
+    if format_number != FORMAT or not set(KEYS) <= settings.keys():
         raise HeadsError(
-            f"{folder / SETTINGS} has a format that this hdtool does not read ({found}, not {FORMAT}): train the heads "
+            f"{folder / SETTINGS} has a format that this hdtool does not read ({format_number}, not {FORMAT}): train the heads "
             "again with hdtool train-heads"
         )
     return dict(settings)
@@ -386,9 +386,9 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
         if kind in wanted:
             return load_heads(place, model)
     if folders:
-        found = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
+        available = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
         raise HeadsError(
-            f"method {method} needs {' or '.join(wanted)} heads (found: {found}): name a folder that holds some"
+            f"method {method} needs {' or '.join(wanted)} heads (found: {available}): name a folder that holds some"
         )
     option = "" if wanted[0] == AMPHISTA else f" --kind {wanted[0]}"
     raise HeadsError(

@@ -271,11 +271,11 @@ class Heads(nn.Module):
         new = hidden.shape[-2]
         indices, bound = (cache.indices(new), cache.bound(new)) if cache is not None else (slice(new), new)
         rotary = self.rotary(indices, bound, hidden)
-        found, states = [], hidden
+        stage_states, states = [], hidden
         for place, layer in enumerate(self.layers):
             states = layer(states, tokens, rotary, cache, place)
-            found.append(states)
-        return found
+            stage_states.append(states)
+        return stage_states
 
     def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
         """Append new tokens to the cache; the stages ``[1, width]`` of the last one."""

@@ -148,7 +148,7 @@ class HeadsState:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
@@ -173,8 +173,8 @@ class HeadsState:
             chosen = tokens[start : start + PROMPT_CHUNK]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
             logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
-        found, probs = best_of(logits, BEST, self.heads.token_ids)
-        return found.cpu().numpy(), probs.cpu().numpy()
+        best_tokens, probs = best_of(logits, BEST, self.heads.token_ids)
+        return best_tokens.cpu().numpy(), probs.cpu().numpy()
 
 
 SIZES = (1, 2, WIDTH)

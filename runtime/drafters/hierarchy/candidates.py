@@ -230,8 +230,8 @@ def new_weights(sources: Sequence[Source]) -> Array:
     for source in sources:
         prior = source.prior
         for size in range(SIZES):
-            one = 1 - prior.remainder * prior.decay**size
-            weight[rows[source.name], 3 * size : 3 * size + 3] = one, prior.few, prior.many
+            single_weight = 1 - prior.remainder * prior.decay**size
+            weight[rows[source.name], 3 * size : 3 * size + 3] = single_weight, prior.few, prior.many
     memory["credit"], memory["used"], memory["recency"] = weight * STRENGTH, STRENGTH, RECENCY
     return memory
 

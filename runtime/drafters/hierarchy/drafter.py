@@ -160,10 +160,10 @@ class Hierarchy(Pinned):
         work["vocabulary"] = min([vocabulary, *sizes])
         self._found[SourceName.CONTEXT]["log"][0, ANSWERS] = self.table.memory.ctypes.data
         if self._history:
-            found = self._found[SourceName.HISTORY]
-            found["log"][0, ANSWERS] = address_of(self._history.answers.memory)
-            found["log"][0, STORED] = address_of(self._history.stored_log)
-            found["lane"] = self._lane.ctypes.data
+            history_matches = self._found[SourceName.HISTORY]
+            history_matches["log"][0, ANSWERS] = address_of(self._history.answers.memory)
+            history_matches["log"][0, STORED] = address_of(self._history.stored_log)
+            history_matches["lane"] = self._lane.ctypes.data
         work["has_context"] = context
         work["hashed"] = LONGEST_HASH if self._rankings.is_kept or self._stores[0] else CHAINS[LONG]
         work["instant_at"] = work["instant"].ctypes.data
@@ -253,11 +253,11 @@ class Hierarchy(Pinned):
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = self.prepare(context)
-        if not most:
+        max_nodes = self.prepare(context)
+        if not max_nodes:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
-        grown = grow(self._at, most)
+        grown = grow(self._at, max_nodes)
         seconds = time.perf_counter() - started
         self._note_growing(seconds)
         self._note_cost(seconds)
@@ -273,13 +273,13 @@ class Hierarchy(Pinned):
         began = time.perf_counter()
         if self._together is None or self._together[0] != drafters:
             self._together = list(drafters), np.array([drafter.address for drafter in drafters])
-        most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
-        drafting = [place for place, wanted in enumerate(most) if wanted]
+        max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
+        drafting = [place for place, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
-        grown, started = np.zeros(len(most), np.int64), time.perf_counter()
-        grow_all(self._together[1], np.array(most), grown)
+        grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
+        grow_all(self._together[1], np.array(max_nodes), grown)
         each = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
         for place in drafting:
@@ -298,8 +298,8 @@ class Hierarchy(Pinned):
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
-        most = min(self.budget.most, LARGEST_TREE)
-        if not most:
+        max_nodes = min(self.budget.most, LARGEST_TREE)
+        if not max_nodes:
             self.work["expected"] = self._nodes = 0
             return 0
         self._began = time.perf_counter()
@@ -307,13 +307,13 @@ class Hierarchy(Pinned):
         self.work["position"] = len(context)
         self._used_trained = self._trained is not None and (not self._gate or self._gate.now)
         if self._trained and self._used_trained:
-            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(most))
+            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
-        return most
+        return max_nodes
 
     def _note_growing(self, seconds: float) -> None:
         """Note the time that the tree took to grow."""

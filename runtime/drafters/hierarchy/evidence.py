@@ -110,17 +110,19 @@ def corpus_source(dtype: str) -> Source:
         if node > 0:
             ranges.lowest[node] = order
             narrow(corpus, ranges, work.tails[node], node, work.parents[node], order)
-        found = size_of(ranges, node, order)
-        if found == 0:
+        num_matches = size_of(ranges, node, order)
+        if num_matches == 0:
             return left
         if ranges.read[node, order] == 0:
             # Where little more is left than is relevant, only the commonest followers are.
-            read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left / work.least))))
+            read_samples(
+                corpus, ranges, node, order, num_matches, max(FEWEST_SAMPLES, min(SAMPLES, int(left / work.least)))
+            )
         distinct = tally(ranges, node, order, work.corpus_evidence, work.corpus_counts)
         if distinct == 0:
             return left
         tokens, counts = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
-        read, bucket = ranges.read[node, order], bucket_of(found, spread_of(found, distinct))
+        read, bucket = ranges.read[node, order], bucket_of(num_matches, spread_of(num_matches, distinct))
         return contribute(at, OF_CORPUS, first + order - 1, tokens, counts, read, bucket, left)
 
     def move(at: int, follower: int, emitted: int) -> None:
@@ -160,9 +162,9 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
     record["count"] = record["ahead"] = 0
     path = list(context)
     for place in range(LONGEST_CHAIN):
-        found = evidence(path)
-        tokens = np.fromiter(found.keys(), np.int64, len(found))
-        values = np.fromiter(found.values(), np.float64, len(found))
+        shares_by_token = evidence(path)
+        tokens = np.fromiter(shares_by_token.keys(), np.int64, len(shares_by_token))
+        values = np.fromiter(shares_by_token.values(), np.float64, len(shares_by_token))
         usable = np.isfinite(values) & (values > 0)
         tokens, values = tokens[usable], values[usable]
         if not len(tokens):

@@ -93,46 +93,46 @@ def found_at(at: int, source: int) -> Any:
 
 
 @compiled
-def table_of(found: Any) -> Any:
-    return array_at(found.log[ANSWERS], 1, CONTEXT_TABLE)[0]
+def table_of(matches: Any) -> Any:
+    return array_at(matches.log[ANSWERS], 1, CONTEXT_TABLE)[0]
 
 
 def _find_in_context(at: int, node: int) -> int:
-    work, found = work_at(at), found_at(at, OF_CONTEXT)
-    find_matches(table_of(found), found, node, work.parents[node], work.tails[node], work.marks)
-    return max(found.highest, LONGEST_SHORT)  # type: ignore[no-any-return]
+    work, matches = work_at(at), found_at(at, OF_CONTEXT)
+    find_matches(table_of(matches), matches, node, work.parents[node], work.tails[node], work.marks)
+    return max(matches.highest, LONGEST_SHORT)  # type: ignore[no-any-return]
 
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
-    work, found = work_at(at), found_at(at, OF_CONTEXT)
-    if order == min(LONGEST_SHORT, found.shortest[node] - 1):
-        add_short_matches(table_of(found), found, node, work.tails[node], work.marks)
-    return _weigh(at, OF_CONTEXT, found, order, first, left)
+    work, matches = work_at(at), found_at(at, OF_CONTEXT)
+    if order == min(LONGEST_SHORT, matches.shortest[node] - 1):
+        add_short_matches(table_of(matches), matches, node, work.tails[node], work.marks)
+    return _weigh(at, OF_CONTEXT, matches, order, first, left)
 
 
 @compiled
-def find_matches(table: Any, found: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
+def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
     """Find the places in the conversation that match the tail of a node, and the tokens after them."""
-    _begin(found, node)
+    _begin(matches, node)
     if node == 0:
-        found.shortest[0] = CHAINS[LONG]
-        _look_up(table, found, 0, LONG, PLACES, tail, marks)
+        matches.shortest[0] = CHAINS[LONG]
+        _look_up(table, matches, 0, LONG, PLACES, tail, marks)
     else:
-        found.shortest[node] = found.shortest[parent] + 1
-        _inherit(found, 0, node, parent, tail[LONGEST_MATCH - 1], table.ring, table.end)
-        if found.count[0, node] == 0:
-            found.shortest[node] = CHAINS[SHORT]
-            _look_up(table, found, node, SHORT, PLACES_BELOW, tail, marks)
-    _add_followers(found, 0, 0, node, table.ring, LONGEST_MATCH)
+        matches.shortest[node] = matches.shortest[parent] + 1
+        _inherit(matches, 0, node, parent, tail[LONGEST_MATCH - 1], table.ring, table.end)
+        if matches.count[0, node] == 0:
+            matches.shortest[node] = CHAINS[SHORT]
+            _look_up(table, matches, node, SHORT, PLACES_BELOW, tail, marks)
+    _add_followers(matches, 0, 0, node, table.ring, LONGEST_MATCH)
 
 
 @compiled
-def add_short_matches(table: Any, found: Any, node: int, tail: Array, marks: Array) -> None:
+def add_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: Array) -> None:
     """Add those of the latest places after the last token that are shorter than the matches so far."""
-    before = found.count[0, node]
-    _look_up(table, found, node, SHORT, PLACES if node == 0 else PLACES_BELOW, tail, marks)
-    found.shortest[node] = CHAINS[SHORT]
-    _add_followers(found, 0, before, node, table.ring, LONGEST_SHORT)
+    before = matches.count[0, node]
+    _look_up(table, matches, node, SHORT, PLACES if node == 0 else PLACES_BELOW, tail, marks)
+    matches.shortest[node] = CHAINS[SHORT]
+    _add_followers(matches, 0, before, node, table.ring, LONGEST_SHORT)
 
 
 def _add_to_context(at: int, token: int, emitted: int) -> None:
@@ -145,16 +145,16 @@ def _log_source(name: SourceName, prior: Prior) -> Source:
     number = name.value
 
     def find(at: int, node: int) -> int:
-        work, found = work_at(at), found_at(at, number)
-        _begin(found, node)
+        work, matches = work_at(at), found_at(at, number)
+        _begin(matches, node)
         for log in range(LOGS):
-            if found.log[log]:
-                _find_in_log(work, found, log, node)
-        return found.highest  # type: ignore[no-any-return]
+            if matches.log[log]:
+                _find_in_log(work, matches, log, node)
+        return matches.highest  # type: ignore[no-any-return]
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        found = found_at(at, number)
-        return _weigh(at, number, found, order, first, left)
+        matches = found_at(at, number)
+        return _weigh(at, number, matches, order, first, left)
 
     def move(at: int, token: int, emitted: int) -> None:
         if emitted:
@@ -164,93 +164,93 @@ def _log_source(name: SourceName, prior: Prior) -> Source:
 
 
 @compiled
-def append_to_log(found: Any, token: int) -> None:
+def append_to_log(matches: Any, token: int) -> None:
     """Append a token to the answer in hand, if there is one."""
-    if found.lane:
-        lane = array_at(found.lane, 1, LANE)[0]
+    if matches.lane:
+        lane = array_at(matches.lane, 1, LANE)[0]
         if lane.owner > 0:
-            append(array_at(found.log[ANSWERS], 1, LOG)[0], lane, token, True)
+            append(array_at(matches.log[ANSWERS], 1, LOG)[0], lane, token, True)
 
 
 @compiled
-def _begin(found: Any, node: int) -> None:
-    found.followers = found.total = found.distinct = 0
-    found.highest, found.of_order[:] = -1, 0
-    found.count[:, node] = 0
+def _begin(matches: Any, node: int) -> None:
+    matches.followers = matches.total = matches.distinct = 0
+    matches.highest, matches.of_order[:] = -1, 0
+    matches.count[:, node] = 0
 
 
 @compiled
-def _find_in_log(work: Any, found: Any, log: int, node: int) -> None:
+def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
     """Find the matches of a node in a log, those of its parent first."""
-    record, tail = array_at(found.log[log], 1, LOG), work.tails[node]
+    record, tail = array_at(matches.log[log], 1, LOG), work.tails[node]
     tokens = places_of(record[0])[:, TOKEN]
     if node > 0:
-        _inherit(found, log, node, work.parents[node], tail[LONGEST_MATCH - 1], tokens, end_of(record[0]))
-    if found.count[log, node] == 0:
-        most = MATCHES if node == 0 else LOG_PLACES_BELOW
-        places, lengths = found.places[log, node, :most], found.lengths[log, node, :most]
-        found.count[log, node] = search(record[0], found.owner, tail, work.marks[CHAINED], places, lengths)
-    _add_followers(found, log, 0, node, tokens, LONGEST_MATCH)
+        _inherit(matches, log, node, work.parents[node], tail[LONGEST_MATCH - 1], tokens, end_of(record[0]))
+    if matches.count[log, node] == 0:
+        max_places = MATCHES if node == 0 else LOG_PLACES_BELOW
+        places, lengths = matches.places[log, node, :max_places], matches.lengths[log, node, :max_places]
+        matches.count[log, node] = search(record[0], matches.owner, tail, work.marks[CHAINED], places, lengths)
+    _add_followers(matches, log, 0, node, tokens, LONGEST_MATCH)
 
 
 @compiled
-def _inherit(found: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
+def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
     """Take over the places of the parent that the token of a node continues."""
     count, mask = 0, len(tokens) - 1
-    for at in range(found.count[log, parent]):
-        place = found.places[log, parent, at]
+    for at in range(matches.count[log, parent]):
+        place = matches.places[log, parent, at]
         if tokens[place & mask] == token and place + 1 < end:
-            found.places[log, node, count] = place + 1
-            found.lengths[log, node, count] = min(found.lengths[log, parent, at] + 1, LONGEST_MATCH)
+            matches.places[log, node, count] = place + 1
+            matches.lengths[log, node, count] = min(matches.lengths[log, parent, at] + 1, LONGEST_MATCH)
             count += 1
-    found.count[log, node] = count
+    matches.count[log, node] = count
 
 
 @compiled
-def _look_up(table: Any, found: Any, node: int, chain: int, most: int, tail: Array, marks: Array) -> None:
+def _look_up(table: Any, matches: Any, node: int, chain: int, max_places: int, tail: Array, marks: Array) -> None:
     """Read at most so many of the latest matches of a chain, and add those that the node does not have."""
     oldest, start = max(np.int64(0), table.end - WINDOW), table.heads[chain, head_of(marks[CHAINS[chain]])]
-    count = found.count[0, node]
-    limits = (CHAINS[chain], LONGEST_MATCH if count == 0 else found.shortest[node] - 1)
-    ring, before, places, lengths = table.ring, table.before[chain], found.places[0, node], found.lengths[0, node]
-    found.count[0, node] = follow_chain(
-        ring, before, NO_OWNERS, 0, start, oldest, tail, limits, most, STEPS, places, lengths, count
+    count = matches.count[0, node]
+    limits = (CHAINS[chain], LONGEST_MATCH if count == 0 else matches.shortest[node] - 1)
+    ring, before, places, lengths = table.ring, table.before[chain], matches.places[0, node], matches.lengths[0, node]
+    matches.count[0, node] = follow_chain(
+        ring, before, NO_OWNERS, 0, start, oldest, tail, limits, max_places, STEPS, places, lengths, count
     )
 
 
 @compiled
-def _add_followers(found: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
+def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
     """Add the tokens after the matches from the ``first`` on, at no higher n-gram order than ``highest``."""
     mask = len(tokens) - 1
-    for at in range(first, found.count[log, node]):
-        token = tokens[found.places[log, node, at] & mask]
-        if token >= 0 and found.followers < PLACES:
-            order = min(highest, level_of(found.lengths[log, node, at]))
-            found.tokens[found.followers], found.orders[found.followers] = token, order
-            found.followers += 1
-            found.of_order[order] += 1
-            found.highest = max(found.highest, order)
+    for at in range(first, matches.count[log, node]):
+        token = tokens[matches.places[log, node, at] & mask]
+        if token >= 0 and matches.followers < PLACES:
+            order = min(highest, level_of(matches.lengths[log, node, at]))
+            matches.tokens[matches.followers], matches.orders[matches.followers] = token, order
+            matches.followers += 1
+            matches.of_order[order] += 1
+            matches.highest = max(matches.highest, order)
 
 
 @compiled
-def _weigh(at: int, source: int, found: Any, order: int, first: int, left: float) -> float:
+def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
     """Add the tokens after matches of this order or a higher one; return what is left."""
-    for place in range(found.followers if found.of_order[order] > 0 else 0):
-        if found.orders[place] == order:
-            token, different = found.tokens[place], 0
-            while different < found.distinct and found.different[different] != token:
+    for place in range(matches.followers if matches.of_order[order] > 0 else 0):
+        if matches.orders[place] == order:
+            token, different = matches.tokens[place], 0
+            while different < matches.distinct and matches.different[different] != token:
                 different += 1
-            if different == found.distinct:
-                found.different[different], found.counts[different] = token, 0
-                found.distinct += 1
-            found.counts[different] += 1
-            found.total += 1
-    if found.total == 0:
+            if different == matches.distinct:
+                matches.different[different], matches.counts[different] = token, 0
+                matches.distinct += 1
+            matches.counts[different] += 1
+            matches.total += 1
+    if matches.total == 0:
         return left
-    tokens, counts = found.different[: found.distinct], found.counts[: found.distinct]
+    tokens, counts = matches.different[: matches.distinct], matches.counts[: matches.distinct]
     # Whether all matches go on alike does not tell how reliable they are, unlike in stores.
-    bucket = bucket_of(found.total, MANY)
-    return contribute(at, source, first + order - 1, tokens, counts, found.total, bucket, left)
+    bucket = bucket_of(matches.total, MANY)
+    return contribute(at, source, first + order - 1, tokens, counts, matches.total, bucket, left)
 
 
 _OWN_WORDS = Prior(LEVELS, many=0.25)

@@ -46,14 +46,14 @@ GRAMMAR, RECYCLED = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
 
 
 @compiled
-def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
-    """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
+def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
+    """Interpolate from the longest n-gram order down, until less than ``min_left`` is left to shorter ones.
 
     Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
     the share that each order gives to it instead.
     """
     work, table = work_at(at), table_at(at)
-    work.least, work.floor, work.truth = least, floor, truth
+    work.least, work.floor, work.truth = min_left, floor, truth
     _start(work, node)
     lap(work, TREE)
     order = 0
@@ -65,13 +65,13 @@ def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
         order = max(order, row.highest)
         lap(work, row.source)
     left = 1.0
-    while order > 0 and left >= least:
+    while order > 0 and left >= min_left:
         left = _add_order(at, node, order, left)
         order -= 1
-    work.cut[node] = left < least
+    work.cut[node] = left < min_left
     if truth == DRAFTING:
         _adjust(at, node, left)
-    elif left >= least:
+    elif left >= min_left:
         _add_order(at, node, 0, left)
 
 
@@ -119,28 +119,28 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 
 @compiled
-def grow(at: int, most: int) -> int:
-    """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
+def grow(at: int, max_nodes: int) -> int:
+    """Fill the workspace with the ``max_nodes`` most probable nodes, and return how many there are."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
     while True:
         probs = work.probs[node]
-        if node < work.expected and size < most:
+        if node < work.expected and size < max_nodes:
             # The expected token follows alone; lower nodes inherit the matches.
             expand(at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
             work.best_probs[node], work.best_keys[node] = probs, GRAMMAR << 40 | node << 32 | work.chain[node]
             size = node + 1
         elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
-            least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
-            expand(at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
-            size, bar = _enlist(work, node, size, most, bar)
+            min_left = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
+            expand(at, node, min_left, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
+            size, bar = _enlist(work, node, size, max_nodes, bar)
         if node == size:
             break
         node += 1
         _settle(work, node)
-        if node == most:
+        if node == max_nodes:
             break
     work.expected = 0
     for place in range(node):
@@ -150,19 +150,19 @@ def grow(at: int, most: int) -> int:
 
 
 @compiled
-def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
+def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
     """Grow a tree in each of several workspaces, by their addresses; ``grown`` gets the numbers of nodes."""
-    for row in range(len(most)):
-        grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
+    for row in range(len(max_nodes)):
+        grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 
 
 @compiled
-def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
+def _enlist(work: Any, node: int, size: int, max_nodes: int, bar: float) -> tuple[int, float]:
     """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
     for at in range(work.size):
         # The shares of a damaged store may exceed the whole.
         probs = min(1.0, work.chances[at]) * work.probs[node]
-        if size < most:
+        if size < max_nodes:
             place = size
             size += 1
         elif probs > bar:
@@ -175,7 +175,7 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
         source = np.argmax(work.parts[at])
         work.best_probs[place] = probs
         work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
-        if size == most:
+        if size == max_nodes:
             bar = work.best_probs[size - 1]
     return size, bar
 

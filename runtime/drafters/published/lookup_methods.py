@@ -90,10 +90,10 @@ class PromptLookup:
         start, self._matched = first_match(tokens_so_far, self._longest)
         # Copied, because the buffer is overwritten.
         self._found = tokens_so_far[start : start + len(self._parents)].copy()
-        most = min(len(self._found), self._budget.most)
+        max_nodes = min(len(self._found), self._budget.most)
         kept = 0
-        if most:
-            following = slice(self._matched, self._matched + most)
+        if max_nodes:
+            following = slice(self._matched, self._matched + max_nodes)
             kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
         tree = DraftTree(context[-1], self._found[:kept], self._parents[:kept], self._sources[:kept])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
@@ -101,12 +101,12 @@ class PromptLookup:
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
-        for place, (found, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
+        for place, (drafted, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
             fading = min(1.0, EMA_WINDOW / self._seen[length])
             self._seen[length] = self._seen[length] * fading + 1
-            self._fitted[length] = self._fitted[length] * fading + (found == token)
-            if found != token:
+            self._fitted[length] = self._fitted[length] * fading + (drafted == token)
+            if drafted != token:
                 break
 
 
@@ -145,13 +145,13 @@ class CorpusDrafter:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        most = min(self._budget.most, LARGEST_TREE)
-        found = self._index.after(context, most) if most else None
-        kept = self._budget.nodes(found.counts / max(found.found, 1)) if found else 0
+        max_nodes = min(self._budget.most, LARGEST_TREE)
+        continuations = self._index.after(context, max_nodes) if max_nodes else None
+        kept = self._budget.nodes(continuations.counts / max(continuations.found, 1)) if continuations else 0
         tree = DraftTree.bare(context[-1])
-        if found and kept:
+        if continuations and kept:
             # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
-            tokens, parents = found.tokens[:kept].copy(), found.parents[:kept].astype(np.int32)
+            tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
             tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
         self.seconds[SourceName.CORPUS] += time.perf_counter() - started
         return tree

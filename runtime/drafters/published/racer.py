@@ -67,10 +67,10 @@ class NgramTrie:
         start = max(0, known - LENGTH + 1)
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
-    def after(self, context: Sequence[int] | Ints, most: int) -> tuple[Ints, Ints]:
+    def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
         """The most frequent continuations of all suffixes of a context, as rows and the lengths of these."""
-        rows: Ints = np.full((most, LENGTH), NO_NODE, np.int32)
-        lengths: Ints = np.zeros(most, np.int64)
+        rows: Ints = np.full((max_rows, LENGTH), NO_NODE, np.int32)
+        lengths: Ints = np.zeros(max_rows, np.int64)
         count = _after(self.memory[0], np.asarray(context[-LENGTH + 1 :], np.int64), rows, lengths)
         return rows[:count], lengths[:count]
 
@@ -144,10 +144,10 @@ def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
     if firsts[key] == node:
         firsts[key] = nexts[node]
         return
-    other = firsts[key]
-    while nexts[other] != node:
-        other = nexts[other]
-    nexts[other] = nexts[node]
+    previous = firsts[key]
+    while nexts[previous] != node:
+        previous = nexts[previous]
+    nexts[previous] = nexts[node]
 
 
 @compiled
@@ -175,8 +175,8 @@ def _enter(trie: Any, node: int) -> None:
 @compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     """Fill the rows with the paths from the matches to their most frequent continuations."""
-    most = len(rows)
-    nodes, counts = np.empty(most, np.int64), np.empty(most, np.int64)
+    max_rows = len(rows)
+    nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
     for length in range(len(tail), SHORTEST_MATCH - 1, -1):
         match = ROOT_NODE
@@ -199,7 +199,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
     """Add the nodes below a match to the most frequent ones, sorted by count; the shallower of equals first."""
-    most = len(nodes)
+    max_rows = len(nodes)
     waiting, depths = np.empty(NODES, np.int64), np.empty(NODES, np.int64)
     waiting[0], depths[0] = match, 0
     read, written = 0, 1
@@ -209,9 +209,9 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
         child = trie.first[above]
         while child != NO_NODE:
             count = trie.counts[child]
-            if size < most or count > counts[size - 1]:
-                place = size if size < most else size - 1
-                size = min(size + 1, most)
+            if size < max_rows or count > counts[size - 1]:
+                place = size if size < max_rows else size - 1
+                size = min(size + 1, max_rows)
                 while place > 0 and counts[place - 1] < count:
                     nodes[place], counts[place] = nodes[place - 1], counts[place - 1]
                     lengths[place] = lengths[place - 1]
@@ -263,19 +263,19 @@ class Racer:
         self._verified = NO_KINDS, DraftTree.bare(prompt[-1])
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        root, most = context[-1], min(self._budget.most, LARGEST_TREE)
-        if not most:
+        root, max_nodes = context[-1], min(self._budget.most, LARGEST_TREE)
+        if not max_nodes:
             self._verified = NO_KINDS, DraftTree.bare(root)
             return self._verified[1]
         started = time.perf_counter()
         known = self._context.grown(context)
         self._ngrams.add(known, self._known)
         self._known = len(known)
-        rows, _ = self._ngrams.after(known, most)
+        rows, _ = self._ngrams.after(known, max_nodes)
         self._trie.clear()
         self._trie.add(rows, SourceName.CONTEXT, wanted=len(rows))
         between = time.perf_counter()
-        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), most)
+        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), max_nodes)
         whole = DraftTree(root, tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
         order = order[: self._budget.nodes(probs)]
@@ -296,28 +296,28 @@ class Racer:
 
 @compiled
 def _fill(
-    rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, most: int
+    rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, max_nodes: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The retrieved nodes and, up to ``most``, ranked tokens breadth first: tokens, parents, sources and kinds."""
-    size = min(len(retrieved), most)
-    tokens, parents = np.empty(most, np.int64), np.empty(most, np.int32)
-    sources, kinds = np.empty(most, np.uint8), np.full(most, RETRIEVED)
+    """The retrieved nodes and, up to ``max_nodes``, ranked tokens breadth first: tokens, parents, sources and kinds."""
+    size = min(len(retrieved), max_nodes)
+    tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
+    sources, kinds = np.empty(max_nodes, np.uint8), np.full(max_nodes, RETRIEVED)
     tokens[:size], parents[:size], sources[:size] = retrieved[:size], above[:size], origins[:size]
-    waiting, breadths = np.full(most + 1, ROOT), np.full(most + 1, BEST)
+    waiting, breadths = np.full(max_nodes + 1, ROOT), np.full(max_nodes + 1, BEST)
     read, written = 0, 1
-    while read < written and size < most:
+    while read < written and size < max_nodes:
         node, breadth = waiting[read], breadths[read]
         following = breadth if node == ROOT else breadth // 2
         token = root if node == ROOT else tokens[node]
         read += 1
         for rank in range(breadth if 0 <= token < len(rows) else 0):
-            if rows[token, rank] == NONE or written > most:
+            if rows[token, rank] == NONE or written > max_nodes:
                 break
             child = 0
             while child < size and not (parents[child] == node and tokens[child] == rows[token, rank]):
                 child += 1
             if child == size:
-                if size == most:
+                if size == max_nodes:
                     break
                 tokens[size], parents[size] = rows[token, rank], node
                 sources[size], kinds[size] = RECYCLED, rank + 1

@@ -106,13 +106,13 @@ def _index(automaton: Automaton) -> None:
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
     """The slot of an edge, or the free one where it would go."""
     mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
-    most = np.int64(len(automaton.slots) - 1)
-    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & most
+    slot_mask = np.int64(len(automaton.slots) - 1)
+    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
     while True:
         edge = automaton.slots[slot]
         if edge == NONE or (automaton.sources[edge] == state and automaton.labels[edge] == token):
             return slot
-        slot = (slot + 1) & most
+        slot = (slot + 1) & slot_mask
 
 
 @compiled
@@ -233,8 +233,8 @@ class SamDecoding:
         # The whole context occurs once; its link is the longest suffix that occurred before.
         match = automaton.links[automaton.sizes[LAST]]
         start = int(automaton.ends[match]) if match > START else int(automaton.sizes[TOKENS])
-        most = min(TOKENS_AHEAD, self._budget.most, int(automaton.sizes[TOKENS]) - start)
-        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, most + 1)) if most else 0
+        max_nodes = min(TOKENS_AHEAD, self._budget.most, int(automaton.sizes[TOKENS]) - start)
+        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, max_nodes + 1)) if max_nodes else 0
         tokens = automaton.tokens[start : start + kept].astype(np.int64)
         self._drafted = kept
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started

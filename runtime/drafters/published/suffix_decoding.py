@@ -83,21 +83,21 @@ class SuffixDecoding:
         self._answers.end_text()
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = min(self._budget.most, LARGEST_TREE)
-        if not most:
+        max_nodes = min(self._budget.most, LARGEST_TREE)
+        if not max_nodes:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
         local = self._context.arrays
         state = int(local.links[local.sizes[LAST]])
         # The whole context occurs once; its link is the longest suffix that occurred before.
         match = (state, int(local.lengths[state])) if state > START else (START, 0)
-        size, score = self._grow(self._context, match, most, 0.0)
+        size, score = self._grow(self._context, match, max_nodes, 0.0)
         between = time.perf_counter()
         source = SourceName.CONTEXT
         if self._remembers:
             self._best, self._other = self._other, self._best
             match = advance(self._answers.arrays, START, 0, np.array(self._tail, np.int64))
-            size_of_earlier, score_of_earlier = self._grow(self._answers, match, most, score)
+            size_of_earlier, score_of_earlier = self._grow(self._answers, match, max_nodes, score)
             if score_of_earlier > score:
                 size, source = size_of_earlier, SourceName.HISTORY
             else:
@@ -123,11 +123,13 @@ class SuffixDecoding:
             self._tail = (self._tail + accepted.tokens)[-LONGEST:]
             self.seconds[SourceName.HISTORY] += time.perf_counter() - started
 
-    def _grow(self, automaton: SuffixAutomaton, match: tuple[int, int], most: int, score: float) -> tuple[int, float]:
+    def _grow(
+        self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
+    ) -> tuple[int, float]:
         """Fill ``_best`` with the best tree, if it has a higher score; its size and score."""
         config, state = self._config, match[0]
         bounds = config.nodes_per_token, config.more_nodes, config.least_prob
-        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], most, bounds, score, *self._best)
+        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, *self._best)
         return grown
 
 
@@ -141,7 +143,7 @@ def _best_tree(
     automaton: Automaton,
     state: Any,
     matched: Any,
-    most: int,
+    max_nodes: int,
     bounds: tuple[float, float, float],
     score: float,
     tokens: Ints,
@@ -153,7 +155,7 @@ def _best_tree(
     size, best = 0, np.int64(START)
     limit = 0
     while state > START:
-        wanted = min(most, int(bounds[0] * min(matched, LONGEST) + bounds[1]))
+        wanted = min(max_nodes, int(bounds[0] * min(matched, LONGEST) + bounds[1]))
         if wanted <= score:
             break  # no node adds more than 1, and shorter matches have fewer nodes
         grown = _expand(automaton, state, wanted, bounds[2], tokens, parents, probs, states)
@@ -169,9 +171,16 @@ def _best_tree(
 
 @compiled
 def _expand(
-    automaton: Automaton, state: Any, most: int, least: float, tokens: Ints, parents: Ints, probs: Any, states: Ints
+    automaton: Automaton,
+    state: Any,
+    max_nodes: int,
+    min_prob: float,
+    tokens: Ints,
+    parents: Ints,
+    probs: Any,
+    states: Ints,
 ) -> int:
-    """The ``most`` most probable continuations of a state, best first, in one sorted list; how many there are."""
+    """The ``max_nodes`` most probable continuations of a state, best first, in one sorted list; how many there are."""
     size = node = 0
     above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:
@@ -180,9 +189,9 @@ def _expand(
         while edge != NONE:
             target = automaton.targets[edge]
             chance = unit * automaton.counts[target]
-            if chance >= least and (size < most or chance > probs[size - 1]):
-                place = size if size < most else size - 1
-                size = min(size + 1, most)
+            if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):
+                place = size if size < max_nodes else size - 1
+                size = min(size + 1, max_nodes)
                 while place > node and probs[place - 1] < chance:
                     tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
                     probs[place], states[place] = probs[place - 1], states[place - 1]
@@ -194,5 +203,5 @@ def _expand(
             return size
         above, prob, at = np.int64(node), probs[node], np.int64(states[node])
         node += 1
-        if node == most:
+        if node == max_nodes:
             return size

@@ -124,11 +124,11 @@ class TokenRecycling:
 @compiled
 def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
     """The places of the tree whose tokens are known: their tokens, parents and ranks."""
-    most = len(places)
-    tokens, parents = np.empty(most, np.int64), np.empty(most, np.int32)
-    ranks, nodes = np.empty(most, np.int64), np.full(most, NONE)  # the node of each place
+    max_nodes = len(places)
+    tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
+    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NONE)  # the node of each place
     size, place = 0, 1
-    for above in range(most):
+    for above in range(max_nodes):
         node = ROOT if above == 0 else nodes[above]
         is_known = above == 0 or node != NONE
         token = root if above == 0 else tokens[node]

@@ -41,10 +41,10 @@ def draft_model_drafter(
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
     config = ModelConfig(name, device=str(target.device))
     loaded = load(config)
-    found = TokenizerFingerprint.of(loaded.tokenizer)
-    if tokenizer is not None and found != tokenizer:
+    fingerprint = TokenizerFingerprint.of(loaded.tokenizer)
+    if tokenizer is not None and fingerprint != tokenizer:
         raise ModelError(
-            f"drafter {name} has another tokenizer than the model ({found.vocab_size} tokens, not "
+            f"drafter {name} has another tokenizer than the model ({fingerprint.vocab_size} tokens, not "
             f"{tokenizer.vocab_size}, or others): name a small model of the same family"
         )
     if not loaded.target.takes_trees:
@@ -121,8 +121,8 @@ class DraftModel:
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
     number = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for first_token, second_token in zip(first, second, strict=False):
+        if first_token != second_token:
             break
         number += 1
     return number
@@ -172,7 +172,7 @@ class AssistantModule:
         """Rank what follows tokens with the hidden states before them, each in a batch entry of its own."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
-        found = self._assistant(
+        output = self._assistant(
             inputs_embeds=torch.cat([self._embed(ids), hidden[:, None]], dim=-1),
             attention_mask=None,
             position_ids=torch.full((rows, 1), self._length, device=hidden.device),
@@ -182,9 +182,9 @@ class AssistantModule:
             },
             use_cache=False,
         )
-        self._states[self._rows : self._rows + rows] = found.last_hidden_state[:, 0]
+        self._states[self._rows : self._rows + rows] = output.last_hidden_state[:, 0]
         self._rows += rows
-        return on_host(best_of(found.logits[:, 0], BEST))
+        return on_host(best_of(output.logits[:, 0], BEST))
 
 
 class AssistantDrafter(SequentialDrafter):

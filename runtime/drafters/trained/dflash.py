@@ -60,7 +60,7 @@ class DFlashDrafter:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
@@ -72,14 +72,14 @@ class DFlashDrafter:
         noise = torch.tensor([[tokens[-1], *[self._mask_token] * (self._block - 1)]], device=self._device)
         positions = torch.arange(self._length, self._length + new + self._block, device=self._device)[None]
         self._length += new
-        found = self._model(
+        states = self._model(
             noise_embeds=self._noise(noise),
             context_hidden_states=hidden[None],
             position_ids=positions,
             attention_mask=None,
             past_key_values=self._cache,
         ).last_hidden_state[0, 1:]
-        best, probs = on_host(best_of(self._head(found), BEST))
+        best, probs = on_host(best_of(self._head(states), BEST))
         self._buckets = bucket_of(probs)
         self._proposed = Proposal.in_parallel(best, self._calibration(self._buckets))
         self.seconds += time.perf_counter() - started
@@ -89,8 +89,8 @@ class DFlashDrafter:
         """Embeddings without the norm that some models have behind them."""
         norm = getattr(self._embed, "embed_norm", None)
         if norm is None:
-            found: torch.Tensor = self._embed(ids)
-            return found
+            embeddings: torch.Tensor = self._embed(ids)
+            return embeddings
         self._embed.embed_norm = torch.nn.Identity()
         try:
             embedded: torch.Tensor = self._embed(ids)

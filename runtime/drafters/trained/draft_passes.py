@@ -109,11 +109,11 @@ class DraftPasses:
             chosen, before = tokens[start : start + CHUNK], hidden[start : start + CHUNK]
             ends = start + CHUNK >= len(tokens)
             if ends and self._capture and len(chosen) <= SIZES[-1]:
-                found = self._read_captured(before, chosen)
+                ranked = self._read_captured(before, chosen)
             else:
-                found = self._read(before, chosen, ends=ends)
+                ranked = self._read(before, chosen, ends=ends)
         self._forget_rows()
-        return found
+        return ranked
 
     def _read(self, hidden: torch.Tensor, tokens: list[int], *, ends: bool) -> tuple[Array, Array]:
         first, new = self._length, len(tokens)
@@ -170,9 +170,9 @@ class DraftPasses:
         places, nothing = list(range(size)), [0] * size
         seen = [(2 << place) - 1 for place in places]
         rows = Rows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
-        found = self._replay(rows, first=0, last=new - 1)
+        ranked = self._replay(rows, first=0, last=new - 1)
         self._length += new
-        return found[0][:1], found[1][:1]
+        return ranked[0][:1], ranked[1][:1]
 
     def _extend_captured(self, rows: range, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
         padding = [0] * (next(size for size in SIZES if size >= len(rows)) - len(rows))
@@ -183,8 +183,8 @@ class DraftPasses:
             [*parents, *padding],
             [*rows, *[len(self._states) - 1] * len(padding)],
         )
-        found = self._replay(padded, first=rows.start - 1)
-        return found[0][: len(rows)], found[1][: len(rows)]
+        ranked = self._replay(padded, first=rows.start - 1)
+        return ranked[0][: len(rows)], ranked[1][: len(rows)]
 
     def _replay(self, rows: Rows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
         """A pass over rows that are written after ``first`` drafted ones; of accepted ones, ``last`` is the last."""
@@ -252,8 +252,8 @@ def _hiding(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hidden.masked_fill_(~visible, torch.finfo(like.dtype).min)[None, None]
 
 
-def on_host(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
-    tokens, probs = found
+def on_host(ranked: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
+    tokens, probs = ranked
     return tokens.cpu().numpy(), probs.float().cpu().numpy()
 
 

@@ -116,8 +116,8 @@ class EagleLayer(nn.Module):
         hidden = residual + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
         normed = self.post_attention_layernorm(hidden)
         inner = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        found: torch.Tensor = hidden + self.mlp["down_proj"](inner)
-        return found
+        output: torch.Tensor = hidden + self.mlp["down_proj"](inner)
+        return output
 
 
 class Eagle3(nn.Module):
@@ -141,12 +141,14 @@ class Eagle3(nn.Module):
         """Hidden states after tokens, from those of the target's three layers or from its own before them."""
         if hidden.shape[-1] == self.fc.in_features:
             hidden = self.fc(hidden)
-        found: torch.Tensor = self.layer(self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask)
-        return found
+        states: torch.Tensor = self.layer(
+            self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask
+        )
+        return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.lm_head(self.norm(hidden))
-        return found
+        scores: torch.Tensor = self.lm_head(self.norm(hidden))
+        return scores
 
 
 class EagleModule(DraftPasses):

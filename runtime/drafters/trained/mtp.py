@@ -145,11 +145,11 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
     """How many MTP layers the checkpoint of a model has."""
     config = model.config.get_text_config(decoder=True)
     numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in NUMBERS]
-    said = next((number for number in numbers if isinstance(number, int)), 0)
+    configured = next((number for number in numbers if isinstance(number, int)), 0)
     expected = re.compile("|".join(patterns_of(model)))
-    found = list(filter(expected.search, _tensors_of(model)))
-    stored = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
-    return min(said or 1, len(stored) or said or 1) if found else 0
+    mtp_tensors = list(filter(expected.search, _tensors_of(model)))
+    stored = {number[1] for name in mtp_tensors if (number := re.search(r"\blayers\.(\d+)\.", name))}
+    return min(configured or 1, len(stored) or configured or 1) if mtp_tensors else 0
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
@@ -157,10 +157,10 @@ def patterns_of(model: PreTrainedModel) -> list[str]:
 
     The library knows the latter by the number of layers of published sizes alone.
     """
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     after_last = "|".join(map(str, range(first, first + MOST_LAYERS)))
-    named = [pattern for pattern in own if "mtp" in pattern]
+    named = [pattern for pattern in ignored_patterns if "mtp" in pattern]
     return [*named, rf"^(model\.)?(language_model\.)?(model\.)?layers\.({after_last})\."]
 
 
@@ -198,15 +198,15 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
         return []
     try:
         folder = Path(name)
-        found = {file: folder / file for file in (INDEX, SINGLE) if (folder / file).is_file()}
+        paths = {file: folder / file for file in (INDEX, SINGLE) if (folder / file).is_file()}
         if not folder.is_dir():
             resolved = {file: cached_file(name, file, local_files_only=True) for file in (INDEX, SINGLE)}
-            found = {file: Path(place) for file, place in resolved.items() if place}
-        if INDEX in found:
-            return list(json.loads(found[INDEX].read_text(encoding="utf-8"))["weight_map"])
-        if SINGLE not in found:
+            paths = {file: Path(place) for file, place in resolved.items() if place}
+        if INDEX in paths:
+            return list(json.loads(paths[INDEX].read_text(encoding="utf-8"))["weight_map"])
+        if SINGLE not in paths:
             return []
-        with safe_open(found[SINGLE], framework="pt") as file:
+        with safe_open(paths[SINGLE], framework="pt") as file:
             return list(file.keys())
     except (OSError, ValueError, KeyError):
         return []
@@ -284,31 +284,34 @@ class MtpLayersInTurn:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         new, tokens, skipped = self._accepted.take()
         if skipped:
             self._restart()
         self._tokens += tokens
         self._hidden = new if self._hidden is None else torch.cat([self._hidden, new])
-        number = min(self._layers.number, most)
-        found, probs = np.zeros((number, BEST), np.int64), np.zeros((number, BEST))
+        number = min(self._layers.number, max_nodes)
+        best_tokens, probs = np.zeros((number, BEST), np.int64), np.zeros((number, BEST))
         self._make_room(self._settled + len(self._tokens))
         hidden, read = self._hidden, list(self._tokens)
         for layer in range(number):
             hidden = self._read(layer, hidden, read)
             best, prob = best_of(self._layers.logits(hidden[-1:]), BEST)
-            found[layer], probs[layer] = NONE, 0
-            found[layer, : best.shape[1]], probs[layer, : best.shape[1]] = best[0].cpu().numpy(), prob[0].cpu().numpy()
-            read = [*read[1:], int(found[layer, 0])]
+            best_tokens[layer], probs[layer] = NONE, 0
+            best_tokens[layer, : best.shape[1]], probs[layer, : best.shape[1]] = (
+                best[0].cpu().numpy(),
+                prob[0].cpu().numpy(),
+            )
+            read = [*read[1:], int(best_tokens[layer, 0])]
         kept = max(0, len(self._tokens) - (self._layers.number - 1))
         self._settled += kept
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
         self._buckets = bucket_of(probs)
-        after = np.full(found.shape, NONE)
+        after = np.full(best_tokens.shape, NONE)
         after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the one before it
         calibrated = self._calibration(self._buckets)
-        self._proposed = Proposal(found, calibrated, after, np.full(number, NONE), np.arange(number))
+        self._proposed = Proposal(best_tokens, calibrated, after, np.full(number, NONE), np.arange(number))
         self.seconds += time.perf_counter() - started
         return self._proposed
 

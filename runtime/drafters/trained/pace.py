@@ -127,12 +127,12 @@ class MeasuredPace:
     def rows(self, path_probs: Array, certainty: float) -> int:
         if not self._costs.observed:
             return len(path_probs)
-        speed, best, found, gain = self._speed, 0.0, 0, 0.0
+        speed, best, best_rows, gain = self._speed, 0.0, 0, 0.0
         for number, prob in enumerate(path_probs.tolist(), start=1):
             gain += prob * certainty
             if (won := gain - speed * self._costs.of(number)) > best:
-                best, found = won, number
-        return found
+                best, best_rows = won, number
+        return best_rows
 
     @property
     def _speed(self) -> float:

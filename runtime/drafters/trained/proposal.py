@@ -33,10 +33,10 @@ LOADED: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
 
 def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
     """What ``load`` returned for this target and name at first."""
-    own = LOADED.setdefault(target, {})
-    if name not in own:
-        own[name] = load()
-    return cast(Loaded, own[name])
+    loaded = LOADED.setdefault(target, {})
+    if name not in loaded:
+        loaded[name] = load()
+    return cast(Loaded, loaded[name])
 
 
 EAGLE3, DFLASH, ASSISTANT, MODEL = "EAGLE-3", "DFlash", "assistant", "model"
@@ -89,31 +89,33 @@ class PublishedDrafter:
         """All tensors of the checkpoint, on the host."""
         from safetensors.torch import load_file
 
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         files = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
         if any(file.suffix == ".safetensors" for file in files):
             files = [file for file in files if file.suffix == ".safetensors"]
         try:
             for file in files:
-                found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+                by_name |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
             reason = reason_of(error).split(". ")[0]
             raise HeadsError(
                 f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
             ) from error
-        if not found:
+        if not by_name:
             raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
-        return found
+        return by_name
 
     def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
         """Load a module from tensors; all of its own must be among them, in its shapes."""
-        own = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
-        missing = sorted(own.keys() - tensors.keys())
-        other = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-        if missing or other:
-            what = f"lacks {missing[0]}" if missing else f"has another shape of {other[0]}"
+        parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
+        missing = sorted(parameters.keys() - tensors.keys())
+        mismatched = sorted(
+            name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape
+        )
+        if missing or mismatched:
+            what = f"lacks {missing[0]}" if missing else f"has another shape of {mismatched[0]}"
             raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
-        module.load_state_dict({name: tensors[name] for name in own})
+        module.load_state_dict({name: tensors[name] for name in parameters})
 
 
 class RankedBlock:
@@ -177,14 +179,14 @@ class Proposal(NamedTuple):
 
     def along(self, tokens: list[int]) -> list[int]:
         """The rankings of the positions of these emitted tokens, as far as there are any."""
-        found, at = list[int](), 0
+        rankings, at = list[int](), 0
         for token in tokens:
             if at == NONE or at >= len(self.tokens):
                 break
-            found.append(at)
+            rankings.append(at)
             named = np.flatnonzero(self.tokens[at] == token)
             at = int(self.after[at, named[0]] if len(named) else self.after_others[at])
-        return found
+        return rankings
 
 
 class TrainedDrafter(Protocol):
@@ -208,23 +210,23 @@ class TrainedDrafter(Protocol):
         """Note accepted tokens and their hidden states; nothing is computed."""
         ...
 
-    def propose(self, most: int) -> Proposal:
-        """Read what was noted, and rank what may follow; no tree will have more than ``most`` nodes."""
+    def propose(self, max_nodes: int) -> Proposal:
+        """Read what was noted, and rank what may follow; no tree will have more than ``max_nodes`` nodes."""
         ...
 
 
 @compiled
 def best_paths(
-    probs: Array, after: Array, most: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
+    probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
 ) -> int:
     """Fill the arrays with the most probable nodes of a proposal, best first; return how many.
 
     Each node is a token of the ranking after its parent: ``rankings`` gets its number, and ``ranks`` the place in it.
     """
     best = probs.shape[1]
-    below = np.zeros(most + 1, np.int64)  # number of children of the root and each node
+    below = np.zeros(max_nodes + 1, np.int64)  # number of children of the root and each node
     size = 0
-    while size < most:
+    while size < max_nodes:
         highest, chosen, of_chosen = 0.0, -1, -1
         for node in range(size + 1):
             ranking = after[rankings[node - 1], ranks[node - 1]] if node > 0 else min(0, len(probs) - 1)

@@ -74,8 +74,8 @@ class StandaloneDrafter:
         # Compile or load it now, so that no step waits for it.
         self._best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
 
-    def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], most: int) -> int:
-        return best_paths(probs, after, most, self._parents, self._ranks, self._rankings, self._path_probs)
+    def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], max_nodes: int) -> int:
+        return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
@@ -85,21 +85,21 @@ class StandaloneDrafter:
         self.trained.begin(list(prompt))
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = min(self.budget.most, LARGEST_TREE)
-        self._began = time.perf_counter() if most and self._gate else None
+        max_nodes = min(self.budget.most, LARGEST_TREE)
+        self._began = time.perf_counter() if max_nodes and self._gate else None
         self._used = self._gate is None or self._gate.now
-        if not most or not self._used:
+        if not max_nodes or not self._used:
             return DraftTree.bare(context[-1])
         before = self.trained.seconds
-        proposal = self.trained.propose(most)
+        proposal = self.trained.propose(max_nodes)
         self.budget.set_draft_seconds(self.trained.seconds - before)
         if self._static:
             tree = self._static
-            size = self.budget.nodes(tree.gains[:most])
+            size = self.budget.nodes(tree.gains[:max_nodes])
             parents, ranks, rankings = tree.parents[:size], tree.ranks[:size], tree.depths[:size] - 1
         else:
             assert len(proposal.tokens) <= MOST_RANKINGS
-            grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), most)
+            grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
             size = self.budget.nodes(self._path_probs[:grown])
             parents, ranks, rankings = self._parents[:size].copy(), self._ranks[:size], self._rankings[:size]
         return DraftTree(context[-1], proposal.tokens[rankings, ranks], parents, self._sources[:size])
@@ -185,6 +185,6 @@ def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
     """The methods whose trained drafter is there: found, shipped with the model, or named."""
-    found = {HEADS: False, MTP: bool(mtp_layers_of(model)), DRAFTER: config.drafter is not None}
+    has_drafter = {HEADS: False, MTP: bool(mtp_layers_of(model)), DRAFTER: config.drafter is not None}
     with_heads = methods_with_heads(config.heads, model)
-    return {method for method in TRAINED if found[METHODS[method].trained] or method in with_heads}
+    return {method for method in TRAINED if has_drafter[METHODS[method].trained] or method in with_heads}

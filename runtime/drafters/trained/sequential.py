@@ -155,7 +155,7 @@ class SequentialDrafter:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
@@ -163,8 +163,8 @@ class SequentialDrafter:
         rows = self._noted(self.module.read(hidden, tokens), 0, 0, 1.0)
         self._spent(started, len(tokens))
         first = 0
-        for depth in range(1, min(self._passes, most - 1) + 1):
-            chosen = self._extended(first, rows, most)
+        for depth in range(1, min(self._passes, max_nodes - 1) + 1):
+            chosen = self._extended(first, rows, max_nodes)
             if not len(chosen):
                 break
             began = time.perf_counter()
@@ -191,13 +191,13 @@ class SequentialDrafter:
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
-    def _extended(self, first: int, rows: int, most: int) -> Array:
+    def _extended(self, first: int, rows: int, max_nodes: int) -> Array:
         """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first.
 
-        None that is not among the ``most`` best nodes so far: what follows it is less probable still.
+        None that is not among the ``max_nodes`` best nodes so far: what follows it is less probable still.
         """
         nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
-        bar = np.partition(nodes, -most)[-most] if len(nodes) > most else 0.0
+        bar = np.partition(nodes, -max_nodes)[-max_nodes] if len(nodes) > max_nodes else 0.0
         paths = nodes[first * BEST :]
         best = np.argsort(-paths, kind="stable")[: self._width]
         best = best[(paths[best] > 0) & (paths[best] >= bar)]

@@ -239,8 +239,8 @@ class AnswerText:
             if finish:
                 more = self._reader.end()
                 text, reasoning, calls = text + more[0], reasoning + more[1], calls + more[2]
-        if (most := self._choice.prompt.tools.most) is not None:
-            calls = calls[: most - self._calls]
+        if (max_calls := self._choice.prompt.tools.most) is not None:
+            calls = calls[: max_calls - self._calls]
         self._calls += len(calls)
         stop_text = self._stop_text if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)

@@ -108,12 +108,12 @@ class ApiKeys:
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
-        found = None
+        matched = None
         # All keys are compared, in constant time each, so that the time of the answer shows nothing about them.
         for key, tenant in self.tenant_of_key.items():
             if hmac.compare_digest(key.encode(), given.strip().encode()) and scheme.lower() == "bearer":
-                found = tenant
-        return found
+                matched = tenant
+        return matched
 
 
 class Server:
@@ -227,10 +227,10 @@ class Server:
 
         return await to_thread.run_sync(prepared, limiter=self._limiter)
 
-    def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked not in (self._name, self._loaded.name):
+    def _check_model(self, requested: str | None) -> None:
+        if requested is not None and requested not in (self._name, self._loaded.name):
             raise RequestError(
-                f"the model {asked[:200]!r} is not served here: ask for {self._name}",
+                f"the model {requested[:200]!r} is not served here: ask for {self._name}",
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -380,10 +380,10 @@ def _block(block: Block, *, is_empty: bool = False) -> Row:
 def _arguments(text: str) -> Any:
     """The arguments of a call; what is no JSON stays a text that its reader can show."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = text
-    return found if isinstance(found, dict) else {"arguments": found}
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _event(event: Event) -> Row:

@@ -115,13 +115,13 @@ KEPT_CHARACTERS = 4_000_000
 def without_line_numbers(text: str) -> str:
     """A text in which lines that are numbered in order have no numbers."""
     lines = text.split(LINE_END)
-    found = [NUMBERED.match(line) for line in lines]
-    offsets = [int(number[1]) - place if number else None for place, number in enumerate(found)]
+    numbers = [NUMBERED.match(line) for line in lines]
+    offsets = [int(number[1]) - place if number else None for place, number in enumerate(numbers)]
     for offset, places in groupby(range(len(lines)), offsets.__getitem__):
         listing = list(places)
         if offset is not None and len(listing) >= FEWEST_NUMBERED:
             for place in listing:
-                number = found[place]
+                number = numbers[place]
                 lines[place] = lines[place][number.end() :] if number else lines[place]
     return LINE_END.join(lines)
 
@@ -152,8 +152,8 @@ class Quotes:
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
         """What the messages quote, in the forms of an answer. What one ``owner`` sent saves no time to another."""
         quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING]
-        found = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
-        return np.concatenate(found).tolist() if found else ()
+        encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
+        return np.concatenate(encoded).tolist() if encoded else ()
 
     def _encoded(self, text: str, owner: str, in_json: bool) -> Ints:
         key = owner, text, in_json
@@ -334,8 +334,8 @@ class Preparer:
 
     def _limit(self, ids: Sequence[int], given: int | None) -> int:
         """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""
-        most = self._decoding.max_new_tokens if given is None else given
-        room, _ = room_for(self._loaded.target, ids, most)
+        max_tokens = self._decoding.max_new_tokens if given is None else given
+        room, _ = room_for(self._loaded.target, ids, max_tokens)
         return room
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
@@ -385,10 +385,10 @@ class LogprobRecorder(WrappedDrafter):
 
     reads_logits = True
 
-    def __init__(self, drafter: Drafter, most: int, recorded: list[TokenLogprobs]) -> None:
-        """``most`` is the number of alternatives for each token; all are appended to ``recorded``."""
+    def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
+        """``num_alternatives`` is the number of alternatives for each token; all are appended to ``recorded``."""
         super().__init__(drafter)
-        self._most, self._recorded = most, recorded
+        self._most, self._recorded = num_alternatives, recorded
 
     @torch.inference_mode()
     def observe(self, accepted: Accepted, verified: Verified) -> None:

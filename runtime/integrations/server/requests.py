@@ -207,12 +207,12 @@ def _require_text(message: ChatMessage, where: str) -> None:
 
 def require_text_answers(request: ChatRequest) -> None:
     """Refuse a request for sound, which OpenAI's API asks for by two fields."""
-    other = next((kind for kind in request.modalities or () if kind != TEXT), None)
-    if other is not None or request.audio is not None:
+    modality = next((kind for kind in request.modalities or () if kind != TEXT), None)
+    if modality is not None or request.audio is not None:
         raise RequestError(
-            f"this server answers text only, and the request asks for {(other or 'audio')[:40]!r}: leave out "
-            f"{'modalities' if other else 'audio'}",
-            param="modalities" if other else "audio",
+            f"this server answers text only, and the request asks for {(modality or 'audio')[:40]!r}: leave out "
+            f"{'modalities' if modality else 'audio'}",
+            param="modalities" if modality else "audio",
             code=UNSUPPORTED,
         )
 
@@ -241,7 +241,7 @@ class ToolChoice:
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
         """``parallel`` allows several calls in one answer."""
-        most = None if parallel else 1
+        max_calls = None if parallel else 1
         if not tools:
             if choice not in (None, "none", "auto"):
                 raise RequestError("tool_choice needs tools: send them, or leave it out", param="tool_choice")
@@ -249,22 +249,22 @@ class ToolChoice:
         if choice == "none":
             return cls()
         if choice in (None, "auto"):
-            return cls(tuple(tools), most=most)
+            return cls(tuple(tools), most=max_calls)
         if choice == "required":
-            return cls(tuple(tools), _calls_of(tools, most), most)
+            return cls(tuple(tools), _calls_of(tools, max_calls), max_calls)
         named = choice.get("function", {}) if isinstance(choice, dict) and choice.get("type") == "function" else None
         if not isinstance(named, dict):
             raise RequestError(TOOL_CHOICE_FORMS, param="tool_choice")
         wanted = [tool for tool in tools if tool["function"]["name"] == named.get("name")]
         if not wanted:
             raise RequestError(f"tool_choice names no function of tools: {TOOL_CHOICE_FORMS}", param="tool_choice")
-        return cls(tuple(tools), _calls_of(wanted, most=1), most=1)
+        return cls(tuple(tools), _calls_of(wanted, max_calls=1), most=1)
 
 
 NO_TOOLS = ToolChoice()
 
 
-def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
+def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
     """JSON arrays of calls of these functions, at least one."""
     calls = []
     for tool in tools:
@@ -280,15 +280,18 @@ def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
             }
         )
     array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-    return Grammar.json_schema(array | ({"maxItems": most} if most else {}))
+    return Grammar.json_schema(array | ({"maxItems": max_calls} if max_calls else {}))
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
     """The first field that is wrong; where several types may stand, the fault of the one that fits best."""
     errors = error.errors(include_url=False, include_context=False)
-    faults = [([part for part in one["loc"] if not _is_branch(part)], one) for one in errors]
+    faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]
-    path, fault = max((one for one in faults if one[0][:1] == first), key=lambda one: len(one[0]))
+    path, fault = max(
+        (error_detail for error_detail in faults if error_detail[0][:1] == first),
+        key=lambda error_detail: len(error_detail[0]),
+    )
     place, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "this server does not know the field: leave it out"
@@ -330,8 +333,8 @@ class ResponseTools:
         self._by_name: dict[str, ResponseTool] = {}
         for place, tool in enumerate(given):
             if tool in self.presented:
-                for found in _tools_of(tool, f"tools.{place}"):
-                    self._by_name[found.function["name"]] = found
+                for response_tool in _tools_of(tool, f"tools.{place}"):
+                    self._by_name[response_tool.function["name"]] = response_tool
 
     @property
     def functions(self) -> list[Row] | None:
@@ -370,10 +373,10 @@ def custom_arguments(text: str) -> str:
 def input_of(arguments: str) -> str:
     """The input of a custom tool in the arguments of its function; all of them where the model wrote others."""
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
-    text = found.get(INPUT) if isinstance(found, dict) else None
+    text = value.get(INPUT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
 
 

@@ -143,14 +143,14 @@ class ToolCallReader:
         return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
-        own = getattr(tokenizer, "response_template", None)
-        self.reads_thinking = own is not None
+        response_template = getattr(tokenizer, "response_template", None)
+        self.reads_thinking = response_template is not None
         """Whether the tokenizer describes its answers, and what is thinking in them."""
         self._takes_calls = bool(tools)
         self._opening = self._unread = ""
-        template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
+        template = response_template or self._fallback(str(getattr(tokenizer, "chat_template", "")))
         self._parser = (
-            tokenizer.get_response_parser(template, prefix=prompt if own else "", tools=list(tools))
+            tokenizer.get_response_parser(template, prefix=prompt if response_template else "", tools=list(tools))
             if template
             else None
         )
@@ -196,9 +196,9 @@ class ToolCallReader:
             elif event["type"] == "region_close":
                 self._unread = ""
             if event["type"] == "region_close" and field == "tool_calls":
-                found = calls_of(event["value"]) if self._takes_calls else []
-                calls += found
-                if not found:
+                new_calls = calls_of(event["value"]) if self._takes_calls else []
+                calls += new_calls
+                if not new_calls:
                     plain += self._opening + _text_of(event["value"])
         return plain, reasoning, calls
 

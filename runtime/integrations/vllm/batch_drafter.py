@@ -183,8 +183,8 @@ class BatchDrafter(Pinned):
     def _compile(self) -> None:
         """Compile or load everything now, so that no request waits for it."""
         self._make_tables(1)
-        row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
-        self._grow(row, one, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
+        row, length = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._grow(row, length, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
         if self.history:
             lane = self._requests.lanes[:1]
             self.history.answers.answer(lane)

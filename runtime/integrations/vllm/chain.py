@@ -124,27 +124,33 @@ class Requests(NamedTuple):
     """The number of the next answer, which is 0 without a history, and the number of ``ended`` lanes."""
 
 
-def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = False) -> Requests:
-    """Empty state for ``most`` requests; with ``ended``, the lanes of answers that others follow are copied."""
-    tails = np.full((most, LONGEST_MATCH), -1, np.int64)
-    places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
-    lanes = np.zeros(most, LANE)
-    lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
+def no_requests(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> Requests:
+    """Empty state for ``max_requests`` requests; with ``ended``, the lanes of answers that others follow are copied."""
+    tails = np.full((max_requests, LONGEST_MATCH), -1, np.int64)
+    places = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
+    lanes = np.zeros(max_requests, LANE)
+    lanes_at = lanes.ctypes.data + np.arange(max_requests, dtype=np.int64) * LANE.itemsize
     answers = np.array([FIRST_ANSWER if history else 0, 0], np.int64)
     return Requests(
-        np.zeros(most, np.int64), tails, places, lanes, lanes_at, np.zeros(most if ended else 0, LANE), answers
+        np.zeros(max_requests, np.int64),
+        tails,
+        places,
+        lanes,
+        lanes_at,
+        np.zeros(max_requests if ended else 0, LANE),
+        answers,
     )
 
 
 @compiled
-def grow_chain(at: int, most: int, floor: float) -> int:
-    """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
+def grow_chain(at: int, max_tokens: int, floor: float) -> int:
+    """Fill the workspace with at most ``max_tokens`` tokens, each with a path probability >= ``floor``; return how many."""
     work = work_at(at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
-    while node < most:
-        least = floor / work.probs[node]
-        expand(at, node, WORTH_LOOKING * least, WORTH_ADDING * least, DRAFTING)
+    while node < max_tokens:
+        min_left = floor / work.probs[node]
+        expand(at, node, WORTH_LOOKING * min_left, WORTH_ADDING * min_left, DRAFTING)
         best, prob = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > prob:
@@ -190,9 +196,9 @@ def catch_up(at: int, context: Ints, sampled: int, few: int, requests: Requests,
 
 
 @compiled
-def last_tokens(tokens: Ints, most: int) -> Ints:
+def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
     """A copy of the last tokens, in the width that all compiled code takes."""
-    first = max(0, len(tokens) - most)
+    first = max(0, len(tokens) - max_tokens)
     copied = np.empty(len(tokens) - first, np.int64)
     copied[:] = tokens[first:]
     return copied
@@ -233,7 +239,7 @@ def draft_rows(
     ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
     is drafted, and the tokens are appended to tables and answers.
     """
-    longest, most, floor = limits
+    longest, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
     context, history, work, ranges = found_at(at, CONTEXT), found_at(at, HISTORY), work_at(at), ranges_at(at)
     for turn in range(len(rows)):
@@ -249,9 +255,9 @@ def draft_rows(
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
-            catch_up(at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
+            catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
             # The target adds a bonus token after the last draft.
-            size = grow_chain(at, min(most, longest - length - 1), floor) if is_drafting else 0
+            size = grow_chain(at, min(max_drafts, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]

@@ -108,5 +108,5 @@ class FinishedAnswers:
 
 
 def _finish_all(answers: weakref.ref[FinishedAnswers]) -> None:
-    if found := answers():
-        found.finish_all()
+    if finished := answers():
+        finished.finish_all()

@@ -164,22 +164,22 @@ def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
     if not value.lstrip().startswith("{"):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return value
     secret: list[str] = []
-    pruned = _pruned(found, option, secret)
+    pruned = _pruned(parsed, option, secret)
     names += secret
     return json.dumps(pruned) if secret else value
 
 
-def _pruned(found: Any, place: str, secret: list[str]) -> Any:
-    if isinstance(found, list):
-        return [_pruned(item, place, secret) for item in found]
-    if not isinstance(found, dict):
-        return found
+def _pruned(value_of_json: Any, place: str, secret: list[str]) -> Any:
+    if isinstance(value_of_json, list):
+        return [_pruned(item, place, secret) for item in value_of_json]
+    if not isinstance(value_of_json, dict):
+        return value_of_json
     kept = {}
-    for key, value in found.items():
+    for key, value in value_of_json.items():
         if SECRET.search(key):
             secret.append(f"{place}.{key}")
         else:

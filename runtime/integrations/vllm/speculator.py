@@ -39,14 +39,14 @@ def repair_sampling() -> list[str]:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    found = []
+    repairs = []
     if not _expands(rejection_sampler.expand_batch_to_tokens):
         rejection_sampler.expand_batch_to_tokens = expanded
-        found.append("sampling settings of drafted tokens")
+        repairs.append("sampling settings of drafted tokens")
     if not _accepts_empty_batch(topk_topp_sampler.apply_top_k_only):
         topk_topp_sampler.apply_top_k_only = with_rows_only(topk_topp_sampler.apply_top_k_only)
-        found.append("top-k of a batch without drafts")
-    return found
+        repairs.append("top-k of a batch without drafts")
+    return repairs
 
 
 def expanded(
@@ -215,10 +215,10 @@ class HierarchySpeculator:
         counts: list[range] = [range(0)] * len(self._slots.lengths)
         for slot, count in zip(slots.tolist(), sampled.tolist(), strict=True):
             counts[slot] = range(count)
-        found = self.drafter.draft(counts, self._slots.lengths, self._slots.tokens)
+        drafted = self.drafter.draft(counts, self._slots.lengths, self._slots.tokens)
         drafts = np.repeat(last.astype(np.int64)[:, None], self._most, axis=1)
         for row, slot in enumerate(slots.tolist()):
-            drafts[row, : len(found[slot])] = found[slot]
+            drafts[row, : len(drafted[slot])] = drafted[slot]
         return drafts
 
 
@@ -246,10 +246,10 @@ class TokenSlots:
         self.tokens[slot, : len(tokens)], self.lengths[slot], self._owners[slot] = tokens, len(tokens), request
 
 
-def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, most: int) -> npt.NDArray[np.int32]:
-    """For each row its number of sampled tokens, its length and its last ``most`` tokens, in one copy to the host."""
+def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, max_tokens: int) -> npt.NDArray[np.int32]:
+    """For each row its number of sampled tokens, its length and its last ``max_tokens`` tokens, in one copy to the host."""
     lengths = states.total_len.gpu[slots]
-    places = lengths[:, None] - torch.arange(most, 0, -1, device=lengths.device)
+    places = lengths[:, None] - torch.arange(max_tokens, 0, -1, device=lengths.device)
     tokens = states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
     latest: npt.NDArray[np.int32] = torch.cat([sampled[:, None], lengths[:, None], tokens], 1).int().cpu().numpy()
     return latest
