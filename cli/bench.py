@@ -224,7 +224,7 @@ def bench_cost(
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.data.progress import bar
     from hdtool.runtime.budget.cost_curve import cost_file
-    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
+    from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
 
@@ -234,10 +234,10 @@ def bench_cost(
         file.check()
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)
-    lengths = lengths_for(loaded, config)
+    lengths = context_lengths_for(loaded, config)
     check_saving(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
-        curve = cost_of_passes(loaded, lengths, shown.to)
+        curve = measure_cost_curve(loaded, lengths, shown.to)
     curve.write(figures)
     draw_cost(curve, drawing)
     save_at_home(loaded.target, curve)

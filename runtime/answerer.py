@@ -1,4 +1,4 @@
-"""Answers to prompts: one at a time or in batches, each iterated over while it is generated."""
+"""Answers prompts, one at a time or in batches; each answer is iterated over while it is generated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut, text_of
+from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -39,7 +39,7 @@ class Conversation:
         self.prompt = prompt
         self.messages: list[Message] = list(prompt.messages)
         self.prediction = prompt.prediction
-        """Of the next answer; empty if there is none."""
+        """The prediction of the next answer; empty if there is none."""
         self._later = iter(prompt.later_turns)
 
     def add_answer(self, text: str) -> bool:
@@ -113,7 +113,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return cut(text_of(self._tokenizer, self.output_ids), self._stop)
+        return cut_at_stop(text_of(self._tokenizer, self.output_ids), self._stop)
 
 
 class CollectedAnswer(Answer):

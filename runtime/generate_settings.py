@@ -40,7 +40,7 @@ def _several(value: Any) -> bool:
     return value is not None and value > 1
 
 
-REFUSED: dict[str, tuple[Refused, str]] = {
+REFUSED_SETTINGS: dict[str, tuple[Refused, str]] = {
     "num_beams": (_several, "hdtool decodes one sequence, not beams"),
     "num_beam_groups": (_several, "hdtool decodes one sequence, not beams"),
     "num_return_sequences": (_several, "hdtool returns one answer for each prompt"),
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
 }
 """Settings that change the output of ``generate`` and are not supported: which values, and why."""
 
-WITHOUT_EFFECT: dict[str, Any] = {
+NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
     "use_mtp": None,
@@ -127,7 +127,7 @@ def sampler_as_generate(
         return input_ids
 
     ids = torch.tensor([list(prompt)], device=model.device)
-    options = WITHOUT_EFFECT | generate_options(config, settings, ends, max_new_tokens)
+    options = NEUTRAL_SETTINGS | generate_options(config, settings, ends, max_new_tokens)
     try:
         # ``generate`` passes no tokenizer with ``custom_generate``, so it cannot build this criterion.
         generate: Any = model.generate
@@ -161,7 +161,7 @@ def generate_options(
 
 def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
     """The first setting that changes the output of ``generate`` and is not supported, and why."""
-    for name, (is_refused, reason) in REFUSED.items():
+    for name, (is_refused, reason) in REFUSED_SETTINGS.items():
         if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason
     return None

@@ -1,8 +1,8 @@
-"""Defers what no command needs when torch and transformers are imported: torch's compiler, distributed tensors, a scan.
+"""Speeds up importing torch and transformers by deferring torch's compiler, distributed tensors and a file scan.
 
-``transformers`` imports the compiler of torch for decorators that switch it off, and its distributed tensors, which
-bring sympy. Its packages read a thousand source files to find which names they have. Together, that takes as long as
-the import of torch. What is left out here is loaded when anything uses it.
+``transformers`` imports torch's compiler for decorators that switch it off, and its distributed tensors, which import
+sympy. It also reads a thousand source files to find which names they define. Together, that takes as long as the import
+of torch. Whatever is deferred here is loaded at its first use.
 
 Every part is optional: where a library lacks the function that is replaced, the import is an ordinary one.
 """

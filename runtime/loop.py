@@ -19,8 +19,8 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_for
 from hdtool.runtime.tree import DraftTree
 
-ROOM = 512
-"""Positions that are provided for an answer in a batch; the cache grows if it becomes longer."""
+RESERVED_POSITIONS = 512
+"""Positions reserved for an answer in a batch; the cache grows if it becomes longer."""
 Key = TypeVar("Key")
 
 
@@ -48,7 +48,7 @@ Outcome = tuple[Request[Key], Step | HdtoolError]
 """A step of a request, or the error that ended its answer."""
 
 
-class Reading(Generic[Key]):
+class PendingPrefill(Generic[Key]):
     """A request whose prompt is being read into a slot."""
 
     def __init__(self, loop: Loop[Key], request: Request[Key], state: SequenceState, reader: PromptReader) -> None:
@@ -92,7 +92,7 @@ class Loop(Generic[Key]):
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
         """Each in the slot of its place."""
-        self._reading: Reading[Key] | None = None
+        self._reading: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
         """Passes of the engine before the one that was launched."""
@@ -123,7 +123,7 @@ class Loop(Generic[Key]):
     def __exit__(self, *raised: object) -> None:
         self._engine.busy.release()
 
-    def start(self, request: Request[Key]) -> Reading[Key]:
+    def start(self, request: Request[Key]) -> PendingPrefill[Key]:
         """Start an answer: its prompt is read by the returned object, in one piece or several."""
         assert self._reading is None and not self.is_full
         self._lock()
@@ -140,9 +140,9 @@ class Loop(Generic[Key]):
             drafter=request.drafter,
             prediction=request.prediction,
         )
-        room = state.room if len(self._cache.slots) == 1 else min(state.room, ROOM)
+        room = state.room if len(self._cache.slots) == 1 else min(state.room, RESERVED_POSITIONS)
         reader = PromptReader(self._engine, self._cache, len(self._running), request.prompt, room, request.owner)
-        reading = Reading(self, request, state, reader)
+        reading = PendingPrefill(self, request, state, reader)
         try:
             state.begin()
             with self:
@@ -153,11 +153,11 @@ class Loop(Generic[Key]):
         self._reading = reading
         return reading
 
-    def stop_reading(self, reading: Reading[Key]) -> None:
+    def stop_reading(self, reading: PendingPrefill[Key]) -> None:
         if self._reading is reading:
             self._reading = None
 
-    def join(self, reading: Reading[Key]) -> Outcome[Key]:
+    def join(self, reading: PendingPrefill[Key]) -> Outcome[Key]:
         """Accept the first token of an answer whose prompt is read."""
         assert reading.verified is not None
         request, state, slot = reading.request, reading.state, len(self._running)

@@ -1,4 +1,4 @@
-"""The draft tree: the nodes that one forward pass verifies."""
+"""The draft tree that one forward pass verifies, and the trie that merges sequences into one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
-OPEN = -1
+UNDETERMINED = -1
 """Several tokens may follow a node."""
 LARGEST_TREE = LARGEST_BUDGET
 """The largest number of nodes that a target verifies in one pass."""
 
 Certain = npt.NDArray[np.int64] | None
-"""Tokens that must follow the rows of a pass; ``OPEN`` where there are several."""
+"""Tokens that must follow the rows of a pass; ``UNDETERMINED`` where there are several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class DraftTree:
     sources: npt.NDArray[np.uint8]
     """The ``SourceName`` of each node."""
     certain: Certain = None
-    """The only token that may follow the root and each node, ``OPEN`` where there are several: a grammar dictates it.
+    """The only token that may follow the root and each node, ``UNDETERMINED`` where there are several.
 
     Logits after these rows need not be computed. None if no grammar is in use, or if all logits are read.
     """
@@ -76,7 +76,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """True if each node follows the one before it."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def first_chain(self) -> DraftTree:
@@ -153,7 +153,7 @@ def descend(
 
 @compiled
 def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
-    """Whether no node is deeper than ``depth``, and each has an embedding."""
+    """Return True if no node is deeper than ``depth``, and each has an embedding."""
     for token in tokens:
         if not 0 <= token < vocabulary:
             return False

@@ -34,7 +34,7 @@ class BuildConfig(Settings):
         require(16 <= self.shard_bytes <= 1 << 30, "shard-bytes", self.shard_bytes, "between 16 and 2**30")
 
 
-MOST_HELD_OUT = 200
+MAX_HELD_OUT = 200
 """Conversations: more would take longer to replay without changing the figures."""
 
 
@@ -44,7 +44,7 @@ class SetupConfig(Settings):
 
     held_out: float = setting(
         0.1,
-        f"Share of the conversations held out of the stores, {MOST_HELD_OUT} at most; they are what is measured.",
+        f"Share of the conversations held out of the stores, {MAX_HELD_OUT} at most; they are what is measured.",
         option="held_out_fraction",
     )
     limit: int | None = setting(
@@ -66,7 +66,7 @@ class SetupConfig(Settings):
         require(0 < self.held_out < 1, "held-out-fraction", self.held_out, "above 0 and below 1")
 
 
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Most drafting heads, each of which predicts one token further ahead."""
 
 
@@ -97,7 +97,7 @@ class HeadsConfig(Settings):
         "Number of heads; each predicts one token further ahead. For mtp: steps that training runs the layer ahead.",
         option="num_heads",
         min_value=1,
-        max_value=MOST_HEADS,
+        max_value=MAX_HEADS,
     )
     rank: int = setting(64, "Rank of each head's output layer; 0: full.", option="lm_head_rank")
     auto_embedding: int = setting(

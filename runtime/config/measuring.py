@@ -26,7 +26,7 @@ PEERS = {
     "llama.cpp-pld": "llama.cpp with its prompt lookup",
     "llama.cpp-file": "llama.cpp on another GGUF file of the model",
 }
-"""What users have without hdtool, on the same model and device."""
+"""Alternatives to hdtool, measured on the same model and device."""
 OTHER_FILE = "llama.cpp-file"
 LLAMA_CPP = ("llama.cpp", "llama.cpp-pld", OTHER_FILE)
 WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
@@ -35,7 +35,7 @@ SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
 }
-SIZES = (
+SHAPE_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -45,9 +45,9 @@ SIZES = (
     "max_position_embeddings",
 )
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(zip(SIZES, (64, 172, 2, 4, 2, 1024, 2048), strict=True)),
-    "llama-7b": dict(zip(SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
-    "llama-3-8b": dict(zip(SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
+    "tiny": dict(zip(SHAPE_SIZES, (64, 172, 2, 4, 2, 1024, 2048), strict=True)),
+    "llama-7b": dict(zip(SHAPE_SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
+    "llama-3-8b": dict(zip(SHAPE_SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
 }
 """Model shapes by name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
 
@@ -214,7 +214,7 @@ class VllmConfig(Settings):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the history is kept on the disk."""
+        """True if the history is kept on the disk."""
         return self.history not in (MEMORY, NO_HISTORY)
 
 

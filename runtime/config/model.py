@@ -1,4 +1,4 @@
-"""Which model answers, and how its next token is chosen."""
+"""Settings of the model and of sampling, and the base of all settings classes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Settings:
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Refuse a setting by the name of its option, with what was expected and found."""
+    """Raise OptionError naming the option, its value and what was expected unless the condition holds."""
     if not holds:
         raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
 
@@ -79,7 +79,7 @@ QUANTIZATIONS = ("int8", "nf4", *BLOCKS)
 """Weight-only quantizations on loading; activations are not quantized. ``BLOCKS`` are hdtool's own, for CPUs."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
-"""How the inputs of products with packed weights are computed with."""
+"""Precision of the inputs of matmuls with packed weights."""
 LOWEST_TEMPERATURE = 1e-5
 
 

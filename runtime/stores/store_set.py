@@ -40,9 +40,9 @@ def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
 
-NONE = "none"
+NO_STORE = "none"
 
-Place = tuple[Path, TokenizerFingerprint]
+StorePlace = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -57,9 +57,9 @@ class StoreSet:
     history: History | None = None
     """Earlier answers; without it, the drafters of a model begin with an empty one."""
     tokenizer: TokenizerFingerprint | None = None
-    """Of the tokenizer, if a store was opened or it was asked for."""
+    """The tokenizer's fingerprint, if a store was opened or the caller requested it."""
     checkpoint: Checkpoint | None = None
-    """Of the model, if its files are known."""
+    """The model's checkpoint, if its files are known."""
     namespace: str | None = None
     """Whose stores these are; a history that lasts is kept apart by it, too."""
 
@@ -78,9 +78,9 @@ class StoreSet:
         ``model`` is that of the loaded model: only its own model store is taken from home. With ``identified``, the
         fingerprint of the tokenizer is computed even if no store is opened.
         """
-        model_db = config.model_db if "M" in databases else NONE
-        corpus_db = config.corpus_db if "S" in databases else NONE
-        if model_db == corpus_db == NONE and not identified:
+        model_db = config.model_db if "M" in databases else NO_STORE
+        corpus_db = config.corpus_db if "S" in databases else NO_STORE
+        if model_db == corpus_db == NO_STORE and not identified:
             return cls(databases=databases)
         fingerprint = TokenizerFingerprint.of(tokenizer)
         model_store = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
@@ -106,7 +106,7 @@ class StoreSet:
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
-def _reopened(model: Place | None, corpus: Place | None, databases: str) -> StoreSet:
+def _reopened(model: StorePlace | None, corpus: StorePlace | None, databases: str) -> StoreSet:
     return StoreSet(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
 
 
@@ -115,7 +115,7 @@ def _open(
     opened: Callable[[Path, TokenizerFingerprint], AnyStore],
     fingerprint: TokenizerFingerprint,
 ) -> AnyStore | None:
-    return opened(store_folder(str(place)), fingerprint) if place and place != NONE else None
+    return opened(store_folder(str(place)), fingerprint) if place and place != NO_STORE else None
 
 
 def model_store_for(

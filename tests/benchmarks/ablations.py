@@ -36,7 +36,7 @@ from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import Loaded, load
@@ -138,7 +138,7 @@ def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
             if len(asked) <= LONGEST_PROMPT:
                 sampling = SamplingConfig(temperature=options.temperature, seed=SEEDS + number)
                 budget = FixedBudget(nodes) if nodes else CostBudget(COST)
-                drafter = drafter_within(partial(_same, budget), config, stores, loaded.target)
+                drafter = drafter_with_budget(partial(_same, budget), config, stores, loaded.target)
                 steps = steps_of(loaded, drafter, asked, sampling, options.max_new_tokens)[1:]
                 tokens += sum(len(step.tokens) for step in steps)
                 passes += len(steps) if nodes else sum(COST.seconds(len(step.tree)) for step in steps)

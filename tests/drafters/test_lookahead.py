@@ -96,7 +96,7 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
         rows = min(rows + 1, length - 1)
     columns = width + length - 1 - rows
     tokens, parents = branch.nodes()
-    assert len(tokens) == len(parents) == columns * rows - 1 <= branch.most
+    assert len(tokens) == len(parents) == columns * rows - 1 <= branch.max_nodes
     tree = DraftTree.of(9, tokens.tolist(), parents.tolist())
     check_integrity(tree)
     for row in range(rows):

@@ -18,17 +18,17 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import damaged
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import (
-    DEPTH,
+    CONTINUATION_DEPTH,
     LONGEST_CONTEXT,
     LONGEST_RANGE,
     MATCH_SAMPLES,
-    SAMPLES,
+    MAX_SAMPLES,
     CorpusIndex,
+    count_followers,
     narrow,
     range_record,
     read_samples,
     size_of,
-    tally,
 )
 from hdtool.runtime.stores.inspect_store import continuations
 from tests.support.stores import Documents, index_of
@@ -47,7 +47,7 @@ def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[
         if places:
             follows: Counter[tuple[int, ...]] = Counter()
             for ids, at in places:
-                for depth in range(1, DEPTH + 1):
+                for depth in range(1, CONTINUATION_DEPTH + 1):
                     if at + depth <= len(ids):
                         follows[tuple(ids[at : at + depth])] += 1
             return length, follows
@@ -103,7 +103,7 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
         index = index_of(tmp_path_factory.mktemp("index"), documents, 4, shard_bytes)
         record, _places = range_record(index.shards)
         ranges = record[0]
-        tokens, counts = np.empty(SAMPLES, np.int64), np.empty(SAMPLES, np.int64)
+        tokens, counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
         tail = np.full(LONGEST_CONTEXT, -1, np.int64)
         for number, token in enumerate(context, 1):
             tail = np.append(tail[1:], token)
@@ -119,8 +119,8 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
                 assert found == 0
                 continue
             assert found == expected.found
-            read_samples(index.tokens, ranges, 1, order, found, SAMPLES)
-            distinct = tally(ranges, 1, order, tokens, counts)
+            read_samples(index.tokens, ranges, 1, order, found, MAX_SAMPLES)
+            distinct = count_followers(ranges, 1, order, tokens, counts)
             first = np.flatnonzero(expected.parents < 0)
             shown = dict(zip(expected.tokens[first].tolist(), expected.counts[first].tolist(), strict=True))
             assert dict(zip(tokens[:distinct].tolist(), counts[:distinct].tolist(), strict=True)) == shown

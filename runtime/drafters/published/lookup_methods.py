@@ -1,6 +1,6 @@
-"""Published methods of look-up: prompt lookup, REST, and the n-grams of lookahead decoding.
+"""Published methods that look up n-grams: prompt lookup, REST, and lookahead decoding.
 
-Lookahead Decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
+Lookahead decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
 the target computes the tokens after them, which are the guesses of the next iteration. A row holds the
 ``width`` guesses of one iteration, and each row was computed from the one above it::
 
@@ -53,7 +53,7 @@ class GrowingContext:
         return self._tokens[: self._size]
 
 
-PRIOR_RATE, PRIOR_WEIGHT, EMA_WINDOW = 0.6, 10.0, 200.0
+PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 """The rate of acceptance that measured ones begin with, its weight, and the window of their averages in tokens."""
 
 
@@ -72,7 +72,7 @@ class PromptLookup:
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
         self._context = GrowingContext()
-        self._seen = np.full(longest + tokens, PRIOR_WEIGHT)
+        self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
         """Tokens that were compared with the answer, by the length of the match before them, and those that fitted."""
         self._fitted = self._seen * PRIOR_RATE
         self._found: Ints = np.empty(0, np.int64)
@@ -90,7 +90,7 @@ class PromptLookup:
         start, self._matched = first_match(tokens_so_far, self._longest)
         # Copied, because the buffer is overwritten.
         self._found = tokens_so_far[start : start + len(self._parents)].copy()
-        max_nodes = min(len(self._found), self._budget.most)
+        max_nodes = min(len(self._found), self._budget.max_nodes)
         kept = 0
         if max_nodes:
             following = slice(self._matched, self._matched + max_nodes)
@@ -103,7 +103,7 @@ class PromptLookup:
         """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
         for place, (drafted, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
-            fading = min(1.0, EMA_WINDOW / self._seen[length])
+            fading = min(1.0, FITTED_WINDOW / self._seen[length])
             self._seen[length] = self._seen[length] * fading + 1
             self._fitted[length] = self._fitted[length] * fading + (drafted == token)
             if drafted != token:
@@ -145,7 +145,7 @@ class CorpusDrafter:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        max_nodes = min(self._budget.most, LARGEST_TREE)
+        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
         continuations = self._index.after(context, max_nodes) if max_nodes else None
         kept = self._budget.nodes(continuations.counts / max(continuations.found, 1)) if continuations else 0
         tree = DraftTree.bare(context[-1])
@@ -174,7 +174,7 @@ class Lookahead:
         self._parents = [_parents(rows, width + self._most_rows - rows) for rows in range(self._most_rows + 1)]
 
     @property
-    def most(self) -> int:
+    def max_nodes(self) -> int:
         """The largest number of nodes of the branch."""
         return max(map(len, self._parents))
 

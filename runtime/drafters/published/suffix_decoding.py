@@ -17,9 +17,9 @@ import numpy.typing as npt
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.published.suffix_automaton import (
-    LAST,
-    NONE,
-    START,
+    LAST_STATE,
+    NO_STATE,
+    START_STATE,
     Automaton,
     SuffixAutomaton,
     advance,
@@ -29,9 +29,9 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
-LONGEST = 64
+MAX_MATCH_TOKENS = 64
 """The longest match, in tokens."""
-MOST_TOKENS = 1 << 20
+MAX_KEPT_TOKENS = 1 << 20
 """Tokens of all answers; the answer after so many begins a new memory."""
 
 
@@ -46,10 +46,10 @@ class SuffixConfig(NamedTuple):
     """Less probable nodes are left out."""
 
 
-DEFAULT = SuffixConfig()
+DEFAULT_SUFFIX_CONFIG = SuffixConfig()
 
 
-class Found(NamedTuple):
+class FoundTree(NamedTuple):
     """Nodes of a tree, most probable first."""
 
     tokens: Ints
@@ -61,7 +61,9 @@ class Found(NamedTuple):
 class SuffixDecoding:
     """Remembers earlier answers unless ``remembers`` is False."""
 
-    def __init__(self, budget: Budget | None = None, config: SuffixConfig = DEFAULT, *, remembers: bool = True) -> None:
+    def __init__(
+        self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
+    ) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.HISTORY: 0.0}
         """Seconds spent in each source since the drafter was made."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
@@ -71,32 +73,32 @@ class SuffixDecoding:
         """The last tokens of the context."""
         self._best, self._other = _no_nodes(), _no_nodes()
         # Compiled, or loaded from the cache, before a step needs it.
-        advance(self._answers.arrays, START, 0, np.zeros(1, np.int64))
-        self._grow(self._context, (START, 0), 1, 0.0)
+        advance(self._answers.arrays, START_STATE, 0, np.zeros(1, np.int64))
+        self._grow(self._context, (START_STATE, 0), 1, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.clear()
         self._context.extend(prompt)
-        self._tail = list(prompt[-LONGEST:])
-        if len(self._answers) > MOST_TOKENS:
+        self._tail = list(prompt[-MAX_MATCH_TOKENS:])
+        if len(self._answers) > MAX_KEPT_TOKENS:
             self._answers.clear()
         self._answers.end_text()
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        max_nodes = min(self._budget.most, LARGEST_TREE)
+        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
         if not max_nodes:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
         local = self._context.arrays
-        state = int(local.links[local.sizes[LAST]])
+        state = int(local.links[local.sizes[LAST_STATE]])
         # The whole context occurs once; its link is the longest suffix that occurred before.
-        match = (state, int(local.lengths[state])) if state > START else (START, 0)
+        match = (state, int(local.lengths[state])) if state > START_STATE else (START_STATE, 0)
         size, score = self._grow(self._context, match, max_nodes, 0.0)
         between = time.perf_counter()
         source = SourceName.CONTEXT
         if self._remembers:
             self._best, self._other = self._other, self._best
-            match = advance(self._answers.arrays, START, 0, np.array(self._tail, np.int64))
+            match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
             size_of_earlier, score_of_earlier = self._grow(self._answers, match, max_nodes, score)
             if score_of_earlier > score:
                 size, source = size_of_earlier, SourceName.HISTORY
@@ -120,7 +122,7 @@ class SuffixDecoding:
         if self._remembers:
             started = time.perf_counter()
             self._answers.extend(accepted.tokens)
-            self._tail = (self._tail + accepted.tokens)[-LONGEST:]
+            self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
             self.seconds[SourceName.HISTORY] += time.perf_counter() - started
 
     def _grow(
@@ -133,9 +135,9 @@ class SuffixDecoding:
         return grown
 
 
-def _no_nodes() -> Found:
+def _no_nodes() -> FoundTree:
     size = LARGEST_TREE
-    return Found(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
+    return FoundTree(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
 
 
 @compiled
@@ -152,10 +154,10 @@ def _best_tree(
     states: Ints,
 ) -> tuple[int, float]:
     """The tree of the match with the highest score above ``score``; its size and score."""
-    size, best = 0, np.int64(START)
+    size, best = 0, np.int64(START_STATE)
     limit = 0
-    while state > START:
-        wanted = min(max_nodes, int(bounds[0] * min(matched, LONGEST) + bounds[1]))
+    while state > START_STATE:
+        wanted = min(max_nodes, int(bounds[0] * min(matched, MAX_MATCH_TOKENS) + bounds[1]))
         if wanted <= score:
             break  # no node adds more than 1, and shorter matches have fewer nodes
         grown = _expand(automaton, state, wanted, bounds[2], tokens, parents, probs, states)
@@ -164,7 +166,7 @@ def _best_tree(
             score, best, limit = total, np.int64(state), wanted
         state = automaton.links[state]
         matched = automaton.lengths[state]
-    if best > START:
+    if best > START_STATE:
         size = _expand(automaton, best, limit, bounds[2], tokens, parents, probs, states)
     return size, score
 
@@ -186,7 +188,7 @@ def _expand(
     while True:
         edge = automaton.edges[at]
         unit = prob / automaton.counts[at]
-        while edge != NONE:
+        while edge != NO_STATE:
             target = automaton.targets[edge]
             chance = unit * automaton.counts[target]
             if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):

@@ -13,15 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.drafters.heads.modules import Norm, best_of
+from hdtool.runtime.drafters.heads.modules import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
-from hdtool.runtime.drafters.trained.proposal import BEST, PublishedDrafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
-NAMES = {"midlayer.": "layer.", "layers.0.": "layer."}
+RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
 """Beginnings of the names of tensors, in the two kinds of checkpoints, and ours."""
 TARGET_IDS, OFFSETS = "t2d", "d2t"
 """Which tokens of the target can be drafted, and how far the id of each lies above its number among these."""
@@ -42,7 +42,7 @@ class EagleShape:
     vocabulary: int
     """Tokens that it can draft."""
     adds_normed: bool = False
-    """Whether the residual is the normed hidden state."""
+    """True if the residual is the normed hidden state."""
 
     @classmethod
     def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
@@ -159,7 +159,7 @@ class EagleModule(DraftPasses):
         keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
         super().__init__(
             drafter,
-            lambda hidden: best_of(drafter.logits(hidden), BEST, drafter.token_ids),
+            lambda hidden: topk_tokens(drafter.logits(hidden), TOKENS_PER_RANKING, drafter.token_ids),
             [LayerShape(keys, keys)],
             width=shape.width,
             read_width=3 * shape.target_width,
@@ -214,7 +214,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
 
 
 def _renamed(name: str) -> str:
-    for theirs, ours in NAMES.items():
+    for theirs, ours in RENAMED_PARAMETERS.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name

@@ -50,7 +50,7 @@ from hdtool.runtime.kernels.topk import BLOCK, FOLD, INFINITY, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
-from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, KINDS, ROTARIES, KNOWN = range(9)
 """Addresses of the token ids and positions; of ``embedding_of`` a format, and of the matrix of embeddings, with its
@@ -348,11 +348,11 @@ def compute_trees(
         largest = max(largest, rows)
         _place_tree(own, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
         for row in range(rows):
-            only = OPEN if row <= nodes else 0
+            only = UNDETERMINED if row <= nodes else 0
             if row <= nodes and len(certain) > 0:
                 only = certain[first + slot + row]
             of_rows[offsets[slot] + row] = only
-            skips |= only != OPEN
+            skips |= only != UNDETERMINED
         first += nodes
     if not _compute(own, team, slots, largest, of_rows[: offsets[slots]] if skips else of_rows[:0], ranks):
         return False
