@@ -304,7 +304,7 @@ class GuidedDrafter(WrappedDrafter):
     def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
         """``max_nodes`` bounds the nodes of a tree."""
         super().__init__(drafter)
-        self._guide, self._most = guide, min(max_nodes, LARGEST_TREE)
+        self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
         self._asked = 0
         self._spent = 0.0
 
@@ -321,7 +321,7 @@ class GuidedDrafter(WrappedDrafter):
         self._guide.follow(context[self._asked :])
         expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
         if expecting:
-            expecting.expect(self._guide.forced()[: self._most])
+            expecting.expect(self._guide.forced()[: self._max_nodes])
         self._spent += time.perf_counter() - started
         drafted = self._drafter.draft(context)
         started = time.perf_counter()
@@ -349,7 +349,7 @@ class GuidedDrafter(WrappedDrafter):
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         for node in sorted(chains):  # a tree's nodes are sorted by their probability
             above, dictated = node, certain[node]
-            for place, token in enumerate(chains[node][: max(0, self._most - len(tokens))]):
+            for place, token in enumerate(chains[node][: max(0, self._max_nodes - len(tokens))]):
                 tokens.append(token)
                 parents.append(above)
                 above = len(tokens) - 1

@@ -88,7 +88,7 @@ class Loop(Generic[Key]):
     ) -> None:
         """With ``prefixes``, a prompt is read from where it differs from a context that was kept."""
         self._engine, self._cache = engine, cache
-        self._most, self._stops = max_new_tokens, stops
+        self._max_new_tokens, self._stops = max_new_tokens, stops
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
         """Each in the slot of its place."""
@@ -135,7 +135,7 @@ class Loop(Generic[Key]):
             self._engine,
             request.prompt,
             request.sampler,
-            max_new_tokens=self._most if request.max_new_tokens is None else request.max_new_tokens,
+            max_new_tokens=self._max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,
             stops=request.stops or self._stops,
             drafter=request.drafter,
             prediction=request.prediction,

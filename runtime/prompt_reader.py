@@ -34,7 +34,7 @@ class PrefixCache:
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._saved: list[Slot] = []
         """The one that was used last is at the end."""
 
@@ -60,10 +60,10 @@ class PrefixCache:
         """Save a copy of a slot before it is overwritten; copies that it extends are dropped."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
-        if not self._most or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
+        if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
             return
         saved = cache.saved(slot)
-        if saved.bytes > self._most:
+        if saved.bytes > self._max_bytes:
             return
         self._saved = [
             slot_copy
@@ -71,7 +71,7 @@ class PrefixCache:
             if slot_copy.owner != saved.owner or common_prefix(slot_copy.tokens, tokens) < len(slot_copy.tokens)
         ]
         self._saved.append(saved)
-        while self.bytes > self._most:
+        while self.bytes > self._max_bytes:
             self._saved.pop(0)
 
 

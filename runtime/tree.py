@@ -214,7 +214,7 @@ class Trie:
     """
 
     def __init__(self, max_nodes: int, extra: int = 0) -> None:
-        self._most = max_nodes
+        self._max_nodes = max_nodes
         self._tokens = np.empty(max_nodes + extra, np.int64)
         self._parents = np.empty(max_nodes + extra, np.int32)
         self._sources = np.empty(max_nodes + extra, np.uint8)
@@ -236,7 +236,7 @@ class Trie:
         rows = np.ascontiguousarray(sequences, np.int32)
         # As an int, because numba unboxes an enum slowly in each call.
         self._size, added = _add(
-            self._tokens, self._parents, self._sources, self._size, self._most, rows, int(source), wanted
+            self._tokens, self._parents, self._sources, self._size, self._max_nodes, rows, int(source), wanted
         )
         return int(added)
 

@@ -190,8 +190,8 @@ class ReplayResult:
         plain = drafting = 0.0
         for turn in self.turns:
             places = turn.prompt_tokens + np.arange(len(turn.tokens))
-            plain += float(curve.of_passes(np.zeros(len(places)), places).sum())
-            passes = curve.of_passes(turn.nodes, turn.contexts)
+            plain += float(curve.seconds_of_passes(np.zeros(len(places)), places).sum())
+            passes = curve.seconds_of_passes(turn.nodes, turn.contexts)
             drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
         return Prediction(self.tokens / drafting, self.tokens / plain)
 

@@ -190,13 +190,13 @@ class Overhead:
         """Tokens per second of a replayed method and of plain decoding: means over answers, as `bench` prints them."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is the pass over its prompt.
-        prefills = self._prefills(prompts) - curve.of_passes(np.zeros(len(prompts)), prompts)
+        prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
         drafted, plain = [], []
         for turn, prefill in zip(result.turns, prefills, strict=True):
             tokens, steps = len(turn.tokens), len(turn.nodes)
             places = turn.prompt_tokens + np.arange(tokens)
-            one_by_one = curve.of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
-            trees = curve.of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
+            one_by_one = curve.seconds_of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
+            trees = curve.seconds_of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
             plain.append(tokens / one_by_one)
             drafted.append(tokens / (trees + turn.draft_seconds.sum() + turn.observe_seconds.sum()))
         return Prediction(fmean(drafted), fmean(plain))

@@ -119,18 +119,20 @@ class CostCurve:
 
     def seconds(self, nodes: int, context: int = 0) -> float:
         """Seconds of a pass with this number of nodes after a context of this length."""
-        return float(self.of_passes(np.array([nodes]), np.array([context]))[0])
+        return float(self.seconds_of_passes(np.array([nodes]), np.array([context]))[0])
 
-    def of_passes(self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]) -> Floats:
+    def seconds_of_passes(
+        self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
+    ) -> Floats:
         """Seconds of many passes at once."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
-    def of_all_sizes(self, max_nodes: int, context: int) -> Floats:
+    def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
         """Seconds of passes with 0, 1, 2 … up to ``max_nodes`` nodes after one context."""
         sizes = np.arange(max_nodes + 1)
-        return self.of_passes(sizes, np.full(len(sizes), context))
+        return self.seconds_of_passes(sizes, np.full(len(sizes), context))
 
 
 def cost_file(path: Path) -> OutputFile:
@@ -254,7 +256,7 @@ class MeasuredCosts(PassCosts):
 
     def _set_context(self, context: int) -> None:
         self._context = context
-        self.set(self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context)))
+        self.set(self._curve.seconds_of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context)))
 
 
 @compiled

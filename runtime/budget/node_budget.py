@@ -118,10 +118,10 @@ class ChosenSize(Pinned):
         self._own: Any = self._choice[0]
         self._own["overhead"], self._own["saved"] = overhead, np.nan
         self._use(costs)
-        self._most = MAX_CHOSEN_NODES
+        self._max_nodes = MAX_CHOSEN_NODES
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
-        choose_nodes(self._at, np.empty(0), 0, self._most)
+        choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
         self._own["pause"] = 0
 
     def _use(self, costs: PassCosts) -> None:
@@ -130,13 +130,13 @@ class ChosenSize(Pinned):
 
     @property
     def max_nodes(self) -> int:
-        return 0 if self._step() < self._paused_until else self._most
+        return 0 if self._step() < self._paused_until else self._max_nodes
 
     def set_draft_seconds(self, seconds: float) -> None:
         self._own["drafting"] = seconds
 
     def nodes(self, probs: Probs) -> int:
-        best, self._most, self._paused_until = choose_nodes(self._at, probs, self._step(), self._most)
+        best, self._max_nodes, self._paused_until = choose_nodes(self._at, probs, self._step(), self._max_nodes)
         return best
 
 
@@ -159,7 +159,7 @@ class CostBudget(ChosenSize):
         """Set the length of the context of the next step."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
-            self._costs.set(self._curve.of_all_sizes(LARGEST_BUDGET, context))
+            self._costs.set(self._curve.seconds_by_size(LARGEST_BUDGET, context))
 
 
 class MeasuredBudget(ChosenSize):
@@ -369,7 +369,7 @@ class SharedBudget(ChosenSize):
     @property
     def largest(self) -> int:
         """The largest useful tree while it is not paused."""
-        return self._most
+        return self._max_nodes
 
     @property
     def drafting(self) -> float:
@@ -378,7 +378,7 @@ class SharedBudget(ChosenSize):
 
     def take(self, largest: int, paused_until: int) -> None:
         """Take what was chosen for its next steps."""
-        self._most, self._paused_until = largest, paused_until
+        self._max_nodes, self._paused_until = largest, paused_until
 
 
 def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:

@@ -263,7 +263,7 @@ class Continuations(NamedTuple):
 
     matched: int
     """Length of that suffix."""
-    found: int
+    num_matches: int
     """Number of its matches."""
     nodes: Ints
     """A column for each node; every parent stands before its children."""

@@ -118,7 +118,7 @@ def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace
         if nodes:
             yield f"{title}, {nodes}", played.tokens_per_step
         else:
-            passes = sum(float(COST.of_passes(turn.nodes, turn.contexts).sum()) for turn in played.turns)
+            passes = sum(float(COST.seconds_of_passes(turn.nodes, turn.contexts).sum()) for turn in played.turns)
             yield f"{title}, chosen", played.tokens / passes
     contender = Contender("hd", ReplayConfig(("hd",), NODES[0], sources=sources).decoding("hd"))
     yield f"{title}, warm", warm(contender, conversations, stores).tokens_per_step

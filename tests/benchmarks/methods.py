@@ -28,7 +28,7 @@ from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.known_answers import MT_BENCH, task_of
 
-GENEROUS = SuffixConfig(nodes_per_token=8.0, more_nodes=8.0, least_prob=0.0)
+GENEROUS = SuffixConfig(nodes_per_token=8.0, extra_nodes=8.0, min_prob=0.0)
 
 Conversations = Sequence[Sequence[RecordedTurn]]
 """For each conversation, its turns."""

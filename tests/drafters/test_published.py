@@ -93,8 +93,8 @@ def test_suffix_drafts_the_tree_with_the_most_expected_tokens(text: list[int], c
         length: tree_of_match(
             text,
             text[-length:],
-            min(most, int(config.nodes_per_token * length + config.more_nodes)),
-            config.least_prob,
+            min(most, int(config.nodes_per_token * length + config.extra_nodes)),
+            config.min_prob,
         )
         for length in range(1, longest_match(text) + 1)
     }

@@ -44,7 +44,7 @@ def test_extrapolated_costs_do_not_decrease() -> None:
 @given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 3000)), min_size=1, max_size=20))
 def test_costs_of_many_passes_equal_single_ones(passes: list[tuple[int, int]]) -> None:
     nodes, contexts = zip(*passes, strict=True)
-    assert CURVE.of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
+    assert CURVE.seconds_of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
 
 
 def test_a_curve_is_saved_completely(tmp_path: Path) -> None:

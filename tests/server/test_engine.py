@@ -19,7 +19,7 @@ def nothing(*given: Any) -> Any:
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
     first, second, third = (AnswerJob("", nothing, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):
@@ -32,7 +32,7 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
 
     def fail(tenant: str) -> Any:
         raise MemoryError("no memory")

@@ -132,7 +132,7 @@ def test_a_message_is_encoded_once_for_each_owner(loaded: Loaded, monkeypatch: p
         return encode_text(tokenizer, text, special=special)
 
     monkeypatch.setattr("hdtool.runtime.integrations.server.preparation.encode_text", encode)
-    quotes = Quotes(loaded.tokenizer, most_characters=3 * len(FILE))
+    quotes = Quotes(loaded.tokenizer, max_characters=3 * len(FILE))
     messages = [{"role": "tool", "content": FILE}]
     first = quotes.tokens(messages, "one", in_json=True)
     assert quotes.tokens(messages, "one", in_json=True) == first and len(encoded) == 1

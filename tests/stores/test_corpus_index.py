@@ -118,7 +118,7 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
             if order > len(context) or expected.matched < order:
                 assert found == 0
                 continue
-            assert found == expected.found
+            assert found == expected.num_matches
             read_samples(index.tokens, ranges, 1, order, found, MAX_SAMPLES)
             distinct = count_followers(ranges, 1, order, tokens, counts)
             first = np.flatnonzero(expected.parents < 0)
@@ -170,7 +170,7 @@ def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path:
     for shard_bytes in (1 << 20, 1 << 9):
         index = index_of(tmp_path / str(shard_bytes), documents, 10, shard_bytes)
         found = index.after([9])
-        assert found.found == len(documents)
+        assert found.num_matches == len(documents)
         first = {int(token): int(count) for token, count in zip(found.tokens[:2], found.counts[:2], strict=True)}
         assert first == {2: len(documents) // 2, 3: len(documents) // 2}
 

@@ -74,7 +74,7 @@ WORKSPACE = np.dtype(
         ("corpus_counts", np.int64, MAX_SAMPLES),
         # What an estimate is for: a tree, or learning from an emitted token.
         ("truth", np.int64),  # the emitted token, or DRAFTING
-        ("least", np.float64),  # evidence is used while so much probability is left
+        ("min_left", np.float64),  # evidence is used while so much probability is left
         ("floor", np.float64),  # smaller contributions are left out
         # The evidence of each order for the emitted token.
         ("used", np.int64),

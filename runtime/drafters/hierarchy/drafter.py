@@ -116,7 +116,7 @@ class Hierarchy(Pinned):
             [*self._plugins, *[SourceName.NONE] * (MAX_PLUGINS - len(self._plugins))]
         )
         self._lane = np.zeros(1, LANE)
-        self._found: dict[int, Array] = {
+        self._matches: dict[int, Array] = {
             row.name: np.zeros(1, MATCH_RECORD) for row in (CONTEXT_SOURCE, PREDICTION_SOURCE, HISTORY_SOURCE)
         }
         corpus_row = corpus_source(self._shards.tokens.dtype.name)
@@ -141,7 +141,7 @@ class Hierarchy(Pinned):
         first = {source: self._weight_rows[source.name].start for source in table}
         self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
         self._table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
-        self._records: dict[int, Array] = dict(self._found)
+        self._records: dict[int, Array] = dict(self._matches)
         self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
         self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
         self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
@@ -175,9 +175,9 @@ class Hierarchy(Pinned):
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
-        self._found[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.table.memory.ctypes.data
+        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.table.memory.ctypes.data
         if self._history:
-            history_matches = self._found[SourceName.HISTORY]
+            history_matches = self._matches[SourceName.HISTORY]
             history_matches["log"][0, ANSWERS_LOG] = address_of(self._history.answers.memory)
             history_matches["log"][0, STORED_LOG] = address_of(self._history.stored_log)
             history_matches["lane"] = self._lane.ctypes.data
@@ -201,12 +201,12 @@ class Hierarchy(Pinned):
         return self._probs[: self._nodes].copy()
 
     def weights(self, source: SourceName) -> Any:
-        """The learned weights of a source by n-gram order and by kind of evidence; see ``weights.py``."""
+        """The learned weights of a source by n-gram order and by kind of evidence; see ``candidates.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
     @property
     def learned(self) -> Any:
-        """All that is learned; see ``weights.py``."""
+        """All that is learned; see ``candidates.py``."""
         return self._learned[0]
 
     @property
@@ -231,7 +231,7 @@ class Hierarchy(Pinned):
             self._rankings.forget()
         if self._history:
             self._history.start(self._lane, prompt, new)
-            self._found[SourceName.HISTORY]["owner"] = self._lane["owner"]
+            self._matches[SourceName.HISTORY]["owner"] = self._lane["owner"]
         self._use_rows(prediction=False)
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
@@ -241,7 +241,7 @@ class Hierarchy(Pinned):
         lane, before = log.lane(), self._tails[0]
         log.start(lane, before[before >= 0])
         log.append(lane, prediction)
-        self._found[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
+        self._matches[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:

@@ -36,8 +36,7 @@ from hdtool.runtime.stores.corpus_index import (
     read_samples,
     size_of,
 )
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, lookup_hash, prefetch_entries, rows_of
-from hdtool.runtime.stores.model_store import MODEL_SOURCE as MODEL_RECORD
+from hdtool.runtime.stores.model_store import LONGEST_PREFIX, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
 CORPUS_SEARCH_FACTOR = 5.0
 """The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
@@ -109,7 +108,7 @@ def corpus_source(dtype: str) -> CompiledSource:
         return LONGEST_RANGE
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        if left < CORPUS_SEARCH_FACTOR * work_at(at).least:
+        if left < CORPUS_SEARCH_FACTOR * work_at(at).min_left:
             return left
         work, ranges = work_at(at), ranges_at(at)
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
@@ -122,7 +121,7 @@ def corpus_source(dtype: str) -> CompiledSource:
         if ranges.read[node, order] == 0:
             # Where little more is left than is relevant, only the commonest followers are.
             read_samples(
-                corpus, ranges, node, order, num_matches, max(MIN_SAMPLES, min(MAX_SAMPLES, int(left / work.least)))
+                corpus, ranges, node, order, num_matches, max(MIN_SAMPLES, min(MAX_SAMPLES, int(left / work.min_left)))
             )
         distinct = count_followers(ranges, node, order, work.corpus_evidence, work.corpus_counts)
         if distinct == 0:

@@ -53,7 +53,7 @@ def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> Non
     the share that each order gives to it instead.
     """
     work, table = work_at(at), table_at(at)
-    work.least, work.floor, work.truth = min_left, floor, truth
+    work.min_left, work.floor, work.truth = min_left, floor, truth
     _start(work, node)
     lap(work, TREE_NUMBER)
     order = 0
@@ -95,7 +95,7 @@ def _add_order(at: int, node: int, order: int, left: float) -> float:
         if row.lowest <= order <= row.highest:
             left = call_weigh(row.weigh, (at, node, order, row.first, left))
             lap(work, row.source)
-            if left < work.least:
+            if left < work.min_left:
                 break
     return left
 
@@ -109,7 +109,7 @@ def _adjust(at: int, node: int, left: float) -> None:
     if work.has_context and ranked < 0:
         weigh_recency(work, weights.recency, table_of(matches_at(at, CONTEXT_NUMBER)), node)
         lap(work, CONTEXT_NUMBER)
-    if left >= work.least:
+    if left >= work.min_left:
         _add_order(at, node, 0, left)
     if ranked >= 0:
         weigh_agreement(work, near, ranked)

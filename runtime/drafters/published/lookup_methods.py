@@ -75,33 +75,33 @@ class PromptLookup:
         self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
         """Tokens that were compared with the answer, by the length of the match before them, and those that fitted."""
         self._fitted = self._seen * PRIOR_RATE
-        self._found: Ints = np.empty(0, np.int64)
+        self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, whether they were drafted or not."""
         self._matched = 0
         first_match(self._context.grown(()), longest)  # compiles or loads it, so that no step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
-        self._found = self._found[:0]
+        self._chain = self._chain[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
         tokens_so_far = self._context.grown(context)
         start, self._matched = first_match(tokens_so_far, self._longest)
         # Copied, because the buffer is overwritten.
-        self._found = tokens_so_far[start : start + len(self._parents)].copy()
-        max_nodes = min(len(self._found), self._budget.max_nodes)
+        self._chain = tokens_so_far[start : start + len(self._parents)].copy()
+        max_nodes = min(len(self._chain), self._budget.max_nodes)
         kept = 0
         if max_nodes:
             following = slice(self._matched, self._matched + max_nodes)
             kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
-        tree = DraftTree(context[-1], self._found[:kept], self._parents[:kept], self._sources[:kept])
+        tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
-        for place, (drafted, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
+        for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
             fading = min(1.0, FITTED_WINDOW / self._seen[length])
             self._seen[length] = self._seen[length] * fading + 1
@@ -147,7 +147,7 @@ class CorpusDrafter:
         started = time.perf_counter()
         max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
         continuations = self._index.after(context, max_nodes) if max_nodes else None
-        kept = self._budget.nodes(continuations.counts / max(continuations.found, 1)) if continuations else 0
+        kept = self._budget.nodes(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
         tree = DraftTree.bare(context[-1])
         if continuations and kept:
             # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
@@ -168,10 +168,10 @@ class Lookahead:
 
     def __init__(self, width: int, length: int) -> None:
         self._width = width
-        self._most_rows = length - 1
+        self._max_rows = length - 1
         self._rows: list[Ints] = []
         # Indexed by the number of rows.
-        self._parents = [_parents(rows, width + self._most_rows - rows) for rows in range(self._most_rows + 1)]
+        self._parents = [_parents(rows, width + self._max_rows - rows) for rows in range(self._max_rows + 1)]
 
     @property
     def max_nodes(self) -> int:
@@ -180,7 +180,7 @@ class Lookahead:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Initialize the guesses with tokens of the prompt, chosen by a seed that depends on its length."""
-        guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._most_rows - 2)
+        guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._max_rows - 2)
         self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
 
     def nodes(self) -> tuple[Ints, Ints]:
@@ -189,7 +189,7 @@ class Lookahead:
 
     @property
     def is_full(self) -> bool:
-        return len(self._rows) == self._most_rows
+        return len(self._rows) == self._max_rows
 
     @property
     def num_observed(self) -> int:
@@ -202,8 +202,8 @@ class Lookahead:
         if not self.is_full:
             # The head of the first column is the new root, which was not guessed: the column is dropped.
             self._rows = [*(row[1:] for row in rows), argmax]
-            return np.empty((0, self._most_rows + 1), np.int64)
-        completed = np.empty((self._width, self._most_rows + 1), np.int64)
+            return np.empty((0, self._max_rows + 1), np.int64)
+        completed = np.empty((self._width, self._max_rows + 1), np.int64)
         completed[0, 0], completed[1:, 0] = root, rows[0]
         for row, guesses in enumerate([*rows[1:], argmax], start=1):
             completed[:, row] = guesses

@@ -40,9 +40,9 @@ class SuffixConfig(NamedTuple):
 
     nodes_per_token: float = 1.0
     """Nodes for each token of the match,"""
-    more_nodes: float = 0.0
+    extra_nodes: float = 0.0
     """and in addition."""
-    least_prob: float = 0.1
+    min_prob: float = 0.1
     """Less probable nodes are left out."""
 
 
@@ -130,7 +130,7 @@ class SuffixDecoding:
     ) -> tuple[int, float]:
         """Fill ``_best`` with the best tree, if it has a higher score; its size and score."""
         config, state = self._config, match[0]
-        bounds = config.nodes_per_token, config.more_nodes, config.least_prob
+        bounds = config.nodes_per_token, config.extra_nodes, config.min_prob
         grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, *self._best)
         return grown
 

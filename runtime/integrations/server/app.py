@@ -299,18 +299,18 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-async def _read_body(request: Request, most_mib: int, seconds: float) -> bytes:
+async def _read_body(request: Request, max_mib: int, seconds: float) -> bytes:
     """The body of a request; raises if it is larger, or takes longer to arrive."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most_mib * MIB:
-        raise _too_large(most_mib)
+    if declared.isdigit() and int(declared) > max_mib * MIB:
+        raise _too_large(max_mib)
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
-                if len(body) > most_mib * MIB:
-                    raise _too_large(most_mib)
+                if len(body) > max_mib * MIB:
+                    raise _too_large(max_mib)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
     except ClientDisconnect:
@@ -318,8 +318,8 @@ async def _read_body(request: Request, most_mib: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-def _too_large(most_mib: int) -> RequestError:
-    return RequestError(f"the body is larger than {most_mib} MiB", status=413, code="request_too_large")
+def _too_large(max_mib: int) -> RequestError:
+    return RequestError(f"the body is larger than {max_mib} MiB", status=413, code="request_too_large")
 
 
 async def _collect_garbage() -> None:

@@ -112,10 +112,10 @@ class Scheduler:
     """Answers jobs in the order in which they were submitted, several at once."""
 
     def __init__(
-        self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, most_waiting: int, prefix_bytes: int
+        self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int
     ) -> None:
         self._target, self._tenants, self._decoding = target, tenants, decoding
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes and decoding.prefix_caching else None
         self._waiting: deque[AnswerJob] = deque()
         self._changed = threading.Condition()
@@ -153,9 +153,9 @@ class Scheduler:
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue jobs; raise OverloadError if too many wait."""
         with self._changed:
-            if len(self._waiting) + len(jobs) > self._most_waiting:
+            if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
-            if len(self._waiting) + len(jobs) > self._most_waiting or self._is_stopping:
+            if len(self._waiting) + len(jobs) > self._max_waiting or self._is_stopping:
                 raise OverloadError("the server has as many requests as it accepts: ask again later")
             self._waiting.extend(jobs)
             self._changed.notify()

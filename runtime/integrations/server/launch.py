@@ -51,7 +51,7 @@ class Launch:
             loaded.target,
             self.tenants,
             decoding,
-            most_waiting=config.max_waiting,
+            max_waiting=config.max_waiting,
             prefix_bytes=config.prefix_cache_mib * MIB,
         )
         name = config.served_model_name or loaded.name

@@ -143,8 +143,8 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 class Quotes:
     """Encodes what chats quote, each message once, as a conversation repeats its messages in every request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, most_characters: int = MAX_KEPT_CHARACTERS) -> None:
-        self._tokenizer, self._most = tokenizer, most_characters
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
+        self._tokenizer, self._max_characters = tokenizer, max_characters
         self._kept: OrderedDict[tuple[str, str, bool], Ints] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
@@ -170,7 +170,7 @@ class Quotes:
         with self._lock:
             self._characters += len(text) if key not in self._kept else 0
             self._kept[key] = encoded
-            while self._characters > self._most:
+            while self._characters > self._max_characters:
                 (_, oldest, _), _ = self._kept.popitem(last=False)
                 self._characters -= len(oldest)
         return encoded
@@ -391,14 +391,14 @@ class LogprobRecorder(WrappedDrafter):
     def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
         """``num_alternatives`` is the number of alternatives for each token; all are appended to ``recorded``."""
         super().__init__(drafter)
-        self._most, self._recorded = num_alternatives, recorded
+        self._num_alternatives, self._recorded = num_alternatives, recorded
 
     @torch.inference_mode()
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
         scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
-        best = scores.topk(min(self._most, scores.shape[1])) if self._most else None
+        best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
         for place, token in enumerate(accepted.tokens):
             pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
             self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))

@@ -166,7 +166,7 @@ class HierarchySpeculator:
             raise OptionError("--prefill-context-parallel-size is above 1: hdtool's drafter needs whole prompts")
         self.drafter = open_drafter(vllm_config, without_min_prob)
         self._device, self._states = device, req_states
-        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._num_drafts = vllm_config.speculative_config.num_speculative_tokens
         self._slots = TokenSlots(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -198,8 +198,8 @@ class HierarchySpeculator:
         """Draft tokens for each row of the batch, as many as vLLM verifies at most."""
         rows = input_batch.num_reqs
         if dummy_run:
-            return torch.zeros((rows, self._most), dtype=torch.int64, device=self._device)
-        latest = latest_tokens(self._states, input_batch.idx_mapping[:rows], num_sampled[:rows], self._most + 1)
+            return torch.zeros((rows, self._num_drafts), dtype=torch.int64, device=self._device)
+        latest = latest_tokens(self._states, input_batch.idx_mapping[:rows], num_sampled[:rows], self._num_drafts + 1)
         sampled, lengths = latest[:, 0], latest[:, 1]
         slots = input_batch.idx_mapping_np[:rows]
         for row, slot in enumerate(slots.tolist()):
@@ -216,7 +216,7 @@ class HierarchySpeculator:
         for slot, count in zip(slots.tolist(), sampled.tolist(), strict=True):
             counts[slot] = range(count)
         drafted = self.drafter.draft(counts, self._slots.lengths, self._slots.tokens)
-        drafts = np.repeat(last.astype(np.int64)[:, None], self._most, axis=1)
+        drafts = np.repeat(last.astype(np.int64)[:, None], self._num_drafts, axis=1)
         for row, slot in enumerate(slots.tolist()):
             drafts[row, : len(drafted[slot])] = drafted[slot]
         return drafts
