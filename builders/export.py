@@ -12,7 +12,7 @@ from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.model.load import CONFIG_FILES, load_tokenizer
-from hdtool.runtime.stores.store_set import NONE, StoreSet
+from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
 
 FOLDER = "custom_generate"
 CODE, REQUIREMENTS = f"{FOLDER}/generate.py", f"{FOLDER}/requirements.txt"
@@ -60,7 +60,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
     """Raise for a model without a tokenizer, and for named stores that do not fit it."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
-    named = StoresConfig(stores.model_db or NONE, stores.corpus_db or NONE)
+    named = StoresConfig(stores.model_db or NO_STORE, stores.corpus_db or NO_STORE)
     StoreSet.for_tokenizer(tokenizer, named, decoding.databases)
 
 

@@ -264,16 +264,16 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     """Timed passes, which are also saved for later runs of the model."""
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.data.progress import bar
-    from hdtool.runtime.budget.measure_passes import check_saving, cost_of_passes, lengths_for, save_at_home
+    from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
 
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)
-    lengths = lengths_for(loaded, config)
+    lengths = context_lengths_for(loaded, config)
     check_saving(loaded.target)
     with bar(len(lengths), "contexts", quiet=quiet) as shown:
-        curve = cost_of_passes(loaded, lengths, shown.to)
+        curve = measure_cost_curve(loaded, lengths, shown.to)
     save_at_home(loaded.target, curve)
     return curve
 

@@ -37,14 +37,14 @@ def compiled_meanwhile(method: str) -> Iterator[subprocess.Popen[bytes]]:
 def compile_drafter(method: str) -> None:
     from hdtool.runtime.budget.node_budget import FixedBudget
     from hdtool.runtime.config import DecodeConfig
-    from hdtool.runtime.drafters.methods import drafter_within
+    from hdtool.runtime.drafters.methods import drafter_with_budget
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.history_store import History
     from hdtool.runtime.stores.model_store import ModelStore
     from hdtool.runtime.stores.store_set import StoreSet
 
     stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
-    drafter_within(FixedBudget, DecodeConfig(method), stores)
+    drafter_with_budget(FixedBudget, DecodeConfig(method), stores)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[in
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
     """The n-grams that begin with a text, the most frequent prefixes first."""
-    from hdtool.runtime.stores.inspect_store import SHOWN
+    from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
     require(manifest, folder, "model")
@@ -121,7 +121,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
                 {"text": tokenizer.decode(path), "ids": path, "count": count} for path, count in continuations
             ],
         }
-        for prefix, total, distinct, continuations in nlargest(SHOWN, found, key=lambda ngrams: ngrams.total)
+        for prefix, total, distinct, continuations in nlargest(MAX_SHOWN, found, key=lambda ngrams: ngrams.total)
     ]
 
 

@@ -12,7 +12,7 @@ from hdtool.runtime.kernels.topk import bits_of, readable
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax, walk_draws, walk_known, walk_ranked
-from hdtool.runtime.tree import OPEN, ROOT, DraftTree
+from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 
 
 class Accepted(NamedTuple):
@@ -21,24 +21,24 @@ class Accepted(NamedTuple):
     path: list[int]
     tokens: list[int]
     stopped: bool = False
-    """Whether the last token ends the answer."""
+    """True if the last token ends the answer."""
 
 
 def accept(
-    tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: Container[int] = (), most: int
+    tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: Container[int] = (), max_tokens: int
 ) -> Accepted | None:
     """Walk down the tree while it contains the token that the target chooses.
 
-    At each node the target chooses the next token from its own distribution; the choice is emitted
-    whether or not it was drafted. The walk ends at a stop token and after ``most`` tokens. Membership in ``stops``
-    is tested exactly once for each token, when the token is the last one of ``sampler.context``.
+    At each node the target chooses the next token from its own distribution and emits it, drafted or not. The walk
+    ends at a stop token and after ``max_tokens`` tokens. Membership in ``stops`` is tested exactly once for each token,
+    when the token is the last one of ``sampler.context``.
 
     A rejected draft token that overflowed can make the logits of other nodes NaN or infinite, so acceptance ends
-    before such a node. If the node is the root, nothing is accepted and the result is None: the step must be
-    computed again without drafts.
+    before such a node. If it is the root, nothing is accepted and the result is None: recompute the step without
+    drafts.
     """
-    walk = _compiled_walk(tree, verified, sampler, most)
-    if walk and not sampler.first_mask and _has_ended(walk, most):
+    walk = _compiled_walk(tree, verified, sampler, max_tokens)
+    if walk and not sampler.first_mask and _has_ended(walk, max_tokens):
         return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
@@ -49,20 +49,20 @@ def accept(
             tokens.append(token)
             sampler.context.append(token)
             stopped = token in stops
-            if stopped or len(tokens) == most or drafted == ROOT:
+            if stopped or len(tokens) == max_tokens or drafted == ROOT:
                 return Accepted(path, tokens, stopped)
             path.append(drafted)
             node = drafted
     choose = sampler.chooser(verified.logits, finite_only=len(tree) > 0, finite=verified.finite, first=verified.root)
     while True:
-        only = OPEN if tree.certain is None else int(tree.certain[node + 1])
-        token = only if only != OPEN and verified.logits[node + 1, only].isfinite() else choose(node + 1)
+        only = UNDETERMINED if tree.certain is None else int(tree.certain[node + 1])
+        token = only if only != UNDETERMINED and verified.logits[node + 1, only].isfinite() else choose(node + 1)
         if token == NOT_FINITE:
             return Accepted(path[:-1], tokens) if path else None
         tokens.append(token)
         sampler.context.append(token)
         stopped = token in stops
-        child = tree.child(node, token) if len(tree) and not stopped and len(tokens) < most else None
+        child = tree.child(node, token) if len(tree) and not stopped and len(tokens) < max_tokens else None
         if child is None:
             return Accepted(path, tokens, stopped)
         path.append(child)
@@ -82,9 +82,9 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
     return Accepted(path[:-1], tokens) if tokens else None
 
 
-def _has_ended(walk: Walk, most: int) -> bool:
-    """Whether a walk ended where no node has the token, after ``most`` tokens, or because a row is not finite."""
-    return not walk.finite or len(walk.tokens) == most or walk.path[-1:] == [ROOT]
+def _has_ended(walk: Walk, max_tokens: int) -> bool:
+    """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or a row that is not finite."""
+    return not walk.finite or len(walk.tokens) == max_tokens or walk.path[-1:] == [ROOT]
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
@@ -95,15 +95,15 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
     return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
 
 
-def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, most: int) -> Walk | None:
+def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
     """The walk by arg-max or by draws, in compiled code; None if logits are processed before the choice.
 
     Under a mask, a walk by draws ends before a token that depends on what the mask forbids, and by rankings, before one
     that depends on logits that are not among the highest.
     """
     if sampler.walks and verified.walk:
-        return verified.walk.first(most)
-    longest, walked = min(most, len(tree.tokens) + 1), sampler.walked
+        return verified.walk.first(max_tokens)
+    longest, walked = min(max_tokens, len(tree.tokens) + 1), sampler.walked
     nodes = tree.tokens, tree.parents, longest, walked
     certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
     if sampler.walks:
@@ -113,7 +113,7 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, most: 
         rows = readable(verified.logits)
         return Walk.of(walked, *walk_argmax(*bits_of(rows), certain, *nodes))
     draws, logits = sampler.draws, verified.logits
-    if draws and verified.ranked and sampler.most_ranked and tree.certain is None:
+    if draws and verified.ranked and sampler.max_ranked and tree.certain is None:
         (best, scores), position = verified.ranked, len(sampler.context)
         return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""Answers to prompts: one at a time or in batches, each iterated over while it is generated."""
+"""Answers prompts, one at a time or in batches; each answer is iterated over while it is generated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut, text_of
+from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -39,7 +39,7 @@ class Conversation:
         self.prompt = prompt
         self.messages: list[Message] = list(prompt.messages)
         self.prediction = prompt.prediction
-        """Of the next answer; empty if there is none."""
+        """The prediction of the next answer; empty if there is none."""
         self._later = iter(prompt.later_turns)
 
     def add_answer(self, text: str) -> bool:
@@ -113,7 +113,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return cut(text_of(self._tokenizer, self.output_ids), self._stop)
+        return cut_at_stop(text_of(self._tokenizer, self.output_ids), self._stop)
 
 
 class CollectedAnswer(Answer):
@@ -350,8 +350,8 @@ class Answerer:
         """
         if len(self._drafters) > 1:
             batched = BatchedAnswers(prompts, self._request, self._drafters)
-            size, most = len(self._drafters), self._decoding.max_new_tokens
-            steps = decode_batch(self.loaded.target, batched.next_request, size, max_new_tokens=most)
+            size, max_new_tokens = len(self._drafters), self._decoding.max_new_tokens
+            steps = decode_batch(self.loaded.target, batched.next_request, size, max_new_tokens=max_new_tokens)
             yield from batched.answers(steps)
             return
         for prompt in prompts:
@@ -372,13 +372,13 @@ class Answerer:
     def _answer(self, conversation: Conversation) -> Answer:
         ids = self._encode(conversation.prompt, conversation.messages)
         drafter, masks = self._guided(self._drafters[0], conversation.prompt)
-        most = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most, first=masks)
+        max_new_tokens = self._decoding.max_new_tokens
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         steps = decode(
             self.loaded.target,
             ids,
             sampler,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             stops=stops,
             drafter=drafter,
             prediction=self._prediction(conversation, drafter),
@@ -390,8 +390,8 @@ class Answerer:
         ids = self._ids(conversation.prompt, conversation.messages)
         drafter, masks = self._guided(drafter, conversation.prompt)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
-        most = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=most, first=masks)
+        max_new_tokens = self._decoding.max_new_tokens
+        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
     def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:

@@ -44,14 +44,14 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class HistoryDrafter(Protocol):
-    """What a drafter may have besides: memory of whole answers, and predictions of one."""
+    """A drafter that remembers whole answers and drafts from a prediction."""
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Draft the answer that ``begin`` started from these tokens, too, which it will probably hold."""
         ...
 
     def end(self) -> None:
-        """The answer has ended: remember it."""
+        """Remember the answer, which has ended."""
         ...
 
 
@@ -64,7 +64,7 @@ class JointDrafter(Protocol):
         ...
 
     def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """The trees of drafters of this kind, itself the first of them."""
+        """The trees of drafters that draft together, this one first."""
         ...
 
 
@@ -78,13 +78,13 @@ class SeededDrafter(Protocol):
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Whether a drafter reads the logits that it observes; true unless it has this property."""
+    """Return True if a drafter reads the logits that it observes; true unless it has this property."""
     return bool(getattr(drafter, "reads_logits", True))
 
 
-def most_ranked(drafter: Drafter) -> int:
+def max_ranked(drafter: Drafter) -> int:
     """How many tokens of a row's ranking a drafter reads; 0 unless it has this property, whatever it reads."""
-    return int(getattr(drafter, "most_ranked", 0))
+    return int(getattr(drafter, "max_ranked", 0))
 
 
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
@@ -124,7 +124,7 @@ class NoDraft:
 
 
 class WrappedDrafter:
-    """A drafter that passes everything on to another one; subclasses add to it."""
+    """A drafter that delegates to another one; subclasses add to it."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -138,8 +138,8 @@ class WrappedDrafter:
         return reads_logits(self._drafter)
 
     @property
-    def most_ranked(self) -> int:
-        return most_ranked(self._drafter)
+    def max_ranked(self) -> int:
+        return max_ranked(self._drafter)
 
     def set_seed(self, seed: int | None) -> None:
         if isinstance(self._drafter, SeededDrafter):
@@ -163,9 +163,9 @@ class WrappedDrafter:
             self._drafter.end()
 
 
-PRIOR_WEIGHT = 10.0
+CALIBRATION_PRIOR_WEIGHT = 10.0
 """Weight of the prior, in observations."""
-EMA_WINDOW = 200.0
+CALIBRATION_WINDOW = 200.0
 """Window of the moving averages, in observations: acceptance rates change with the topic."""
 
 EXPECTED_HITS = 2.0
@@ -221,7 +221,7 @@ class NodeCalibration:
 
     def __init__(self, prior: Sequence[float]) -> None:
         """``prior`` is the rate of each kind, at any depth."""
-        self._verified = np.full((len(prior), LARGEST_TREE), PRIOR_WEIGHT)
+        self._verified = np.full((len(prior), LARGEST_TREE), CALIBRATION_PRIOR_WEIGHT)
         self._accepted = self._verified * np.array(prior)[:, None]
         # Compile or load it now, so that no step waits for it.
         none, bare = np.empty(0, np.int64), DraftTree.bare(0)
@@ -259,7 +259,7 @@ def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Prob
         above = parents[node]
         if above == ROOT or path[above]:
             kind, depth = kinds[node], depths[node + 1] - 1
-            decay = min(1.0, EMA_WINDOW / verified[kind, depth])
+            decay = min(1.0, CALIBRATION_WINDOW / verified[kind, depth])
             verified[kind, depth] = verified[kind, depth] * decay + 1.0
             accepted[kind, depth] = accepted[kind, depth] * decay + path[node]
 

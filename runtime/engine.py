@@ -1,4 +1,4 @@
-"""The interface of engines: what computes forward passes over draft trees, and keeps keys and values."""
+"""The interface of engines, which compute forward passes over draft trees and own the KV cache."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.cache.slots import Slot
 
 
-class Want(NamedTuple):
-    """What a caller uses of a pass beside its logits. An engine may leave it out: it saves time and changes nothing."""
+class PassOptions(NamedTuple):
+    """Outputs that a caller uses beside the logits of a pass. They are optimizations that an engine may ignore."""
 
     walk: bool = False
     """The walk down the tree by arg-max."""
     rank: bool = False
     """What top-k needs of each row."""
-    most_ranked: int = 0
-    """Tokens that are read of the ranking of each row, if that is known and at most ``MAX_RANKED``."""
+    max_ranked: int = 0
+    """Tokens read of each row's ranking, if at most ``MAX_RANKED``."""
     root: bool = False
     """The logits of the root on the host."""
 
 
-LOGITS_ALONE = Want()
+LOGITS_ONLY = PassOptions()
 ALL_ROWS = slice(None)
 
 
@@ -43,7 +43,7 @@ class Walk(NamedTuple):
     tokens: list[int]
     path: list[int]
     finite: bool
-    """Whether all logits that decided are finite."""
+    """True if all logits that decided are finite."""
 
     @classmethod
     def of(cls, walked: Array, length: int, finite: bool) -> Walk:
@@ -51,9 +51,9 @@ class Walk(NamedTuple):
         tokens, path = walked[:, :length].tolist()
         return cls(tokens, path, finite)
 
-    def first(self, most: int) -> Walk:
-        """The walk up to ``most`` tokens; a walk that goes on has found finite logits only."""
-        return self if len(self.tokens) <= most else Walk(self.tokens[:most], self.path[:most], True)
+    def first(self, max_tokens: int) -> Walk:
+        """The walk truncated to ``max_tokens`` tokens; the logits of a truncated walk are finite."""
+        return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +86,11 @@ class Verified:
         """The rows in the form from which ``topk`` selects fastest."""
         return for_topk(self.logits, self.maxima)
 
-    def topk(self, most: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
+    def topk(self, k: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
         """The top tokens of each of some rows, best first, and their logits; see ``topk`` of the kernels."""
-        if self.ranked is None or self.ranked[0].shape[1] < most:
-            return topk(self.rankable()[rows], most)
-        tokens, scores = (np.ascontiguousarray(part[rows, :most]) for part in self.ranked)
+        if self.ranked is None or self.ranked[0].shape[1] < k:
+            return topk(self.rankable()[rows], k)
+        tokens, scores = (np.ascontiguousarray(part[rows, :k]) for part in self.ranked)
         return tokens, scores
 
     def best(self, first: int = 0) -> Array:
@@ -110,17 +110,17 @@ class Verified:
         return self.argmax, self.finite
 
 
-PROMPT = -1
+PREFILL_PASS = -1
 """The number of nodes of a pass that verified no tree."""
 
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts of passes, and what the last one was: budgets learn from it what drafts cost."""
+    """The number of passes and the last one's shape and duration, from which budgets learn the cost of drafts."""
 
     passes: int = 0
     seconds: float = 0.0
-    nodes: int = PROMPT
+    nodes: int = PREFILL_PASS
     """Draft tokens that the last pass verified. Of several trees, those of the largest, to which the others are padded;
     without padding, the rows of all trees but one."""
     slots: int = 1
@@ -133,12 +133,12 @@ class PassLog:
     experts: int = 0
     """Experts whose weights the last pass read, over all layers; 0 if the engine counts none."""
 
-    def add(self, seconds: float, nodes: int = PROMPT, slots: int = 1, experts: int = 0) -> None:
+    def add(self, seconds: float, nodes: int = PREFILL_PASS, slots: int = 1, experts: int = 0) -> None:
         self.seconds += seconds
         self.passes += 1
         self.experts = experts
         self.nodes, self.last_seconds = nodes, seconds
-        if nodes != PROMPT:
+        if nodes != PREFILL_PASS:
             self.slots = slots
 
     @contextmanager
@@ -174,7 +174,7 @@ class Engine(Protocol):
 
     @property
     def captures(self) -> bool:
-        """Whether a pass over a single tree runs on a device by itself until ``wait``."""
+        """True if a pass over a single tree runs on a device by itself until ``wait``."""
         ...
 
     @property
@@ -187,11 +187,11 @@ class Engine(Protocol):
         ...
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Whether a prompt of this length may be read in several passes, with the same result."""
+        """Return True if a prompt of this length may be read in several passes, with the same result."""
         ...
 
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Whether a prompt may go on from states that were kept: the model computes what it did before.
+        """Return True if a prompt may go on from states that were kept: the model computes what it did before.
 
         Asked before each prompt where keys and values do not tell it.
         """
@@ -212,13 +212,13 @@ class Engine(Protocol):
         """
         ...
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         """Verify one tree in each of the first slots, all in one pass."""
         ...
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it verifies trees; otherwise only chains, whose nodes follow each other."""
+        """True if it verifies trees; otherwise only chains, whose nodes follow each other."""
         ...
 
     def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:

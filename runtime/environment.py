@@ -25,7 +25,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SAMPLED = 16
+SAMPLED_WEIGHTS = 16
 """Numbers of each parameter that go into a model's fingerprint."""
 
 
@@ -57,7 +57,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
     }
 
 
-def compute_with(threads: int | None) -> None:
+def set_num_threads(threads: int | None) -> None:
     """Set the number of threads of torch; None leaves its default."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     for name, weight in model.named_parameters():
         # Rounded to bfloat16, so that the fingerprint does not depend on the dtype that a checkpoint is loaded in.
         parts = [weight.stored[:1].float()] if is_compact(weight) and weight.dim() > 1 else parts_of(weight)
-        samples = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED].to(torch.bfloat16) for part in parts]
+        samples = [part[(0,) * (part.dim() - 1)].reshape(-1)[:SAMPLED_WEIGHTS].to(torch.bfloat16) for part in parts]
         digest.update(f"{name} {tuple(weight.shape)} {', '.join(str(corner.tolist()) for corner in samples)}".encode())
     return digest.hexdigest()[:16]
 

@@ -40,7 +40,7 @@ def _several(value: Any) -> bool:
     return value is not None and value > 1
 
 
-REFUSED: dict[str, tuple[Refused, str]] = {
+REFUSED_SETTINGS: dict[str, tuple[Refused, str]] = {
     "num_beams": (_several, "hdtool decodes one sequence, not beams"),
     "num_beam_groups": (_several, "hdtool decodes one sequence, not beams"),
     "num_return_sequences": (_several, "hdtool returns one answer for each prompt"),
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
 }
 """Settings that change the output of ``generate`` and are not supported: which values, and why."""
 
-WITHOUT_EFFECT: dict[str, Any] = {
+NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
     "use_mtp": None,
@@ -121,13 +121,13 @@ def sampler_as_generate(
         **others: Any,
     ) -> torch.Tensor:
         # Our loop itself checks the length and the end tokens.
-        own = (MaxLengthCriteria, EosTokenCriteria)
+        applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
         processors.extend(logits_processor)
-        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, own))
+        criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, applied_by_loop))
         return input_ids
 
     ids = torch.tensor([list(prompt)], device=model.device)
-    options = WITHOUT_EFFECT | generate_options(config, settings, ends, max_new_tokens)
+    options = NEUTRAL_SETTINGS | generate_options(config, settings, ends, max_new_tokens)
     try:
         # ``generate`` passes no tokenizer with ``custom_generate``, so it cannot build this criterion.
         generate: Any = model.generate
@@ -161,7 +161,7 @@ def generate_options(
 
 def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
     """The first setting that changes the output of ``generate`` and is not supported, and why."""
-    for name, (is_refused, reason) in REFUSED.items():
+    for name, (is_refused, reason) in REFUSED_SETTINGS.items():
         if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason
     return None
@@ -177,7 +177,7 @@ def refuse_settings(settings: GenerationConfig) -> None:
         )
 
 
-def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
+def generation_settings(chosen: str, model_settings: GenerationConfig) -> GenerationConfig:
     """Generation settings from a file, its folder or the library, with the model's special tokens if they have none."""
     if chosen == NO_SETTINGS:
         settings = GenerationConfig()
@@ -198,5 +198,5 @@ def generation_settings(chosen: str, own: GenerationConfig) -> GenerationConfig:
             ) from None
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(settings, name) is None:
-            setattr(settings, name, copy.copy(getattr(own, name)))
+            setattr(settings, name, copy.copy(getattr(model_settings, name)))
     return settings

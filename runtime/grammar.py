@@ -1,4 +1,4 @@
-"""Structured output: grammars compiled by ``llguidance``, the state of an answer in one, and drafts that follow it."""
+"""Structured output: grammars compiled by ``llguidance``, their state in an answer, and drafts that follow them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, OPEN, ROOT, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
     from transformers import PreTrainedTokenizerBase
 
-NOTHING = np.empty(0, np.bool_)
+NO_NODES = np.empty(0, np.bool_)
 
 
-class Dictated(NamedTuple):
-    """What a grammar dictates at one place."""
+class ForcedTokens(NamedTuple):
+    """What a grammar forces at one position."""
 
     certain: list[int]
     """The tokens that must follow, whatever text follows them."""
@@ -38,8 +38,8 @@ class Dictated(NamedTuple):
     """The tokens of the text that must follow; the last one may turn out otherwise, as more text may join it."""
 
 
-class Guided(NamedTuple):
-    """What a grammar makes of a tree, by its root and its nodes."""
+class GuidedTree(NamedTuple):
+    """The constraints of a grammar on a tree, by root and nodes."""
 
     allowed: npt.NDArray[np.bool_]
     """Which nodes it allows."""
@@ -56,7 +56,7 @@ class Guide:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
         """Tokens of the answer that were consumed."""
-        self._dictated: Dictated | None = None
+        self._dictated: ForcedTokens | None = None
         """What follows them, once it is computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
@@ -73,19 +73,19 @@ class Guide:
 
     def bits(self) -> npt.NDArray[np.uint8]:
         """A bit for each token that may come next, eight in a number, the first one in the lowest."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
-        return found
+        return bitmask
 
     def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
         """Which of the first ``size`` tokens may not come next."""
-        found = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
-        if len(found) < size:  # a model may have more logits than its tokenizer has tokens
-            found = np.pad(found, (0, size - len(found)), constant_values=True)
-        if found.all():
+        is_forbidden = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
+        if len(is_forbidden) < size:  # a model may have more logits than its tokenizer has tokens
+            is_forbidden = np.pad(is_forbidden, (0, size - len(is_forbidden)), constant_values=True)
+        if is_forbidden.all():
             raise PromptError(NOTHING_ALLOWED)
-        return torch.from_numpy(found).to(device)
+        return torch.from_numpy(is_forbidden).to(device)
 
     def allowed(self, tokens: list[int]) -> int:
         """How many of these tokens may come next, one after another, without the mask of all tokens."""
@@ -93,7 +93,7 @@ class Guide:
         while count < len(tokens):
             # Where the text is dictated, other tokens with its bytes are forbidden.
             certain = self._matcher.compute_ff_tokens()
-            some = _common(certain, tokens[count:]) if certain else tokens[count : count + 1]
+            some = _common_prefix(certain, tokens[count:]) if certain else tokens[count : count + 1]
             consumed = self._matcher.try_consume_tokens(some) if some else 0
             count += consumed
             if not some or consumed < len(some):
@@ -113,61 +113,61 @@ class Guide:
         """The tokens of the text that must come next, as far as a text of these tokens is allowed."""
         return self._dictates_next().tokens
 
-    def _dictates_next(self) -> Dictated:
+    def _dictates_next(self) -> ForcedTokens:
         """What follows the answer so far, computed once."""
         self._dictated = self._dictated or self._dictates()
         return self._dictated
 
-    def _dictates(self) -> Dictated:
+    def _dictates(self) -> ForcedTokens:
         certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
         tokens = self._tokenizer.tokenize_bytes(text) if text else certain
         if tokens is certain or tokens[: len(certain)] != certain:
-            return Dictated(certain, certain)
-        return Dictated(certain, tokens[: self._matcher.validate_tokens(tokens)])
+            return ForcedTokens(certain, certain)
+        return ForcedTokens(certain, tokens[: self._matcher.validate_tokens(tokens)])
 
-    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> Guided:
-        """What the grammar makes of a tree."""
+    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
+        """Apply the grammar to a tree."""
         root = self._dictates_next()
         if not len(tokens):
-            return Guided(NOTHING, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
+            return GuidedTree(NO_NODES, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
-        found = Guided(np.zeros(len(tokens), np.bool_), {}, {})
+        guided_tree = GuidedTree(np.zeros(len(tokens), np.bool_), {}, {})
         values = tokens.tolist()
 
-        def visit(above: int, dictated: Dictated) -> None:
-            found.certain[above] = dictated.certain
+        def visit(above: int, dictated: ForcedTokens) -> None:
+            guided_tree.certain[above] = dictated.certain
             drafted = set()
             for node in children.get(above, ()):
                 if not self._matcher.try_consume_tokens([values[node]]):
                     continue
-                found.allowed[node] = True
+                guided_tree.allowed[node] = True
                 drafted.add(values[node])
                 visit(node, self._dictates())
                 self._matcher.rollback(1)
             if dictated.tokens and dictated.tokens[0] not in drafted:
-                found.chains[above] = dictated.tokens
+                guided_tree.chains[above] = dictated.tokens
 
         visit(ROOT, root)
-        return found
+        return guided_tree
 
 
-def _common(some: list[int], others: list[int]) -> list[int]:
-    """The tokens that two lists begin with."""
+def _common_prefix(some: list[int], others: list[int]) -> list[int]:
+    """The common prefix of two lists."""
     size = 0
     while size < min(len(some), len(others)) and some[size] == others[size]:
         size += 1
     return others[:size]
 
 
-LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as ``json.dumps`` writes it. Small models that may choose white space add it without end."""
-LEXER_WORK, MOST_SYMBOLS = 200_000, 500_000
+MAX_LEXER_WORK, MAX_SYMBOLS = 200_000, 500_000
 """Bounds on the work of compiling a grammar, in units of the library; they are reached within a second."""
-MOST_FORCED = 20_000
+MAX_FORCED_TOKENS = 20_000
 """Most bytes that a grammar may force at its start: they are drafted as a chain, and more would take seconds."""
-KEPT = 64
+MAX_COMPILED_GRAMMARS = 64
 """Compiled grammars that are kept; a service asks for the same ones again and again."""
 GBNF_RULE = "::="
 
@@ -191,8 +191,8 @@ class GrammarCompiler:
         except ValueError as error:
             raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
         self.vocabulary = vocabulary
-        self._limits = LLParserLimits(initial_lexer_fuel=LEXER_WORK, max_grammar_size=MOST_SYMBOLS)
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_WORK, max_grammar_size=MAX_SYMBOLS)
+        self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
 
     def guide(self, grammar: Grammar) -> Guide:
         """The state of a new answer that must match the grammar; the same grammar is compiled once."""
@@ -211,7 +211,7 @@ class GrammarCompiler:
         except Exception as error:  # the conversion of GBNF raises no class of its own
             fault = str(error)
         if fault:
-            raise PromptError(f"the {grammar.kind.label} cannot be used ({_in_a_line(fault)}): correct it")
+            raise PromptError(f"the {grammar.kind.label} cannot be used ({_on_one_line(fault)}): correct it")
         return compiled
 
 
@@ -220,7 +220,7 @@ def _notation(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return LLMatcher.grammar_from_json_schema(json.loads(grammar.text), defaults=LAYOUT)
+        return LLMatcher.grammar_from_json_schema(json.loads(grammar.text), defaults=JSON_LAYOUT)
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     if GBNF_RULE in grammar.text:
@@ -232,12 +232,12 @@ def _notation(grammar: Grammar) -> str:
 
 def _too_long(compiled: LLMatcher) -> str:
     forced = len(compiled.compute_ff_bytes())
-    return f"it begins with a text of {forced:,} bytes, and at most {MOST_FORCED:,} are possible" * (
-        forced > MOST_FORCED
+    return f"it begins with a text of {forced:,} bytes, and at most {MAX_FORCED_TOKENS:,} are possible" * (
+        forced > MAX_FORCED_TOKENS
     )
 
 
-def _in_a_line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return " ".join(text.partition("<state>")[0].split())[:300]
 
 
@@ -301,10 +301,10 @@ def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = Non
 class GuidedDrafter(WrappedDrafter):
     """A drafter for one answer that must match a grammar."""
 
-    def __init__(self, drafter: Drafter, guide: Guide, most: int = LARGEST_TREE) -> None:
-        """``most`` bounds the nodes of a tree."""
+    def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
+        """``max_nodes`` bounds the nodes of a tree."""
         super().__init__(drafter)
-        self._guide, self._most = guide, min(most, LARGEST_TREE)
+        self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
         self._asked = 0
         self._spent = 0.0
 
@@ -321,7 +321,7 @@ class GuidedDrafter(WrappedDrafter):
         self._guide.follow(context[self._asked :])
         expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
         if expecting:
-            expecting.expect(self._guide.forced()[: self._most])
+            expecting.expect(self._guide.forced()[: self._max_nodes])
         self._spent += time.perf_counter() - started
         drafted = self._drafter.draft(context)
         started = time.perf_counter()
@@ -333,12 +333,14 @@ class GuidedDrafter(WrappedDrafter):
 
     def _guided(self, tree: DraftTree) -> DraftTree:
         """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
-        found = self._guide.guided(tree.tokens, tree.parents)
-        if found.allowed.all() and not found.chains:
-            return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), found.certain))
-        chains, certain = found.chains, dict(found.certain)
-        if not found.allowed.all():
-            order = np.flatnonzero(found.allowed)
+        guided_tree = self._guide.guided(tree.tokens, tree.parents)
+        if guided_tree.allowed.all() and not guided_tree.chains:
+            return DraftTree(
+                tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), guided_tree.certain)
+            )
+        chains, certain = guided_tree.chains, dict(guided_tree.certain)
+        if not guided_tree.allowed.all():
+            order = np.flatnonzero(guided_tree.allowed)
             tree = tree.picked(order)
             places = {int(node): place for place, node in enumerate(order)}
             chains, certain = (
@@ -347,7 +349,7 @@ class GuidedDrafter(WrappedDrafter):
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         for node in sorted(chains):  # a tree's nodes are sorted by their probability
             above, dictated = node, certain[node]
-            for place, token in enumerate(chains[node][: max(0, self._most - len(tokens))]):
+            for place, token in enumerate(chains[node][: max(0, self._max_nodes - len(tokens))]):
                 tokens.append(token)
                 parents.append(above)
                 above = len(tokens) - 1
@@ -362,10 +364,10 @@ class GuidedDrafter(WrappedDrafter):
         )
 
 
-def _certain(nodes: int, found: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
+def _certain(nodes: int, certain_by_node: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
     """The token that must follow the root and each node."""
-    tokens = np.full(1 + nodes, OPEN, np.int64)
-    for node, dictated in found.items():
+    tokens = np.full(1 + nodes, UNDETERMINED, np.int64)
+    for node, dictated in certain_by_node.items():
         if dictated:
             tokens[1 + node] = dictated[0]
     return tokens

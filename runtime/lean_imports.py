@@ -1,8 +1,8 @@
-"""Defers what no command needs when torch and transformers are imported: torch's compiler, distributed tensors, a scan.
+"""Speeds up importing torch and transformers by deferring torch's compiler, distributed tensors and a file scan.
 
-``transformers`` imports the compiler of torch for decorators that switch it off, and its distributed tensors, which
-bring sympy. Its packages read a thousand source files to find which names they have. Together, that takes as long as
-the import of torch. What is left out here is loaded when anything uses it.
+``transformers`` imports torch's compiler for decorators that switch it off, and its distributed tensors, which import
+sympy. It also reads a thousand source files to find which names they define. Together, that takes as long as the import
+of torch. Whatever is deferred here is loaded at its first use.
 
 Every part is optional: where a library lacks the function that is replaced, the import is an ordinary one.
 """
@@ -53,14 +53,14 @@ class _Finder(PathFinder):
             return _part_of_compiler(fullname)
         if fullname != COMPILER and fullname not in CHANGES:
             return None
-        found = super().find_spec(fullname, path, target)
-        if found is None or found.loader is None:
-            return found
+        spec = super().find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
         if fullname == COMPILER:
-            found.loader = cast(Loader, _DeferredLoader(found))
+            spec.loader = cast(Loader, _DeferredLoader(spec))
         else:
-            found.loader = cast(Loader, _ChangedLoader(found.loader, CHANGES[fullname]))
-        return found
+            spec.loader = cast(Loader, _ChangedLoader(spec.loader, CHANGES[fullname]))
+        return spec
 
 
 def _part_of_compiler(name: str) -> ModuleSpec | None:
@@ -213,8 +213,8 @@ def _lean_structure(module: Any) -> None:
             folder = Path(module_path)
             folder = folder if folder.is_dir() else folder.parent
             record = KeptRecord(import_structure_at_home(), {"prefix": prefix, "files": _signature(folder)})
-            if (found := record.read(_structure_of)) is not None:
-                return found
+            if (recorded := record.read(_structure_of)) is not None:
+                return recorded
         except OSError:
             return original(module_path, prefix)  # type: ignore[no-any-return]
         made: Structure = original(module_path, prefix)
@@ -246,8 +246,8 @@ def _files(folder: str) -> Iterator[str]:
             if entry.is_dir():
                 yield from _files(entry.path)
             else:
-                found = entry.stat()
-                yield f"{entry.path} {found.st_size} {found.st_mtime_ns}\n"
+                stat = entry.stat()
+                yield f"{entry.path} {stat.st_size} {stat.st_mtime_ns}\n"
 
 
 def _lean_initialization(module: Any) -> None:

@@ -19,8 +19,8 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_for
 from hdtool.runtime.tree import DraftTree
 
-ROOM = 512
-"""Positions that are provided for an answer in a batch; the cache grows if it becomes longer."""
+RESERVED_POSITIONS = 512
+"""Positions reserved for an answer in a batch; the cache grows if it becomes longer."""
 Key = TypeVar("Key")
 
 
@@ -48,7 +48,7 @@ Outcome = tuple[Request[Key], Step | HdtoolError]
 """A step of a request, or the error that ended its answer."""
 
 
-class Reading(Generic[Key]):
+class PendingPrefill(Generic[Key]):
     """A request whose prompt is being read into a slot."""
 
     def __init__(self, loop: Loop[Key], request: Request[Key], state: SequenceState, reader: PromptReader) -> None:
@@ -57,10 +57,10 @@ class Reading(Generic[Key]):
         """What follows the prompt; None until all of it is read."""
         self._loop = loop
 
-    def read(self, most: int | None = None) -> bool:
+    def read(self, max_tokens: int | None = None) -> bool:
         """Read at most this many tokens of the prompt, or all; return whether it is complete."""
         with self._loop:
-            self.verified = self.reader.read(most)
+            self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens
         return self.verified is not None
 
@@ -88,11 +88,11 @@ class Loop(Generic[Key]):
     ) -> None:
         """With ``prefixes``, a prompt is read from where it differs from a context that was kept."""
         self._engine, self._cache = engine, cache
-        self._most, self._stops = max_new_tokens, stops
+        self._max_new_tokens, self._stops = max_new_tokens, stops
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
         """Each in the slot of its place."""
-        self._reading: Reading[Key] | None = None
+        self._reading: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
         """Passes of the engine before the one that was launched."""
@@ -123,7 +123,7 @@ class Loop(Generic[Key]):
     def __exit__(self, *raised: object) -> None:
         self._engine.busy.release()
 
-    def start(self, request: Request[Key]) -> Reading[Key]:
+    def start(self, request: Request[Key]) -> PendingPrefill[Key]:
         """Start an answer: its prompt is read by the returned object, in one piece or several."""
         assert self._reading is None and not self.is_full
         self._lock()
@@ -135,14 +135,14 @@ class Loop(Generic[Key]):
             self._engine,
             request.prompt,
             request.sampler,
-            max_new_tokens=self._most if request.max_new_tokens is None else request.max_new_tokens,
+            max_new_tokens=self._max_new_tokens if request.max_new_tokens is None else request.max_new_tokens,
             stops=request.stops or self._stops,
             drafter=request.drafter,
             prediction=request.prediction,
         )
-        room = state.room if len(self._cache.slots) == 1 else min(state.room, ROOM)
+        room = state.room if len(self._cache.slots) == 1 else min(state.room, RESERVED_POSITIONS)
         reader = PromptReader(self._engine, self._cache, len(self._running), request.prompt, room, request.owner)
-        reading = Reading(self, request, state, reader)
+        reading = PendingPrefill(self, request, state, reader)
         try:
             state.begin()
             with self:
@@ -153,11 +153,11 @@ class Loop(Generic[Key]):
         self._reading = reading
         return reading
 
-    def stop_reading(self, reading: Reading[Key]) -> None:
+    def stop_reading(self, reading: PendingPrefill[Key]) -> None:
         if self._reading is reading:
             self._reading = None
 
-    def join(self, reading: Reading[Key]) -> Outcome[Key]:
+    def join(self, reading: PendingPrefill[Key]) -> Outcome[Key]:
         """Accept the first token of an answer whose prompt is read."""
         assert reading.verified is not None
         request, state, slot = reading.request, reading.state, len(self._running)

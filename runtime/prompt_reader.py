@@ -1,4 +1,4 @@
-"""Reads a prompt into a slot in pieces, after the longest beginning of it that was kept."""
+"""Prefills a prompt into a slot in pieces, after the longest prefix that is cached."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hdtool.runtime.engine import Engine, Verified
 from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache, Slot
 from hdtool.runtime.model.families import tolerance_of
 
-LEAST = 16
-"""Shorter beginnings are read again: that takes less time than copying them."""
+MIN_CACHED_PREFIX = 16
+"""Shorter prefixes are recomputed, which is faster than copying them."""
 
 
-class Kept(NamedTuple):
-    """A context that begins as a prompt does, in a slot of the cache or saved from one."""
+class CachedPrefix(NamedTuple):
+    """A cached context that shares a prefix with a prompt, in a slot or in a copy of one."""
 
     slot: Slot
     shared: int
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     start: int
-    """Those of them that are not read again."""
+    """Tokens that are not recomputed."""
 
 
 class PrefixCache:
-    """Contexts that a prompt may continue: those that slots hold, and copies of what was overwritten there.
+    """Contexts that a prompt may continue: those in slots, and copies of contexts that were overwritten there.
 
-    Copies take up to a number of bytes; the one that was used longest ago is dropped first.
+    Copies take up to a number of bytes; the least recently used one is evicted first.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
-        self._most = most_bytes
+        self._max_bytes = most_bytes
         self._saved: list[Slot] = []
         """The one that was used last is at the end."""
 
@@ -43,62 +43,66 @@ class PrefixCache:
         """Memory of the copies."""
         return sum(slot.bytes for slot in self._saved)
 
-    def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> Kept | None:
-        """The free slot that can be read on into from where it differs from a prompt."""
+    def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
+        """The free slot with the longest prefix of a prompt that can be continued in place."""
         return _longest(free, owner, version, prompt, least=1)
 
-    def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> Kept | None:
-        """The longest beginning of a prompt that slots in use, or copies, hold."""
+    def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
+        """The longest prefix of a prompt in slots in use or in copies."""
         self._saved = [slot for slot in self._saved if slot.version == version]
-        found = _longest([*held, *self._saved], owner, version, prompt, least=LEAST - 1)
-        if found and found.slot in self._saved:
-            self._saved.remove(found.slot)
-            self._saved.append(found.slot)
-        return found
+        kept = _longest([*held, *self._saved], owner, version, prompt, least=MIN_CACHED_PREFIX - 1)
+        if kept and kept.slot in self._saved:
+            self._saved.remove(kept.slot)
+            self._saved.append(kept.slot)
+        return kept
 
     def keep(self, cache: Cache, slot: int) -> None:
-        """Copy what a slot holds, before it is overwritten; copies that it continues are dropped."""
+        """Save a copy of a slot before it is overwritten; copies that it extends are dropped."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
-        if not self._most or len(tokens) < LEAST or held.version == NEVER_CONTINUED:
+        if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
             return
         saved = cache.saved(slot)
-        if saved.bytes > self._most:
+        if saved.bytes > self._max_bytes:
             return
         self._saved = [
-            one for one in self._saved if one.owner != saved.owner or common(one.tokens, tokens) < len(one.tokens)
+            slot_copy
+            for slot_copy in self._saved
+            if slot_copy.owner != saved.owner or common_prefix(slot_copy.tokens, tokens) < len(slot_copy.tokens)
         ]
         self._saved.append(saved)
-        while self.bytes > self._most:
+        while self.bytes > self._max_bytes:
             self._saved.pop(0)
 
 
-def _longest(slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int) -> Kept | None:
-    """The slot from which most of a prompt need not be read again; its last token always is."""
+def _longest(
+    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int
+) -> CachedPrefix | None:
+    """The slot that saves the most of a prompt's prefill; the last token is always recomputed."""
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
-            shared = common(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
+            shared = common_prefix(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
             start = slot.resumes_at(shared)
             if start >= max(least, best.start + 1 if best else 0):
-                best = Kept(slot, shared, start)
+                best = CachedPrefix(slot, shared, start)
     return best
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens that both begin with."""
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common prefix."""
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:
         return 0
-    ones, others = (np.asarray(one[:size], np.int64) for one in (first, second))
+    ones, others = (np.asarray(tokens[:size], np.int64) for tokens in (first, second))
     differ: npt.NDArray[np.bool_] = ones != others
     return int(differ.argmax()) if differ.any() else size
 
 
-PIECE = 512
+PREFILL_CHUNK = 512
 """Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
-LONG, TAIL = 256, 32
-"""A prompt with more unread tokens than ``LONG`` has states kept ``TAIL`` tokens before its end."""
+MIN_TAIL_PROMPT, TAIL_TOKENS = 256, 32
+"""A prompt with more unread tokens than ``MIN_TAIL_PROMPT`` has states kept ``TAIL_TOKENS`` tokens before its end."""
 
 
 class PromptReader:
@@ -116,12 +120,12 @@ class PromptReader:
         """Tokens at the start of the prompt that are not read again."""
         self._read = 0
         self._keeps_states = False
-        """Whether the states of recurrent layers are kept at the end of each pass."""
+        """True if the states of recurrent layers are kept at the end of each pass."""
         self._kept: list[torch.Tensor] | None = None
         """The keys and values of the first token that is read again, to be compared."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
-        """Take over what was kept of the prompt's beginning."""
+        """Reuse the longest cached prefix of the prompt."""
         slots, kept, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
         if prefixes and self._may_stop:
@@ -144,8 +148,8 @@ class PromptReader:
         slot.cut(self._read)
         slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
 
-    def _longest(self, prefixes: PrefixCache) -> tuple[Kept | None, bool]:
-        """The context from which most of the prompt need not be read again, and whether it is in a free slot."""
+    def _longest(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
+        """The cached context that saves the most prefill, and whether it is in a free slot."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
         copied = prefixes.to_copy(slots[: self._first_free], *query)
@@ -154,10 +158,10 @@ class PromptReader:
         return in_place, in_place is not None
 
     @torch.inference_mode()
-    def read(self, most: int | None = None) -> Verified | None:
+    def read(self, max_tokens: int | None = None) -> Verified | None:
         """Read at most this many tokens, or all; the logits ``[1, vocabulary]`` after the prompt at its end."""
-        if most is not None and self._may_stop:
-            return self._read_piece(most)
+        if max_tokens is not None and self._may_stop:
+            return self._read_piece(max_tokens)
         verified = None
         while verified is None:
             verified = self._read_piece(self._next_piece())
@@ -165,21 +169,23 @@ class PromptReader:
 
     def _next_piece(self) -> int:
         """Tokens of the next pass, where the caller sets no limit."""
-        return PIECE if self._read else len(self._prompt)
+        return PREFILL_CHUNK if self._read else len(self._prompt)
 
-    def _end(self, most: int) -> int:
+    def _end(self, max_tokens: int) -> int:
         """Where the next pass ends.
 
         Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
         end of a prompt.
         """
         whole = len(self._prompt)
-        end = min(whole, self._read + most)
-        has_tail = self._keeps_states and whole - self.cached_tokens > LONG and self._read < whole - TAIL
-        return min(end, whole - TAIL) if has_tail else end
+        end = min(whole, self._read + max_tokens)
+        has_tail = (
+            self._keeps_states and whole - self.cached_tokens > MIN_TAIL_PROMPT and self._read < whole - TAIL_TOKENS
+        )
+        return min(end, whole - TAIL_TOKENS) if has_tail else end
 
-    def _read_piece(self, most: int) -> Verified | None:
-        first, end = self._read, self._end(most)
+    def _read_piece(self, max_tokens: int) -> Verified | None:
+        first, end = self._read, self._end(max_tokens)
         room = len(self._prompt) - end + self._room
         verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
         is_same, self._kept = self._is_same_model(first), None
@@ -192,15 +198,15 @@ class PromptReader:
         return verified if end == len(self._prompt) else None
 
     def _is_same_model(self, position: int) -> bool:
-        """Whether the model computes for a kept token what it computed before.
+        """Return True if the model computes for a kept token what it computed before.
 
         Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it.
         """
-        return self._kept is None or not _differ(self._kept, self._cache.slots[self.slot].kv.at(position))
+        return self._kept is None or not _states_differ(self._kept, self._cache.slots[self.slot].kv.at(position))
 
 
-def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Whether keys and values of one position, computed twice, differ by more than rounding in any layer."""
+def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    """Return True if keys and values of one position, computed twice, differ by more than rounding in any layer."""
     for old, new in zip(before, after, strict=True):
         rows = old.float().flatten(1)
         distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)

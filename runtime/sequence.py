@@ -1,4 +1,4 @@
-"""One answer between two forward passes: its context, its drafter, how its tokens are chosen, and its steps."""
+"""The state of one answer between forward passes, its steps, and statistics over them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hdtool.runtime.drafter import (
     NoDraft,
     SeededDrafter,
     draft_many,
-    most_ranked,
+    max_ranked,
     reads_logits,
 )
-from hdtool.runtime.engine import Engine, Verified, Want
+from hdtool.runtime.engine import Engine, PassOptions, Verified
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.walks import compile_ranked_walks
 from hdtool.runtime.source_names import SourceName
@@ -82,11 +82,11 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Tokens that may still follow."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.want = Want(sampler.walks, reads_logits(self.drafter), most_ranked(self.drafter))
+        self.want = PassOptions(sampler.walks, reads_logits(self.drafter), max_ranked(self.drafter))
         if engine.captures:  # elsewhere, the host reads logits where they are
-            most = max(self.want.most_ranked, sampler.most_ranked)
-            self.want = self.want._replace(most_ranked=most, root=sampler.draws_by_row)
-            if sampler.draws and sampler.most_ranked:
+            num_ranked = max(self.want.max_ranked, sampler.max_ranked)
+            self.want = self.want._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
+            if sampler.draws and sampler.max_ranked:
                 compile_ranked_walks(sampler.draws, sampler.walked)
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
         self.tree = DraftTree.bare(prompt[-1])
@@ -134,11 +134,11 @@ class SequenceState:
 
         ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
         """
-        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
+        accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
         if accepted is None:
             self.tree = DraftTree.bare(self.tree.root)
             verified = recompute(self.tree.root)
-            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, most=self.room)
+            accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
             assert accepted is not None
         if self._sampler.overflowed:
             self._engine.note_overflow()
@@ -162,17 +162,17 @@ class SequenceState:
 
 
 def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
-    """The trees of this step."""
-    for sequence in sequences:
-        sequence.start_step()
+    """Draft one tree per sequence and record it."""
+    for state in sequences:
+        state.start_step()
     started = time.perf_counter()
-    trees = draft_many([one.drafter for one in sequences], [one.context for one in sequences])
+    trees = draft_many([sequence.drafter for sequence in sequences], [sequence.context for sequence in sequences])
     each = (time.perf_counter() - started) / len(sequences)
-    return [one.take(tree, each) for one, tree in zip(sequences, trees, strict=True)]
+    return [sequence.take(tree, each) for sequence, tree in zip(sequences, trees, strict=True)]
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
-    """The number of tokens that may follow the prompt, and why the answer ends after them."""
+    """The maximum number of new tokens, and the finish reason at that length."""
     _check_prompt(prompt, engine.vocabulary)
     if max_new_tokens < 1:
         raise OptionError(f"max_new_tokens is {max_new_tokens}, but an answer has at least one token: give 1 or more")
@@ -195,7 +195,7 @@ def _check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
         )
 
 
-MOST_UNCOUNTED = 1024
+MAX_UNCOUNTED_STEPS = 1024
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Stats:
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceName)), np.int64))
     """The rows of ``drafted``, ``accepted`` and ``hits``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
-    """The sources and the path of each of the last steps: they are counted when somebody asks, or there are many."""
+    """Sources and path of each of the last steps, counted lazily or once there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceName)))
 
     def add(self, step: Step) -> None:
@@ -226,7 +226,7 @@ class Stats:
         self.cached_tokens += step.cached_tokens
         if len(step.tree):
             self._uncounted.append((step.tree.sources, step.path))
-            if len(self._uncounted) == MOST_UNCOUNTED:
+            if len(self._uncounted) == MAX_UNCOUNTED_STEPS:
                 self._count()
 
     def _count(self) -> npt.NDArray[np.int64]:
@@ -286,8 +286,8 @@ class Stats:
     @property
     def sources(self) -> list[SourceName]:
         """The sources that drafted a node or took time."""
-        found = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
-        return [source for source in found if source]
+        active = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
+        return [source for source in active if source]
 
     @property
     def that_drafted(self) -> list[SourceName]:
@@ -313,7 +313,7 @@ class Stats:
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Draft tokens of a predicted output that were not accepted; a token counts in each step that drafts it."""
+        """Rejected draft tokens of a predicted output; a token counts in each step that drafts it."""
         return int(self.drafted[SourceName.PREDICTION]) - self.accepted_prediction_tokens
 
     @property

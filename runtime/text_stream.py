@@ -15,7 +15,7 @@ from hdtool.runtime.source_names import SourceName
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"
+REPLACEMENT = "\ufffd"
 """The replacement character that a tokenizer returns for an incomplete character."""
 
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
@@ -49,7 +49,7 @@ class TextStream:
         """The text that these ids complete; empty while a character is incomplete."""
         self._ids.extend(ids)
         fresh = self._unread()
-        if not fresh or fresh.endswith(UNFINISHED):
+        if not fresh or fresh.endswith(REPLACEMENT):
             self._drop_skipped(len(ids))
             return ""
         self._start, self._read = self._read, len(self._ids)
@@ -67,7 +67,7 @@ class TextStream:
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Whether an id has text only if special tokens are not skipped."""
+        """Return True if an id has text only if special tokens are not skipped."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))
@@ -85,7 +85,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_spec
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes of a token, which may be those of a part of a character."""
     text = text_of(tokenizer, [token], skip_special_tokens=False)
-    if UNFINISHED not in text:
+    if REPLACEMENT not in text:
         return text.encode()
     piece: Any = tokenizer.convert_ids_to_tokens(token)
     if isinstance(piece, bytes):
@@ -130,11 +130,11 @@ class StopTexts:
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first stop string in a text begins."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return min(found, default=None)
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return min(places, default=None)
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string."""
     return text[: first_stop(text, stops)]
 
@@ -156,13 +156,13 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
         text = "".join(part for part, _ in held)
         end = first_stop(text, stops)
         ended = end is not None
-        ready, held = _split(held, len(text) - begun_length(text, stops) if end is None else end)
+        ready, held = _split(held, len(text) - partial_stop_length(text, stops) if end is None else end)
         yield from ready
     if not ended:
         yield from held
 
 
-def begun_length(text: str, stops: Sequence[str]) -> int:
+def partial_stop_length(text: str, stops: Sequence[str]) -> int:
     """The length of the longest end of a text that begins a stop string."""
     lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(lengths, default=0)

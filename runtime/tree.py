@@ -1,4 +1,4 @@
-"""The draft tree: the nodes that one forward pass verifies."""
+"""The draft tree that one forward pass verifies, and the trie that merges sequences into one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 
 ROOT = -1
 """The parent of a node that follows the last emitted token directly."""
-OPEN = -1
+UNDETERMINED = -1
 """Several tokens may follow a node."""
 LARGEST_TREE = LARGEST_BUDGET
 """The largest number of nodes that a target verifies in one pass."""
 
 Certain = npt.NDArray[np.int64] | None
-"""Tokens that must follow the rows of a pass; ``OPEN`` where there are several."""
+"""Tokens that must follow the rows of a pass; ``UNDETERMINED`` where there are several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class DraftTree:
     sources: npt.NDArray[np.uint8]
     """The ``SourceName`` of each node."""
     certain: Certain = None
-    """The only token that may follow the root and each node, ``OPEN`` where there are several: a grammar dictates it.
+    """The only token that may follow the root and each node, ``UNDETERMINED`` where there are several.
 
     Logits after these rows need not be computed. None if no grammar is in use, or if all logits are read.
     """
@@ -71,12 +71,12 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The first node below ``node`` that drafts ``token``."""
-        found = child_of(self.tokens, self.parents, node, token)
-        return None if found == ROOT else int(found)
+        node_of_child = child_of(self.tokens, self.parents, node, token)
+        return None if node_of_child == ROOT else int(node_of_child)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """True if each node follows the one before it."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def first_chain(self) -> DraftTree:
@@ -153,7 +153,7 @@ def descend(
 
 @compiled
 def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
-    """Whether no node is deeper than ``depth``, and each has an embedding."""
+    """Return True if no node is deeper than ``depth``, and each has an embedding."""
     for token in tokens:
         if not 0 <= token < vocabulary:
             return False
@@ -213,11 +213,11 @@ class Trie:
     ``extra`` more nodes are reserved for a tree that is appended without merging.
     """
 
-    def __init__(self, most: int, extra: int = 0) -> None:
-        self._most = most
-        self._tokens = np.empty(most + extra, np.int64)
-        self._parents = np.empty(most + extra, np.int32)
-        self._sources = np.empty(most + extra, np.uint8)
+    def __init__(self, max_nodes: int, extra: int = 0) -> None:
+        self._max_nodes = max_nodes
+        self._tokens = np.empty(max_nodes + extra, np.int64)
+        self._parents = np.empty(max_nodes + extra, np.int32)
+        self._sources = np.empty(max_nodes + extra, np.uint8)
         self._size = 0
 
     def __len__(self) -> int:
@@ -236,7 +236,7 @@ class Trie:
         rows = np.ascontiguousarray(sequences, np.int32)
         # As an int, because numba unboxes an enum slowly in each call.
         self._size, added = _add(
-            self._tokens, self._parents, self._sources, self._size, self._most, rows, int(source), wanted
+            self._tokens, self._parents, self._sources, self._size, self._max_nodes, rows, int(source), wanted
         )
         return int(added)
 
@@ -255,11 +255,11 @@ class Trie:
 
 @compiled
 def _add(
-    tokens: Ints, parents: Ints, sources: Ints, size: int, most: int, rows: Ints, source: int, wanted: int
+    tokens: Ints, parents: Ints, sources: Ints, size: int, max_nodes: int, rows: Ints, source: int, wanted: int
 ) -> tuple[int, int]:
     added = 0
     for row in rows:
-        if added == wanted or size >= most:
+        if added == wanted or size >= max_nodes:
             break
         before, node = size, ROOT
         for token in row:
@@ -269,7 +269,7 @@ def _add(
             while child < size and not (parents[child] == node and tokens[child] == token):
                 child += 1
             if child == size:
-                if size >= most:
+                if size >= max_nodes:
                     break
                 tokens[size], parents[size], sources[size] = token, node, source
                 size += 1
@@ -278,16 +278,16 @@ def _add(
     return size, added
 
 
-def sequences_of(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
-    """The first ``most`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
+def sequences_of(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
+    """The first ``max_paths`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
 
     They are in the order of their last nodes; a parent must come before its children.
     """
-    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, most)
+    return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, max_paths)
 
 
 @compiled
-def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
+def _sequences(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
     size = len(tokens)
     depths = np.empty(size, np.int64)
     is_leaf = np.ones(size, np.bool_)
@@ -296,10 +296,10 @@ def _sequences(tokens: Ints, parents: Ints, length: int, most: int) -> Ints:
         depths[node] = 1 if parent == ROOT else depths[parent] + 1
         if parent != ROOT:
             is_leaf[parent] = False
-    rows = np.full((most, length), NO_TOKEN, np.int32)
+    rows = np.full((max_paths, length), NO_TOKEN, np.int32)
     count = 0
     for end in range(size):
-        if count < most and (depths[end] == length or (is_leaf[end] and depths[end] < length)):
+        if count < max_paths and (depths[end] == length or (is_leaf[end] and depths[end] < length)):
             node = end
             for level in range(depths[end] - 1, -1, -1):
                 rows[count, level] = tokens[node]

@@ -10,7 +10,7 @@ import sys
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, VllmConfig
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
@@ -28,7 +28,7 @@ def compile_drafters() -> None:
     stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
     for method in METHODS:
         if method not in TRAINED:
-            drafter_within(FixedBudget, DecodeConfig(method), stores)
+            drafter_with_budget(FixedBudget, DecodeConfig(method), stores)
     BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
 
 

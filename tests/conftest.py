@@ -106,4 +106,4 @@ def known_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.drafters import methods
 
-    monkeypatch.setattr(methods, "cost_here", lambda target, batch: CostCurve.parse("0:1,64:2"))
+    monkeypatch.setattr(methods, "cost_curve_for", lambda target, batch: CostCurve.parse("0:1,64:2"))

@@ -41,7 +41,7 @@ from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.store import damaged, read_manifest
 from hdtool.data.stores.store_files import MANIFEST
-from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, WEIGHTS
+from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, WEIGHTS_FILE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.support import scratch as commands
@@ -134,12 +134,14 @@ def check_heads(found: Path, new: Path, old: Path | None) -> None:
     """A checkpoint that can be loaded, and heads that are whole as soon as they have settings."""
     if (found / CHECKPOINT).exists():
         torch.load(found / CHECKPOINT, weights_only=True)
-    if old and not (found / SETTINGS).exists():
-        raise LossError(f"there is no {SETTINGS}")
-    if (found / SETTINGS).exists():
-        json.loads((found / SETTINGS).read_text())
-        if (found / WEIGHTS).read_bytes() not in [(heads / WEIGHTS).read_bytes() for heads in (new, old) if heads]:
-            raise LossError(f"{WEIGHTS} is neither the old nor the new one")
+    if old and not (found / SETTINGS_FILE).exists():
+        raise LossError(f"there is no {SETTINGS_FILE}")
+    if (found / SETTINGS_FILE).exists():
+        json.loads((found / SETTINGS_FILE).read_text())
+        if (found / WEIGHTS_FILE).read_bytes() not in [
+            (heads / WEIGHTS_FILE).read_bytes() for heads in (new, old) if heads
+        ]:
+            raise LossError(f"{WEIGHTS_FILE} is neither the old nor the new one")
 
 
 def _build(kind: str) -> Callable[[Scratch, Path], list[str]]:

@@ -31,7 +31,7 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.prompts import Prompt, of_all_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
-from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config import (
     LLAMA_CPP,
@@ -46,9 +46,9 @@ from hdtool.runtime.config import (
     StoresConfig,
 )
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
-from hdtool.runtime.environment import compute_with, describe_environment, dtype_name
+from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
@@ -124,7 +124,7 @@ class Lineup:
     def _costs(self) -> MeasuredCosts:
         """Passes are timed once for all drafters."""
         target = self._loaded.target
-        return MeasuredCosts(target.log, cost_here(target), only_timed_sizes=target.captures)
+        return MeasuredCosts(target.log, cost_curve_for(target), only_timed_sizes=target.captures)
 
     def _new_drafter(self, config: DecodeConfig) -> Drafter:
         """A drafter with an empty history of its own."""
@@ -137,7 +137,7 @@ class Lineup:
                 else FixedBudget(config.draft_tokens)
             )
 
-        return drafter_within(budget, config, with_own_history(self._store_set, config), target)
+        return drafter_with_budget(budget, config, with_own_history(self._store_set, config), target)
 
     def _peer(self, name: str, stock: PreTrainedModel, assistant: str | None) -> Contender:
         drafting: dict[str, Any] = {}
@@ -242,7 +242,7 @@ class Plan:
         grammars = any(question.grammar for question in self.questions)
         if grammars and (named := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
             raise OptionError(f"{named[0]} cannot be measured on answers that follow a grammar: leave it out")
-        compute_with(self.bench.threads)
+        set_num_threads(self.bench.threads)
         loaded = load(self.model)
         letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
         store_set = StoreSet.for_tokenizer(

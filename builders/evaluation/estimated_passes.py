@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import NODES
+from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.model.pass_inputs import WITHOUT_MASK
 
 TOP_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
@@ -106,12 +106,13 @@ class Roofline:
     ) -> CostCurve:
         """The cost of passes after contexts of these lengths, whose last token is the root of the tree."""
         milliseconds = tuple(
-            tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in NODES) for length in lengths
+            tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
+            for length in lengths
         )
         device = f"a device of {self.bandwidth / 1e9:g} GB/s"
         if self.operations:
             device += f" and {self.operations / 1e12:g} TFLOP/s"
-        return CostCurve(NODES, milliseconds, tuple(lengths), f"{device} (estimate)", model, dtype)
+        return CostCurve(MEASURED_NODES, milliseconds, tuple(lengths), f"{device} (estimate)", model, dtype)
 
 
 def _mixtures(model: Any, config: Any) -> Iterator[Mixture]:

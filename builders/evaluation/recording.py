@@ -19,7 +19,7 @@ from hdtool.data.prompts import Message
 from hdtool.data.records import Recorded, Trace
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.engine import PassLog, Verified, Want
+from hdtool.runtime.engine import PassLog, PassOptions, Verified
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
@@ -187,7 +187,7 @@ class RecordingEngine:
         cache.slots[slot].extend(tokens, None)
         return self._verified([], self._turn.answer[:1], 0, 0)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
         self._masks.of_tree(tree, length, reused=True)

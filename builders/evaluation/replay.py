@@ -27,7 +27,7 @@ from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
@@ -190,8 +190,8 @@ class ReplayResult:
         plain = drafting = 0.0
         for turn in self.turns:
             places = turn.prompt_tokens + np.arange(len(turn.tokens))
-            plain += float(curve.of_passes(np.zeros(len(places)), places).sum())
-            passes = curve.of_passes(turn.nodes, turn.contexts)
+            plain += float(curve.seconds_of_passes(np.zeros(len(places)), places).sum())
+            passes = curve.seconds_of_passes(turn.nodes, turn.contexts)
             drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
         return Prediction(self.tokens / drafting, self.tokens / plain)
 
@@ -262,7 +262,7 @@ def _replayed(
     warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
     budget = contender.budget()
-    made = drafter_within(lambda: budget, contender.config, with_own_history(store_set, contender.config))
+    made = drafter_with_budget(lambda: budget, contender.config, with_own_history(store_set, contender.config))
     drafter = _Observed(made, budget)
     engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
 

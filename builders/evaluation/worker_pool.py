@@ -25,7 +25,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import METHODS
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 
 CONVERSATIONS_PER_JOB = 128
@@ -63,7 +63,7 @@ def replay(
     """
     jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
-        drafter_within(contender.budget, contender.config, store_set)
+        drafter_with_budget(contender.budget, contender.config, store_set)
     if workers is None:
         tokens = sum(len(turn.answer) for job in jobs for turn in (*job.warm, *job.turns))
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1

@@ -41,7 +41,7 @@ from hdtool.data.records import Reading
 from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
-from hdtool.runtime.drafters.trained.proposal import BEST, BUCKETS, bucket_of, centre_of
+from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
 from hdtool.runtime.environment import fingerprint, machine
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.load import load_stock
@@ -60,7 +60,7 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
     """Accuracy, calibration and best static tree of the heads on validation examples."""
     number = heads.config.heads
     ranks: list[Ints] = []
-    seen = np.zeros((2, number, BUCKETS))
+    seen = np.zeros((2, number, PROB_BUCKETS))
     ordered = sorted(examples, key=lambda example: len(example.ids))
     for start in range(0, len(ordered), BATCH):
         batch = Batch.of(ordered[start : start + BATCH], target.device)
@@ -76,7 +76,7 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
         for best in (1, 5, 10)
     }
     tree, gains = best_tree(every) if isinstance(heads, ParallelHeads) else ([], [])
-    calibrated = (seen[1] + PRIOR_WEIGHT * centre_of(np.arange(BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
+    calibrated = (seen[1] + PRIOR_WEIGHT * bucket_center(np.arange(PROB_BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
     return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in calibrated])
 
 
@@ -92,11 +92,11 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> I
 
 def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, its best tokens and how many of them were the true token."""
-    best = logits.log_softmax(dim=-1).topk(min(BEST, logits.shape[-1])).values.cpu().numpy()
+    best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
     right = np.ones(ranks.shape[1], np.bool_)
     for head in range(len(ranks)):
         reached = right & (ranks[head] >= 0)
-        buckets = bucket_of(np.exp(best[head][reached]))
+        buckets = prob_bucket(np.exp(best[head][reached]))
         np.add.at(seen[0, head], buckets, 1.0)
         true_ranks = ranks[head][reached]
         held = np.flatnonzero(true_ranks < best.shape[-1])
@@ -113,7 +113,7 @@ def best_tree(ranks: Ints, most: int = LARGEST_BUDGET) -> tuple[list[list[int]],
     whole = ranks[:, ranks[0] >= 0].T
     for row in whole.tolist():
         for depth, rank in enumerate(row, start=1):
-            if not 0 <= rank < BEST:
+            if not 0 <= rank < TOKENS_PER_RANKING:
                 break
             taken[tuple(row[:depth])] += 1
     chosen = sorted(taken.items(), key=lambda entry: (-entry[1], len(entry[0]), entry[0]))[:most]

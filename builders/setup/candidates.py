@@ -24,11 +24,18 @@ from hdtool.data.stores.store import FolderCheck, checksum, read_manifest
 from hdtool.data.stores.store_files import MODEL, check_destination, holds_manifest
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import METHODS, DecodeConfig, SamplingConfig
-from hdtool.runtime.config.decoding import DRAFTER, HEADS, HIERARCHIES, HISTORY_LETTER, MTP, NO_HISTORY, SOURCE_NAMES
+from hdtool.runtime.config.decoding import (
+    DRAFT_MODEL,
+    HEADS_DRAFTER,
+    HIERARCHIES,
+    HISTORY_LETTER,
+    MTP_DRAFTER,
+    NO_HISTORY,
+    SOURCE_NAMES,
+)
 from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.drafters.heads.checkpoint import SETTINGS, settings_of
-from hdtool.runtime.drafters.trained.proposal import MODEL as DRAFT_MODEL
-from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
+from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
+from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.checks.trees import some_context
@@ -40,16 +47,16 @@ def with_offered(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) ->
     """The settings with the heads and the drafter that lie in the folder of a model, if there are any."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
-    places = [place for place in sorted(folder.iterdir()) if (place / SETTINGS).is_file()] if folder else []
+    places = [place for place in sorted(folder.iterdir()) if (place / SETTINGS_FILE).is_file()] if folder else []
     for place in places:
         try:
-            if settings_of(place)["target"] == target:
+            if read_settings(place)["target"] == target:
                 heads.append(str(place))
             continue
         except HdtoolError:
             pass  # it holds something else
         try:
-            if PublishedDrafter.named(str(place)).kind != DRAFT_MODEL:
+            if PublishedDrafter.named(str(place)).kind != SMALL_MODEL:
                 drafter = drafter or str(place)
         except HdtoolError:
             continue
@@ -75,8 +82,12 @@ def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
 def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
     """The options that a command needs for a method: its name, and where its drafter is."""
     kind = METHODS[method].trained
-    heads = [part for folder in decoding.heads for part in ("--heads", folder)] if kind in (HEADS, MTP) else []
-    drafter = ["--drafter", decoding.drafter] if kind == DRAFTER and decoding.drafter else []
+    heads = (
+        [part for folder in decoding.heads for part in ("--heads", folder)]
+        if kind in (HEADS_DRAFTER, MTP_DRAFTER)
+        else []
+    )
+    drafter = ["--drafter", decoding.drafter] if kind == DRAFT_MODEL and decoding.drafter else []
     return ("--method", method, *heads, *drafter)
 
 
@@ -179,13 +190,13 @@ class Overhead:
         """Tokens per second of a replayed method and of plain decoding: means over answers, as `bench` prints them."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is the pass over its prompt.
-        prefills = self._prefills(prompts) - curve.of_passes(np.zeros(len(prompts)), prompts)
+        prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
         drafted, plain = [], []
         for turn, prefill in zip(result.turns, prefills, strict=True):
             tokens, steps = len(turn.tokens), len(turn.nodes)
             places = turn.prompt_tokens + np.arange(tokens)
-            one_by_one = curve.of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
-            trees = curve.of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
+            one_by_one = curve.seconds_of_passes(np.zeros(tokens), places).sum() + prefill + tokens * self.host_seconds
+            trees = curve.seconds_of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
             plain.append(tokens / one_by_one)
             drafted.append(tokens / (trees + turn.draft_seconds.sum() + turn.observe_seconds.sum()))
         return Prediction(fmean(drafted), fmean(plain))

@@ -41,7 +41,7 @@ from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerpri
 from hdtool.data.stores.store import read_manifest, recorded_name
 from hdtool.data.stores.store_files import MANIFEST, Source, holds_manifest
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
+from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.environment import device_name, dtype_name, machine
@@ -52,7 +52,7 @@ from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import rankings_in
-from hdtool.runtime.stores.store_set import NONE, StoreSet
+from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
 
 Result = dict[str, Any]
 STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
@@ -323,9 +323,9 @@ class Stages:
 
     def _measure_passes(self) -> Result:
         longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)
-        lengths = lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
+        lengths = context_lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
         with bar(len(lengths), "contexts", quiet=self._plan.quiet) as shown:
-            curve = cost_of_passes(self._loaded, lengths, shown.to)
+            curve = measure_cost_curve(self._loaded, lengths, shown.to)
         curve.write(self._folder.cost)
         save_at_home(self._loaded.target, curve)
         target = self._loaded.target
@@ -360,7 +360,7 @@ class Stages:
                     model=self._checkpoint,
                     rankings=self._known_rankings(),
                 )
-            stores = StoresConfig(model_db=str(place), corpus_db=NONE)
+            stores = StoresConfig(model_db=str(place), corpus_db=NO_STORE)
             store_set = StoreSet.for_tokenizer(self._tokenizer, stores, model=self._checkpoint)
             half = replayed_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
         finally:

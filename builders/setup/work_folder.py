@@ -38,7 +38,7 @@ from hdtool.data.stores.store import recorded_name
 from hdtool.data.stores.store_files import LOCK as STORE_LOCK
 from hdtool.data.stores.store_files import MANIFEST, delete_leftovers, is_regular
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.config.building import MOST_HELD_OUT
+from hdtool.runtime.config.building import MAX_HELD_OUT
 from hdtool.runtime.config.model import INT8
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
@@ -66,7 +66,7 @@ def held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
             f"all {len(openings)} conversations in the logs begin with the same question, and setup holds others out "
             "of the stores to measure with: name more logs"
         )
-    left = min(MOST_HELD_OUT, math.ceil(share * len(openings)))
+    left = min(MAX_HELD_OUT, math.ceil(share * len(openings)))
     chosen = set()
     for opening in sorted(counts)[:-1]:  # the last one is always learned from
         if left <= 0:

@@ -32,24 +32,24 @@ from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import (
-    DISTINCT,
     HASH_HIGH,
     HASH_LOW,
+    KEY_DISTINCT,
+    KEY_START,
+    KEY_STOP,
+    KEY_TOTAL,
     KEY_WIDTH,
-    LONGEST_PROBE,
-    NGRAMS,
-    PART,
-    PHRASE,
-    PHRASES,
-    RANKED,
-    START,
-    STOP,
-    TOTAL,
-    Group,
+    MAX_PROBES,
+    NGRAM_KINDS,
+    PHRASE_KIND,
+    PHRASE_TOKENS,
+    RECORD_PART,
+    VOCABULARY_RANKING_TOKENS,
     ModelRecord,
-    halves,
+    NgramGroup,
     sequence_hash,
     slot_of,
+    split_hash,
     writing,
 )
 from hdtool.runtime.stores.model_store import KIND as MODEL
@@ -61,18 +61,18 @@ DOUBLINGS = 3
 
 def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
     """The arrays of a store by part."""
-    by_length = [record.group(kind) for kind in NGRAMS if kind != PHRASES]
-    return {**_hashed(by_length), **_by_token(record.group(PHRASES), record.end)}
+    by_length = [record.group(kind) for kind in NGRAM_KINDS if kind != PHRASE_KIND]
+    return {**_hashed(by_length), **_by_token(record.group(PHRASE_KIND), record.end)}
 
 
-def _hashed(by_length: list[Group]) -> dict[str, Ints]:
+def _hashed(by_length: list[NgramGroup]) -> dict[str, Ints]:
     """The prefixes of all lengths as a hash table, and what comes next after each."""
     keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
     key = row = 0
     for group in by_length:
         own = keys[key : key + len(group.heads)]
-        own[:, START], own[:, STOP] = group.starts + row, group.stops + row
-        own[:, TOTAL], own[:, DISTINCT] = group.totals, group.distinct
+        own[:, KEY_START], own[:, KEY_STOP] = group.starts + row, group.stops + row
+        own[:, KEY_TOTAL], own[:, KEY_DISTINCT] = group.totals, group.distinct
         key, row = key + len(group.heads), row + len(group.counts)
     rows = np.concatenate([np.column_stack([group.tokens, group.counts]) for group in by_length])
     heads = [group.heads for group in by_length]
@@ -80,7 +80,7 @@ def _hashed(by_length: list[Group]) -> dict[str, Ints]:
 
 
 def _table(keys: Ints, heads: list[Ints]) -> Ints:
-    """The hash table of all prefixes, so large that a search for each ends within ``LONGEST_PROBE`` slots.
+    """The hash table of all prefixes, so large that a search for each ends within ``MAX_PROBES`` slots.
 
     Keys with equal hashes are neighbours in any table: after some doublings the rest is left out.
     """
@@ -100,9 +100,9 @@ def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
-        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = halves(prefix_hash)
+        keys[first + number, HASH_LOW], keys[first + number, HASH_HIGH] = split_hash(prefix_hash)
         slot, probes = slot_of(prefix_hash, mask), 1
-        while slots[slot] >= 0 and probes < LONGEST_PROBE:
+        while slots[slot] >= 0 and probes < MAX_PROBES:
             slot = (slot + 1) & mask
             probes += 1
         if slots[slot] < 0:
@@ -112,7 +112,7 @@ def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     return left_out
 
 
-def _by_token(phrases: Group, end: int) -> dict[str, Ints]:
+def _by_token(phrases: NgramGroup, end: int) -> dict[str, Ints]:
     """Phrases, and for each token where those begin that follow it."""
     sizes = np.zeros(end + 1, np.int32)
     sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
@@ -129,8 +129,8 @@ WHOLE = 1_000_000
 def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
     """A row for each token: the best tokens after it, then their probabilities; -1 and 0 where nothing is known."""
     target, begin = loaded.target, loaded.tokenizer.bos_token_id
-    rows: Ints = np.full((vocabulary, 2 * RANKED), -1, np.int32)
-    rows[:, RANKED:] = 0
+    rows: Ints = np.full((vocabulary, 2 * VOCABULARY_RANKING_TOKENS), -1, np.int32)
+    rows[:, VOCABULARY_RANKING_TOKENS:] = 0
     readable = min(vocabulary, target.vocabulary)
     with bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as shown, torch.inference_mode():
         for start in range(0, readable, BATCH):
@@ -138,11 +138,11 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
             if begin is not None:
                 ids = torch.cat([torch.full_like(ids, begin), ids], 1)
             logits = target.model(input_ids=ids, use_cache=False).logits[:, -1, :readable].float()
-            best, scores = topk(logits, RANKED)
+            best, scores = topk(logits, VOCABULARY_RANKING_TOKENS)
             probs = np.exp(scores - logits.logsumexp(-1, keepdim=True).cpu().numpy())
             usable = np.isfinite(probs)
-            rows[start : start + len(ids), :RANKED] = np.where(usable, best, -1)
-            rows[start : start + len(ids), RANKED:] = np.where(usable, probs * WHOLE, 0)
+            rows[start : start + len(ids), :VOCABULARY_RANKING_TOKENS] = np.where(usable, best, -1)
+            rows[start : start + len(ids), VOCABULARY_RANKING_TOKENS:] = np.where(usable, probs * WHOLE, 0)
             shown.to(start + len(ids))
     return rows
 
@@ -232,18 +232,18 @@ def build_model_store(
                 file.add(document.ids, document.source)
         if not file.longest and (sources or rankings is None):
             raise StoreError("the answers hold no text at all: name files that do")
-        if file.longest <= PHRASE and file.documents:
+        if file.longest <= PHRASE_TOKENS and file.documents:
             raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
         kind = token_type(end)
         # An empty file cannot be mapped.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
         mined = (engine or LocalEngine()).mine(Answers(tokens, end, once_per_document), top_k, per_key)
-        ngrams = len(NGRAMS) * min(top_k, len(tokens))
-        with writing(build.path(PART), end, tokens.nbytes, file.documents + ngrams) as record:
+        ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
+        with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))
-            for number, group in zip(NGRAMS, mined, strict=True):
+            for number, group in zip(NGRAM_KINDS, mined, strict=True):
                 record.put_ngrams(number, group)
-        arrays = compiled_arrays(ModelRecord.opened(build.path(PART), end))
+        arrays = compiled_arrays(ModelRecord.opened(build.path(RECORD_PART), end))
         if rankings is not None:
             arrays["rankings"] = rankings
         for part, array in arrays.items():

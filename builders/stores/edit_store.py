@@ -41,7 +41,7 @@ from hdtool.data.stores.store_files import (
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
-from hdtool.runtime.stores.history_records import Conversation
+from hdtool.runtime.stores.history_records import StoredConversation
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
 from hdtool.runtime.stores.store_files import documents_of
@@ -326,7 +326,7 @@ class HistoryDocuments:
             yield Document(document.ids, document.source + len(self.sources))
 
 
-def _answers(store: HistoryStore, conversations: list[Conversation], source: int) -> Iterator[Document]:
+def _answers(store: HistoryStore, conversations: list[StoredConversation], source: int) -> Iterator[Document]:
     for _, tokens in store.answers(conversations):
         yield Document(tokens, source)
 
@@ -353,7 +353,7 @@ def drop_conversations(
         held = ", ".join(printable(name) for name in names) or "no conversations"
         raise StoreError(f"{folder} has no source {printable(source)}: it holds {held}")
 
-    def stays(each: Conversation) -> bool:
+    def stays(each: StoredConversation) -> bool:
         return (source is not None and each.source != source) or (until is not None and each.time >= until.timestamp())
 
     removed = store.keep(stays)

@@ -19,32 +19,32 @@ from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Reading
 from hdtool.data.stores.store_files import Document
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.model_store import PHRASE, Group
+from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
 from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LENGTHS = range(2, PHRASE + 2)
+LENGTHS = range(2, PHRASE_TOKENS + 2)
 LARGEST_COUNT = 2**31 - 1
 
 
-def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[Group]:
+def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[NgramGroup]:
     """The groups of the most frequent sequences of a length."""
     return groups_of(answers, length, most_frequent(answers, length, top_k), per_key)
 
 
-def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[Group]:
+def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[NgramGroup]:
     """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
     places, *_ = frequent
     tokens = answers.tokens[places[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
-    if length == PHRASE + 1:
+    if length == PHRASE_TOKENS + 1:
         groups.append(_group(tokens, frequent, 1, per_key))
     return groups
 
 
-def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group:
+def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> NgramGroup:
     """Sequences by their prefixes, the most frequent first."""
     _, counts, totals, distinct = frequent
     counts = np.minimum(counts, LARGEST_COUNT)
@@ -56,7 +56,7 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Group
     totals, distinct = totals[order[firsts]], distinct[order[firsts]]
     if prefix + 1 < tokens.shape[1]:
         totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
-    return Group(
+    return NgramGroup(
         heads=tokens[firsts, :prefix],
         totals=np.minimum(totals, LARGEST_COUNT),
         distinct=np.minimum(distinct, LARGEST_COUNT),
@@ -167,7 +167,7 @@ class Engine(Protocol):
         """Sort every shard."""
         ...
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
+    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
         """The n-grams of all lengths, the shortest first."""
         ...
 
@@ -198,7 +198,7 @@ class LocalEngine:
                 files.sort(*job)
                 shown.advance()
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
+    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
         with ThreadPoolExecutor(LENGTHS_AT_ONCE) as pool:
             # The longest takes the most time, but the shortest is written first.
             order = (LENGTHS[-1], *LENGTHS[:-1])

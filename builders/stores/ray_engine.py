@@ -25,7 +25,7 @@ from hdtool.data.progress import Bar, bar
 from hdtool.data.records import Portion, Reading
 from hdtool.data.stores.store import checksum
 from hdtool.data.stores.store_files import Document, Tokens, token_type
-from hdtool.runtime.stores.model_store import Group
+from hdtool.runtime.stores.model_store import NgramGroup
 from hdtool.runtime.stores.suffix_search import ShardPlace
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class RayEngine:
                 files.write(number, shard, result)
                 shown.advance()
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[Group]:
+    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
         parts = parts_of(answers)
         jobs = [(length, part) for length in LENGTHS for part in range(parts)]
         with faults_reported(self._ray), bar(len(jobs), "counting", unit="parts", quiet=self._quiet) as shown:

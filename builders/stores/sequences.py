@@ -21,7 +21,7 @@ from hdtool.data.records import Reading
 from hdtool.data.stores.manifest import InputShare, shares_of
 from hdtool.data.stores.store_files import Document, Source, Tokens, token_type
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.model_store import mixed, sequence_hash, slot_of
+from hdtool.runtime.stores.model_store import mix_hash, sequence_hash, slot_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,7 +187,7 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
         prefix = sequence_hash(tokens, at, length - 1)
         if np.int64(prefix >> np.uint64(32)) & (parts - 1) != part:
             continue
-        slot = slot_of(mixed(prefix, np.int64(tokens[last])), mask)
+        slot = slot_of(mix_hash(prefix, np.int64(tokens[last])), mask)
         while places[slot] >= 0 and not _same(tokens, places[slot], at, length):
             slot = (slot + 1) & mask
         if places[slot] < 0:

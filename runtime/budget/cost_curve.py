@@ -1,4 +1,4 @@
-"""The cost curve: milliseconds of a forward pass by the number of draft nodes, measured or given by the user."""
+"""The cost curve (milliseconds of a forward pass by number of draft nodes), and costs that passes correct."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 if TYPE_CHECKING:
     from hdtool.runtime.engine import PassLog
 
-FORMAT = 1
-EXAMPLE = '"0:20.1,8:20.9,32:24"'
+COST_CURVE_FORMAT = 1
+COST_CURVE_EXAMPLE = '"0:20.1,8:20.9,32:24"'
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,7 +77,8 @@ class CostCurve:
                 place, value = int(nodes), float(time)
             except ValueError:
                 raise CostError(
-                    f"{pair.strip()!r} is not a cost: give nodes:milliseconds pairs, as in {EXAMPLE}, or a file"
+                    f"{pair.strip()!r} is not a cost: give nodes:milliseconds pairs, as in {COST_CURVE_EXAMPLE}, "
+                    "or a file"
                 ) from None
             if place in pairs:
                 raise CostError(f"the cost of {place} nodes is given twice: give it once")
@@ -93,16 +94,17 @@ class CostCurve:
             raise CostError(f"{path} cannot be read ({error.strerror or error}): check the path") from None
         except (ValueError, RecursionError) as error:
             raise CostError(f"{path} is not JSON ({error}): name a file that holds the cost of passes") from None
-        found = row.get("format") if isinstance(row, dict) else None
-        if found != FORMAT:
+        format_number = row.get("format") if isinstance(row, dict) else None
+        if format_number != COST_CURVE_FORMAT:
             raise CostError(
-                f"{path} does not hold the cost of passes in format {FORMAT} (found: {found}): measure it again"
+                f"{path} does not hold the cost of passes in format {COST_CURVE_FORMAT} "
+                f"(found: {format_number}): measure it again"
             )
         try:
             return cls(
-                nodes=tuple(_whole(size) for size in row["nodes"]),
+                nodes=tuple(_checked_int(size) for size in row["nodes"]),
                 milliseconds=tuple(tuple(float(time) for time in times) for times in row["milliseconds"]),
-                contexts=tuple(_whole(context) for context in row["contexts"]),
+                contexts=tuple(_checked_int(context) for context in row["contexts"]),
                 **{name: str(row[name]) for name in ("device", "model", "dtype")},
             )
         except CostError as error:
@@ -113,32 +115,34 @@ class CostCurve:
             raise CostError(f"{path} is damaged ({error}): measure it again") from None
 
     def write(self, path: Path) -> None:
-        cost_file(path).write(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
+        cost_file(path).write(json.dumps({"format": COST_CURVE_FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:
         """Seconds of a pass with this number of nodes after a context of this length."""
-        return float(self.of_passes(np.array([nodes]), np.array([context]))[0])
+        return float(self.seconds_of_passes(np.array([nodes]), np.array([context]))[0])
 
-    def of_passes(self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]) -> Floats:
+    def seconds_of_passes(
+        self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
+    ) -> Floats:
         """Seconds of many passes at once."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
-    def of_all_sizes(self, most: int, context: int) -> Floats:
-        """Seconds of passes with 0, 1, 2 … up to ``most`` nodes after one context."""
-        sizes = np.arange(most + 1)
-        return self.of_passes(sizes, np.full(len(sizes), context))
+    def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
+        """Seconds of passes with 0, 1, 2 … up to ``max_nodes`` nodes after one context."""
+        sizes = np.arange(max_nodes + 1)
+        return self.seconds_of_passes(sizes, np.full(len(sizes), context))
 
 
 def cost_file(path: Path) -> OutputFile:
     """The output file of a curve; an existing file is replaced only if it holds a curve."""
-    is_ours = json_with([field.name for field in fields(CostCurve)], FORMAT)
+    is_ours = json_with([field.name for field in fields(CostCurve)], COST_CURVE_FORMAT)
     advice = "choose another place, or move it away"
     return OutputFile(path, "a file of hdtool bench-cost", is_ours, CostError, advice)
 
 
-def _whole(value: Any) -> int:
+def _checked_int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{value!r} is not a whole number")
     return value
@@ -168,27 +172,27 @@ def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats)
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of forward passes that are timed, the root included. Captured steps have few sizes, so others cost as much as
 the next larger one; otherwise they cost what lies between."""
-LARGEST_CHOSEN = PASS_SIZES[-1] - 1
+MAX_CHOSEN_NODES = PASS_SIZES[-1] - 1
 """The most nodes that a budget chooses by costs: with the root they fill a tile of 64 rows; one more begins another."""
-LEARNING_RATE, LEARNING_RATE_OTHERS = 0.05, 0.01
+COST_LEARNING_RATE, OTHER_SIZES_LEARNING_RATE = 0.05, 0.01
 """Learning rates of the estimated cost after a pass: for passes of its size, and for passes of other sizes."""
-SLOWEST, FASTEST = 2.0, 0.5
+MAX_COST_RATIO, MIN_COST_RATIO = 2.0, 0.5
 """Bounds on the ratio of measured to estimated seconds that one pass may contribute."""
-ESTIMATED_BY = 4
-"""Passes as which an estimate counts that no pass has confirmed yet."""
-UNEXPECTED, LITTLE = 0.3, 0.25
-"""The part of an estimate by which a pass differs that confirms it only a little, and how much that is."""
+ESTIMATE_WEIGHT = 4
+"""Weight of an unconfirmed estimate, in passes."""
+UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
+"""A pass that deviates from its estimate by more than this part confirms it only with this weight."""
 CONTEXT_STEP = 64
 """Tokens by which the context grows before its cost is computed again."""
 
-EACH = np.arange(LARGEST_BUDGET + 1)
-"""Where each number of nodes has a cost of its own, that number."""
-ABOVE = np.minimum(np.searchsorted(PASS_SIZES, EACH + 1), len(PASS_SIZES) - 1)
-"""For each number of nodes, the index of the next larger timed size, or its own; at the end, of the largest."""
-ALL = np.ones(LARGEST_BUDGET + 1)
-"""The share of the next larger size in the cost where that is the whole."""
-PART = np.interp(EACH + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - ABOVE + 1
-"""The same where costs lie between those of the sizes."""
+OWN_SIZE_INDEX = np.arange(LARGEST_BUDGET + 1)
+"""Indices where each number of nodes has a cost of its own."""
+NEXT_SIZE_INDEX = np.minimum(np.searchsorted(PASS_SIZES, OWN_SIZE_INDEX + 1), len(PASS_SIZES) - 1)
+"""For each number of nodes, the index of its timed size, else of the next larger one, else of the largest."""
+WHOLE_SHARES = np.ones(LARGEST_BUDGET + 1)
+"""Shares where a pass costs as much as one of the next larger size."""
+INTERPOLATED_SHARES = np.interp(OWN_SIZE_INDEX + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - NEXT_SIZE_INDEX + 1
+"""The share of the next larger size in the cost where costs are interpolated between sizes."""
 
 Seconds = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
@@ -211,7 +215,7 @@ COSTS = np.dtype(
 class PassCosts(Uncopyable):
     """Seconds of passes with 0, 1, 2 … nodes, which are known."""
 
-    def __init__(self, sizes: Sizes = EACH, shares: Shares = ALL, passes: float = np.inf) -> None:
+    def __init__(self, sizes: Sizes = OWN_SIZE_INDEX, shares: Shares = WHOLE_SHARES, passes: float = np.inf) -> None:
         """``sizes`` and ``shares`` are the places of numbers of nodes among the costs that will be set."""
         self._record = np.zeros(1, COSTS)
         self._own: Any = self._record[0]
@@ -233,7 +237,7 @@ class MeasuredCosts(PassCosts):
 
         With ``only_timed_sizes``, as where steps are captured, a pass costs as much as one of the next timed size.
         """
-        super().__init__(ABOVE, ALL if only_timed_sizes else PART, 0.0)
+        super().__init__(NEXT_SIZE_INDEX, WHOLE_SHARES if only_timed_sizes else INTERPOLATED_SHARES, 0.0)
         self._log, self._curve, self._slots = log, curve, slots
         self._passes = log.passes
         learn_cost(self.address, 0, 1.0)  # compiles it; the costs are still 1, so nothing is learned
@@ -245,19 +249,19 @@ class MeasuredCosts(PassCosts):
         log = self._log
         if log.passes != self._passes:
             self._passes, nodes = log.passes, log.nodes
-            if 0 <= nodes <= LARGEST_CHOSEN and log.slots in self._slots:
+            if 0 <= nodes <= MAX_CHOSEN_NODES and log.slots in self._slots:
                 learn_cost(self.address, nodes, log.last_seconds)
         if len(self._curve.contexts) > 1 and abs(log.context - self._context) >= CONTEXT_STEP:
             self._set_context(log.context)
 
     def _set_context(self, context: int) -> None:
         self._context = context
-        self.set(self._curve.of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context)))
+        self.set(self._curve.seconds_of_passes(np.array(PASS_SIZES) - 1, np.full(len(PASS_SIZES), context)))
 
 
 @compiled
-def cost_of(costs: Any, nodes: int) -> float:
-    """The estimated seconds of a pass with so many nodes."""
+def estimated_cost(costs: Any, nodes: int) -> float:
+    """Estimated seconds of a pass with this number of nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     below = max(0, size - 1)
     cost = share * costs.seconds[size] * costs.corrections[size]
@@ -265,24 +269,24 @@ def cost_of(costs: Any, nodes: int) -> float:
 
 
 @compiled
-def passes_of(costs: Any, nodes: int) -> float:
-    """How many passes have confirmed the seconds of one with so many nodes."""
+def confirming_passes(costs: Any, nodes: int) -> float:
+    """How many passes have confirmed the cost of this number of nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     return share * costs.passes[size] + (1 - share) * costs.passes[max(0, size - 1)]  # type: ignore[no-any-return]
 
 
 @compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the costs at an address by those of a pass with so many nodes."""
+    """Correct the cost record at an address by a measured pass with this number of nodes."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
-    below, expected = max(0, size - 1), cost_of(costs, nodes)
-    change = min(SLOWEST, max(FASTEST, seconds / expected)) - 1 if expected > 0 else 0.0
+    below, expected = max(0, size - 1), estimated_cost(costs, nodes)
+    change = min(MAX_COST_RATIO, max(MIN_COST_RATIO, seconds / expected)) - 1 if expected > 0 else 0.0
     # A longer context slows passes of all sizes, but most of an error is specific to one size.
-    for other in range(LARGEST_BUDGET + 1):
-        costs.corrections[other] *= 1 + LEARNING_RATE_OTHERS * change
-    confirmed = 1.0 if abs(change) <= UNEXPECTED else LITTLE
+    for size_nodes in range(LARGEST_BUDGET + 1):
+        costs.corrections[size_nodes] *= 1 + OTHER_SIZES_LEARNING_RATE * change
+    confirmed = 1.0 if abs(change) <= UNEXPECTED_DEVIATION else UNEXPECTED_WEIGHT
     for place, part in ((size, share), (below, 1 - share)):
-        rate = max(LEARNING_RATE, 1 / (ESTIMATED_BY + costs.passes[place] + 1))
+        rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[place] + 1))
         costs.corrections[place] *= 1 + rate * part * change
         costs.passes[place] += part * confirmed

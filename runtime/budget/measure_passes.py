@@ -26,21 +26,21 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
-NODES = tuple(rows - 1 for rows in PASS_SIZES)
-TIMES, PATIENCE = 20, 10.0
+MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
+REPETITIONS, MAX_SECONDS = 20, 10.0
 """Repetitions of each size at each context and the seconds after which they stop; the median pass counts."""
-QUICK_TIMES, QUICK_PATIENCE = 4, 1.0
+QUICK_REPETITIONS, QUICK_MAX_SECONDS = 4, 1.0
 """Repetitions and seconds of the quick measurement before an answer."""
-SHORT = 4
-"""Length of a context that hardly affects the time of a pass."""
-LONG, LEAST_LONG, LONG_BYTES = 4096, 256, 128 * 2**20
-"""Length of the other context of the quick measurement, if keys and values of all sequences take no more bytes; else it
-is shorter, but not shorter than the least."""
-LONG_NODES = (0, 7, 15, 31, 63)
+SHORT_CONTEXT = 4
+"""Length of a context that hardly affects the latency of a pass."""
+LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
+"""Length of the other context of the quick measurement, if the keys and values of all sequences take no more bytes;
+else it is shorter, but not shorter than the least."""
+LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes whose passes are timed after it."""
 
 
-def lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
+def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
     """The context lengths to measure, the root included; one more token must fit into the model's context."""
     return lengths_within(loaded.target.context_limit, loaded.name, config)
 
@@ -64,19 +64,19 @@ def lengths_within(limit_of: Callable[[int], int | None], name: str, config: Cos
     return tuple(sorted(set(config.contexts)))
 
 
-def cost_of_passes(
+def measure_cost_curve(
     loaded: Loaded, lengths: Sequence[int], on_progress: Callable[[int], None] = lambda measured: None
 ) -> CostCurve:
     """Measure a curve, context by context; ``on_progress`` is called with the number of finished contexts."""
     target = loaded.target
     rows = []
     for length in lengths:
-        medians = seconds_of_trees(target, NODES, TIMES, PATIENCE, length - 1)
+        medians = time_tree_passes(target, MEASURED_NODES, REPETITIONS, MAX_SECONDS, length - 1)
         rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in medians))
         on_progress(len(rows))
     threads = f", threads: {torch.get_num_threads()}" if target.device.type == "cpu" else ""
     return CostCurve(
-        NODES,
+        MEASURED_NODES,
         tuple(rows),
         tuple(lengths),
         device=device_name(target.device) + threads,
@@ -85,12 +85,12 @@ def cost_of_passes(
     )
 
 
-def seconds_of_trees(
+def time_tree_passes(
     target: Target,
     sizes: Sequence[int],
     times: int,
     patience: float,
-    length: int = SHORT,
+    length: int = SHORT_CONTEXT,
     batch: int = 1,
     *,
     unread: bool = False,
@@ -136,39 +136,47 @@ def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> Dra
     return DraftTree.of(root, tokens, [-1] * nodes if target.takes_trees else range(-1, nodes - 1))
 
 
-def cost_here(target: Target, batch: int = 1) -> CostCurve:
+def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
     """The saved curve of this model on this device, else a quick measurement, which is kept for a day."""
     # Saved curves are measured in one process.
     if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
     contexts = _quick_contexts(target, batch)
-    kept = quick_record(target, nodes=NODES, contexts=contexts) if batch == 1 else None
+    kept = quick_record(target, nodes=MEASURED_NODES, contexts=contexts) if batch == 1 else None
     rows = kept.read(partial(_milliseconds, len(contexts)), most_seconds=KEPT_SECONDS) if kept else None
     if rows is None:
         rows = _quick_milliseconds(target, contexts, batch)
         if kept:
             kept.write([list(row) for row in rows])
-    return CostCurve(NODES, rows, contexts)
+    return CostCurve(MEASURED_NODES, rows, contexts)
 
 
 def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
     """The short context and, where attention can be timed without reading a prompt, a long one."""
     if target.captures or target.processes > 1 or not target.takes_trees:
-        return (SHORT,)
-    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
-    limit = target.context_limit(1) or LONG
-    longest = min(LONG, limit - LARGEST_TREE - 1, LONG_BYTES // (batch * of_token) if of_token else 0)
-    return (SHORT, longest) if longest >= LEAST_LONG else (SHORT,)
+        return (SHORT_CONTEXT,)
+    bytes_per_token = sum(
+        tensor.heads * tensor.width * tensor.dtype.itemsize for layer in target.shapes for tensor in layer.kept
+    )
+    limit = target.context_limit(1) or LONG_CONTEXT
+    longest = min(
+        LONG_CONTEXT,
+        limit - LARGEST_TREE - 1,
+        LONG_CONTEXT_BYTES // (batch * bytes_per_token) if bytes_per_token else 0,
+    )
+    return (SHORT_CONTEXT, longest) if longest >= MIN_LONG_CONTEXT else (SHORT_CONTEXT,)
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
     """The times after each context; what a longer one adds is measured for some numbers of nodes."""
-    short = 1e3 * seconds_of_trees(target, NODES, QUICK_TIMES, QUICK_PATIENCE, batch=batch)
+    short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
     rows = [short]
     for length in contexts[1:]:
-        long = 1e3 * seconds_of_trees(target, LONG_NODES, QUICK_TIMES, QUICK_PATIENCE, length, batch, unread=True)
-        added = np.maximum(0, long - np.interp(LONG_NODES, NODES, short))
-        rows.append(short + np.interp(NODES, LONG_NODES, added))
+        long = 1e3 * time_tree_passes(
+            target, LONG_CONTEXT_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, length, batch, unread=True
+        )
+        added = np.maximum(0, long - np.interp(LONG_CONTEXT_NODES, MEASURED_NODES, short))
+        rows.append(short + np.interp(MEASURED_NODES, LONG_CONTEXT_NODES, added))
     return tuple(tuple(map(float, row)) for row in rows)
 
 
@@ -188,7 +196,7 @@ def _milliseconds(contexts: int, rows: list[Any]) -> tuple[tuple[float, ...], ..
     if len(medians) != contexts:
         raise ValueError
     for row in medians:
-        if len(row) != len(NODES) or not all(0 < one < np.inf for one in row):
+        if len(row) != len(MEASURED_NODES) or not all(0 < milliseconds < np.inf for milliseconds in row):
             raise ValueError
     return medians
 

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from hdtool.runtime.budget.cost_curve import (
     COSTS,
-    LARGEST_CHOSEN,
+    MAX_CHOSEN_NODES,
     PASS_SIZES,
     MeasuredCosts,
     PassCosts,
-    cost_of,
-    passes_of,
+    confirming_passes,
+    estimated_cost,
 )
 from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from hdtool.runtime.engine import PassLog
 
 STEP_OVERHEAD = 2e-4
-"""Seconds of a step without a draft outside its forward pass, until they are measured."""
-SMOOTHING, MOST_ABOVE = 0.1, 3.0
+"""Assumed overhead of a step outside its forward pass, in seconds, until it is measured."""
+OVERHEAD_LEARNING_RATE, MAX_OVERHEAD_RATIO = 0.1, 3.0
 """Learning rate of the seconds outside of passes, and how many times their average a single step may count."""
-LONGEST_PAUSE = 64
+MAX_PAUSE_STEPS = 64
 """Upper bound on the steps without drafts after drafting did not pay."""
 SAVED_LEARNING_RATE = 0.1
 """Learning rate of the seconds that drafts save, for drafters with a time that counts."""
 RETRY_SHARE = 0.01
 """Share of the time that may be spent on trying drafts again."""
 
-ENOUGH = 3.0
+CONFIRMED_PASSES = 3.0
 """Passes that must confirm a cost before it decides for or against drafts for good."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Expected tokens of a step, against one without a draft, from which on a larger pass of unconfirmed cost is tried, and
 how many times as fast drafts must seem for a plain pass of unconfirmed cost not to be."""
-FEWEST_DRAFTED = PASS_SIZES[3]
+MIN_DRAFTED_NODES = PASS_SIZES[3]
 """Nodes that are drafted at least, if any are."""
 Probs = npt.NDArray[np.floating[Any]]
 
@@ -51,7 +51,7 @@ class Budget(Protocol):
     """Decides how many nodes of a tree are verified; nodes are sorted by their probability of acceptance."""
 
     @property
-    def most(self) -> int:
+    def max_nodes(self) -> int:
         """The largest useful tree; 0 means that this step should not draft."""
         ...
 
@@ -68,16 +68,16 @@ class Budget(Protocol):
 class FixedBudget:
     """All nodes, up to a fixed number."""
 
-    most: int = FIXED_BUDGET
+    max_nodes: int = FIXED_BUDGET
 
     def nodes(self, probs: Probs) -> int:
-        return min(len(probs), self.most)
+        return min(len(probs), self.max_nodes)
 
     def set_draft_seconds(self, seconds: float) -> None:
         pass
 
 
-CHOICE = np.dtype(
+BUDGET_RECORD = np.dtype(
     [
         ("overhead", np.float64),  # seconds of a step outside its pass
         ("costs", np.int64),  # the address of a record of costs
@@ -99,9 +99,9 @@ class SmoothedSeconds:
 
     def observe(self, seconds: float) -> None:
         if self.mean:  # not once it is 0, where it would stay
-            seconds = min(seconds, MOST_ABOVE * self.mean)
+            seconds = min(seconds, MAX_OVERHEAD_RATIO * self.mean)
         self._observed += 1
-        self.mean += max(SMOOTHING, 1 / self._observed) * (seconds - self.mean)
+        self.mean += max(OVERHEAD_LEARNING_RATE, 1 / self._observed) * (seconds - self.mean)
 
 
 class ChosenSize(Uncopyable):
@@ -113,15 +113,15 @@ class ChosenSize(Uncopyable):
     def __init__(self, overhead: float, step: Callable[[], int], costs: PassCosts) -> None:
         """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
         self._step = step
-        self._choice = np.zeros(1, CHOICE)
+        self._choice = np.zeros(1, BUDGET_RECORD)
         self._at = self._choice.ctypes.data
         self._own: Any = self._choice[0]
         self._own["overhead"], self._own["saved"] = overhead, np.nan
         self._use(costs)
-        self._most = LARGEST_CHOSEN
+        self._max_nodes = MAX_CHOSEN_NODES
         self._paused_until = 0
         # Compiled, or loaded, before the first step.
-        choose(self._at, np.empty(0), 0, self._most)
+        choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
         self._own["pause"] = 0
 
     def _use(self, costs: PassCosts) -> None:
@@ -129,14 +129,14 @@ class ChosenSize(Uncopyable):
         self._own["costs"] = costs.address
 
     @property
-    def most(self) -> int:
-        return 0 if self._step() < self._paused_until else self._most
+    def max_nodes(self) -> int:
+        return 0 if self._step() < self._paused_until else self._max_nodes
 
     def set_draft_seconds(self, seconds: float) -> None:
         self._own["drafting"] = seconds
 
     def nodes(self, probs: Probs) -> int:
-        best, self._most, self._paused_until = choose(self._at, probs, self._step(), self._most)
+        best, self._max_nodes, self._paused_until = choose_nodes(self._at, probs, self._step(), self._max_nodes)
         return best
 
 
@@ -159,7 +159,7 @@ class CostBudget(ChosenSize):
         """Set the length of the context of the next step."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
-            self._costs.set(self._curve.of_all_sizes(LARGEST_BUDGET, context))
+            self._costs.set(self._curve.seconds_by_size(LARGEST_BUDGET, context))
 
 
 class MeasuredBudget(ChosenSize):
@@ -182,7 +182,7 @@ class MeasuredBudget(ChosenSize):
     def _measure_overhead(self) -> None:
         """Measure the time around the last pass, if it was the only one since the last call."""
         log, now = self._log, time.perf_counter()
-        if log.passes == self._passes + 1 and self.most and log.nodes >= 0:
+        if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
             around = now - self._called - log.last_seconds - self._own["drafting"]
             self._outside.observe(max(0.0, around))
             self._own["overhead"] = self._outside.mean
@@ -190,9 +190,9 @@ class MeasuredBudget(ChosenSize):
 
 
 @compiled
-def gains(probs: Probs) -> Probs:
+def expected_tokens(probs: Probs) -> Probs:
     """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
-    gain = np.ones(min(len(probs), LARGEST_CHOSEN) + 1)
+    gain = np.ones(min(len(probs), MAX_CHOSEN_NODES) + 1)
     total = 0.0
     for node in range(len(gain) - 1):
         total += probs[node]
@@ -201,33 +201,33 @@ def gains(probs: Probs) -> Probs:
 
 
 @compiled
-def choose(at: int, probs: Probs, step: int, most: int) -> tuple[int, int, int]:
+def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int, int, int]:
     """How many nodes with these probabilities to verify by the record at an address, in this step.
 
     Returns it with the largest useful tree of the next steps, and the step up to which none drafts.
     """
-    own = array_at(at, 1, CHOICE)[0]
-    costs = array_at(own.costs, 1, COSTS)[0]
-    gain = gains(probs)
-    chosen, pays, tries, cost, plain = best_size(gain, 0, own.overhead, costs)
-    most = useful_tree(chosen, most)
+    choice = array_at(at, 1, BUDGET_RECORD)[0]
+    costs = array_at(choice.costs, 1, COSTS)[0]
+    gain = expected_tokens(probs)
+    chosen, pays, tries, cost, plain = best_size(gain, 0, choice.overhead, costs)
+    max_nodes = useful_tree(chosen, max_nodes)
     if tries:
-        return chosen, most, 0
-    saved = gain[chosen] * (plain + own.overhead) - (cost if pays else plain) - own.overhead
-    longest = max(LONGEST_PAUSE, retry_steps(own, plain + own.overhead))
-    return chosen, most, decide(own, pays, saved, longest, step)
+        return chosen, max_nodes, 0
+    saved = gain[chosen] * (plain + choice.overhead) - (cost if pays else plain) - choice.overhead
+    longest = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
+    return chosen, max_nodes, decide_pause(choice, pays, saved, longest, step)
 
 
 @compiled
-def retry_steps(own: Any, plain: float) -> int:
-    """The steps of so many seconds after which a draft may be tried again."""
-    return int(own.drafting / (RETRY_SHARE * plain))
+def retry_steps(choice: Any, plain: float) -> int:
+    """The number of plain steps of ``plain`` seconds after which drafting may be retried."""
+    return int(choice.drafting / (RETRY_SHARE * plain))
 
 
 @compiled
-def useful_tree(chosen: int, most: int) -> int:
+def useful_tree(chosen: int, max_nodes: int) -> int:
     """The largest useful tree of the next steps: nodes that will not be verified need not be drafted."""
-    return min(LARGEST_CHOSEN, max(2 * chosen, most - 1, FEWEST_DRAFTED))
+    return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
 
 @compiled
@@ -237,10 +237,10 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     Also whether drafts pay; whether the choice was turned round, as it rests on a cost that no pass has confirmed; and
     the seconds of a pass with the nodes that seem best, and of one without any, which has ``first`` further rows.
     """
-    plain = cost_of(costs, first)
+    plain = estimated_cost(costs, first)
     best, highest, cost = 0, 0.0, plain
     for nodes in range(1, len(gain)):
-        taken = cost_of(costs, first + nodes)
+        taken = estimated_cost(costs, first + nodes)
         # A plain pass takes no longer than larger ones, which may have been measured later.
         plain = min(plain, taken)
         rate = gain[nodes] / (taken + overhead)
@@ -251,31 +251,31 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     pays = faster > 1.0
     if pays:
         # In a batch drafts gain little, and one plain pass says it for all.
-        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and passes_of(costs, first) < ENOUGH
+        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:
-        tries = gain[best] >= WORTH_TRYING * gain[0] and passes_of(costs, first + best) < ENOUGH
+        tries = gain[best] >= WORTH_TRYING * gain[0] and confirming_passes(costs, first + best) < CONFIRMED_PASSES
     return best if pays != tries else 0, pays, tries, cost, plain
 
 
 @compiled
-def decide(own: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int) -> int:
     """Decide whether to pause drafting, which ``saved`` so many seconds but for its own.
 
     Returns the step up to which it pauses, or 0.
     """
-    if own.drafting > 0:
-        saved -= own.drafting
-        own.saved = saved if np.isnan(own.saved) else own.saved + SAVED_LEARNING_RATE * (saved - own.saved)
-        paid = own.saved > 0
-    own.pause = 0 if paid else min(max(1, 2 * own.pause), longest)
-    if own.pause <= 2:
+    if choice.drafting > 0:
+        saved -= choice.drafting
+        choice.saved = saved if np.isnan(choice.saved) else choice.saved + SAVED_LEARNING_RATE * (saved - choice.saved)
+        paid = choice.saved > 0
+    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), longest)
+    if choice.pause <= 2:
         return 0
-    own.saved = np.nan
-    return int(step + 1 + own.pause)
+    choice.saved = np.nan
+    return int(step + 1 + choice.pause)
 
 
-class Together:
-    """What the budgets of a batch share: the costs of passes, and what each tree was last expected to bring."""
+class SharedCosts:
+    """Shared by the budgets of a batch: the costs of passes, and the last expected gain of each tree."""
 
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
@@ -302,24 +302,28 @@ class Together:
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def nodes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """How many nodes of these trees to verify; others count as they were in this step or in the last one."""
+        """How many nodes of these trees to verify; other trees count with their last expected gain."""
         drafting = sum(budget.drafting for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, own in zip(budgets, probs, strict=True):
             self._expected[budget] = self._step, own
-        others = [one for one, (step, _) in self._expected.items() if step >= self._step - 1 and one not in budgets]
-        self._expected = {one: self._expected[one] for one in (*budgets, *others)}
-        rows = np.zeros((len(self._expected), LARGEST_CHOSEN))
+        others = [
+            budget_key
+            for budget_key, (step, _) in self._expected.items()
+            if step >= self._step - 1 and budget_key not in budgets
+        ]
+        self._expected = {budget_key: self._expected[budget_key] for budget_key in (*budgets, *others)}
+        rows = np.zeros((len(self._expected), MAX_CHOSEN_NODES))
         for row, (_, own) in zip(rows, self._expected.values(), strict=True):
-            row[: len(own)] = own[:LARGEST_CHOSEN]
+            row[: len(own)] = own[:MAX_CHOSEN_NODES]
         slots = max(self.log.slots, len(rows))
         costs, overhead = self.costs(slots), budgets[0].overhead * slots
         costs.update()
         if self._outside.mean > 0:
             overhead = min(overhead, self._outside.mean)
         chosen = np.array([(budget.address, budget.largest, 0) for budget in budgets])
-        first = 0 if self._pads else min(slots - 1, LARGEST_CHOSEN)
-        choose_together(chosen, rows, slots, first, self._pads, overhead, costs.address, self.log.passes)
+        first = 0 if self._pads else min(slots - 1, MAX_CHOSEN_NODES)
+        choose_batch_nodes(chosen, rows, slots, first, self._pads, overhead, costs.address, self.log.passes)
         sizes = []
         for budget, own, (size, largest, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
             budget.take(largest, paused_until)
@@ -329,7 +333,7 @@ class Together:
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
-        """Note a new step, and measure the time of the last one outside its pass and without ``drafting``."""
+        """Start a step, and measure the overhead of the last one: its time outside the pass and ``drafting``."""
         log, now = self.log, time.perf_counter()
         if log.passes == self._passes:
             return
@@ -346,12 +350,12 @@ class SharedBudget(ChosenSize):
     all trees get the same size, chosen by the sum of their expected tokens.
     """
 
-    def __init__(self, together: Together, overhead: float = STEP_OVERHEAD) -> None:
+    def __init__(self, together: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: together.log.passes, together.costs(1))
         self.together, self.overhead = together, overhead
         # Compiled, or loaded, before the first step.
-        given = np.array([(self._at, LARGEST_CHOSEN, 0)]), np.zeros((1, LARGEST_CHOSEN))
-        choose_together(*given, 1, 0, True, overhead, together.costs(1).address, 0)
+        given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
+        choose_batch_nodes(*given, 1, 0, True, overhead, together.costs(1).address, 0)
         self._own["pause"] = 0
 
     def nodes(self, probs: Probs) -> int:
@@ -365,7 +369,7 @@ class SharedBudget(ChosenSize):
     @property
     def largest(self) -> int:
         """The largest useful tree while it is not paused."""
-        return self._most
+        return self._max_nodes
 
     @property
     def drafting(self) -> float:
@@ -374,10 +378,10 @@ class SharedBudget(ChosenSize):
 
     def take(self, largest: int, paused_until: int) -> None:
         """Take what was chosen for its next steps."""
-        self._most, self._paused_until = largest, paused_until
+        self._max_nodes, self._paused_until = largest, paused_until
 
 
-def nodes_of_all(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
+def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
     """How many nodes of each tree to verify; budgets of one batch choose together."""
     shared = [budget for budget in budgets if isinstance(budget, SharedBudget)]
     if shared and len(shared) == len(budgets):
@@ -386,7 +390,7 @@ def nodes_of_all(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]
 
 
 @compiled
-def choose_together(
+def choose_batch_nodes(
     chosen: Ints, probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int, step: int
 ) -> None:
     """Choose for the first trees, whose records and largest useful trees are in rows of ``chosen``.
@@ -395,14 +399,14 @@ def choose_together(
     ``slots`` sequences have ``first`` rows of a plain pass that nodes come after.
     """
     costs = array_at(of_costs, 1, COSTS)[0]
-    trees, most = probs.shape[0], LARGEST_CHOSEN - first
-    gain, owner, used = np.full(most + 1, float(slots)), np.zeros(most, np.int64), np.zeros(trees, np.int64)
-    for nodes in range(most):
+    trees, max_nodes = probs.shape[0], MAX_CHOSEN_NODES - first
+    gain, owner, used = np.full(max_nodes + 1, float(slots)), np.zeros(max_nodes, np.int64), np.zeros(trees, np.int64)
+    for nodes in range(max_nodes):
         added, best = 0.0, 0
         for tree in range(trees):
             if pads:
                 added += probs[tree, nodes]
-            elif used[tree] < LARGEST_CHOSEN and probs[tree, used[tree]] > added:
+            elif used[tree] < MAX_CHOSEN_NODES and probs[tree, used[tree]] > added:
                 added, best = probs[tree, used[tree]], tree
         if added == 0:
             gain = gain[: nodes + 1]
@@ -416,11 +420,11 @@ def choose_together(
             used[owner[node]] += 1
     verified = max(1, used.sum())
     for tree in range(len(chosen)):
-        own, nodes = array_at(chosen[tree, 0], 1, CHOICE)[0], used[tree]
+        choice, nodes = array_at(chosen[tree, 0], 1, BUDGET_RECORD)[0], used[tree]
         paused_until = 0
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
             # A tree has few nodes that pay in a batch: it is often tried again where this takes little of the time.
-            longest = retry_steps(own, (plain + overhead) / slots) if own.drafting > 0 else LONGEST_PAUSE
-            paused_until = decide(own, pays and nodes > 0, saved, longest, step)
+            longest = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else MAX_PAUSE_STEPS
+            paused_until = decide_pause(choice, pays and nodes > 0, saved, longest, step)
         chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until

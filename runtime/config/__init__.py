@@ -3,7 +3,7 @@
 Imports `data` and nothing heavy.
 """
 
-from hdtool.runtime.config.building import MOST_HEADS, BuildConfig, HeadsConfig, TrainConfig
+from hdtool.runtime.config.building import MAX_HEADS, BuildConfig, HeadsConfig, TrainConfig
 from hdtool.runtime.config.decoding import (
     FIXED_BUDGET,
     HOME,

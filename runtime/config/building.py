@@ -18,13 +18,13 @@ MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and 
 class BuildConfig(Settings):
     """How stores are built. Lookups in a corpus index take longer the more shards there are."""
 
-    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, least=0, most=1)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, min_value=0, max_value=1)
     shard_bytes: int = setting(1 << 29, "Bytes of tokens per shard; sorting a shard takes seven times as much memory.")
     workers: int | None = setting(
-        None, "Shards sorted in parallel, and local workers of Ray. Default: one per core.", least=1
+        None, "Shards sorted in parallel, and local workers of Ray. Default: one per core.", min_value=1
     )
-    top_k: int = setting(100_000, "Number of sequences kept of each length, the most frequent ones.", least=1)
-    per_key: int = setting(12, "Continuations kept for each prefix.", least=1)
+    top_k: int = setting(100_000, "Number of sequences kept of each length, the most frequent ones.", min_value=1)
+    per_key: int = setting(12, "Continuations kept for each prefix.", min_value=1)
     engine: str = setting("local", f"Build backend: {', '.join(ENGINES)}. The store is the same.", choices=ENGINES)
     address: str | None = setting(None, "HOST:PORT of a Ray cluster. Default: Ray starts workers on this machine.")
 
@@ -34,7 +34,7 @@ class BuildConfig(Settings):
         require(16 <= self.shard_bytes <= 1 << 30, "shard-bytes", self.shard_bytes, "between 16 and 2**30")
 
 
-MOST_HELD_OUT = 200
+MAX_HELD_OUT = 200
 """Conversations: more would take longer to replay without changing the figures."""
 
 
@@ -44,17 +44,17 @@ class SetupConfig(Settings):
 
     held_out: float = setting(
         0.1,
-        f"Share of the conversations held out of the stores, {MOST_HELD_OUT} at most; they are what is measured.",
+        f"Share of the conversations held out of the stores, {MAX_HELD_OUT} at most; they are what is measured.",
         option="held_out_fraction",
     )
     limit: int | None = setting(
         None,
         "Held-out prompts that the model answers. Default: as many as take about 40 seconds without drafts, 3 to 24.",
         option="num_prompts",
-        least=1,
+        min_value=1,
     )
-    max_new_tokens: int = setting(128, "Maximum number of tokens in each of these answers.", least=1)
-    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION, least=0, most=1)
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each of these answers.", min_value=1)
+    max_bad_fraction: float = setting(0.05, MAX_BAD_FRACTION, min_value=0, max_value=1)
     rankings: bool = setting(
         False,
         "Add to the model store what the model ranks highest after each token of its vocabulary: a pass for each 256 "
@@ -66,7 +66,7 @@ class SetupConfig(Settings):
         require(0 < self.held_out < 1, "held-out-fraction", self.held_out, "above 0 and below 1")
 
 
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Most drafting heads, each of which predicts one token further ahead."""
 
 
@@ -96,20 +96,20 @@ class HeadsConfig(Settings):
         4,
         "Number of heads; each predicts one token further ahead. For mtp: steps that training runs the layer ahead.",
         option="num_heads",
-        least=1,
-        most=MOST_HEADS,
+        min_value=1,
+        max_value=MAX_HEADS,
     )
     rank: int = setting(64, "Rank of each head's output layer; 0: full.", option="lm_head_rank")
     auto_embedding: int = setting(
-        1, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.", least=0, most=2
+        1, "Layers in which the heads attend to each other: 0, 1, or 2 for Amphista-alpha.", min_value=0, max_value=2
     )
     positions: bool = setting(True, "Learn a position for each head.")
-    adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.", least=0, most=2)
+    adaptation: int = setting(2, "Causal layers between the model and the heads: 0, 1 or 2.", min_value=0, max_value=2)
     sampled_token: bool = setting(True, "Feed the sampled token to these layers.")
-    mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", least=1)
-    head_layers: int | None = setting(None, "Layers of each head of hydra (default: 1) and hydra++ (4).", least=1)
+    mlp: int | None = setting(None, "MLP width of these layers. Default: that of the model.", min_value=1)
+    head_layers: int | None = setting(None, "Layers of each head of hydra (default: 1) and hydra++ (4).", min_value=1)
     draft_vocabulary: int | None = setting(
-        None, "Number of tokens that heads can draft: the most frequent ones of the texts. Default: all.", least=16
+        None, "Number of tokens that heads can draft: the most frequent ones of the texts. Default: all.", min_value=16
     )
 
     def __post_init__(self) -> None:
@@ -130,9 +130,9 @@ class HeadsConfig(Settings):
     @classmethod
     def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
         """The settings of a checkpoint; earlier versions name no kind."""
-        found = cls(**settings)
-        is_medusa = "kind" not in settings and not found.adaptation and not found.auto_embedding
-        return found.plain if is_medusa else found
+        config = cls(**settings)
+        is_medusa = "kind" not in settings and not config.adaptation and not config.auto_embedding
+        return config.plain if is_medusa else config
 
 
 @dataclass(frozen=True)
@@ -140,18 +140,18 @@ class TrainConfig(Settings):
     """How drafting heads are trained: linear rise of the learning rate, then cosine decay to 0."""
 
     epochs: float = setting(4.0, "Passes over the texts.")
-    batch: int = setting(32, "Texts per optimizer step.", option="batch_size", least=1)
+    batch: int = setting(32, "Texts per optimizer step.", option="batch_size", min_value=1)
     micro_batch_size: int | None = setting(
-        None, "Texts per forward pass; gradients accumulate. Default: the batch size.", least=1
+        None, "Texts per forward pass; gradients accumulate. Default: the batch size.", min_value=1
     )
-    window: int = setting(2048, "Maximum number of tokens in a text; longer texts are split.", least=8)
+    window: int = setting(2048, "Maximum number of tokens in a text; longer texts are split.", min_value=8)
     learning_rate: float = setting(1e-3, "Peak learning rate.")
     warm_up: float = setting(0.05, "Share of the steps in which the learning rate rises.")
     lm_weight: float = setting(0.1, "Weight of the text's tokens in the loss; distillation has weight 1.")
     val_fraction: float = setting(0.05, "Share of the texts held out for evaluation and for the choice of the tree.")
-    save_every: int = setting(50, "Steps between checkpoints.", least=1)
-    seed: int = setting(0, "Seed of initial weights and of the order of texts.", least=0)
-    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, least=0, most=1)
+    save_every: int = setting(50, "Steps between checkpoints.", min_value=1)
+    seed: int = setting(0, "Seed of initial weights and of the order of texts.", min_value=0)
+    max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, min_value=0, max_value=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

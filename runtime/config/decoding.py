@@ -41,12 +41,12 @@ class Method(NamedTuple):
     logits: str = ""
     """Letters of its sources among the model's logits."""
     history: bool = False
-    """Whether it drafts from earlier answers."""
+    """True if it drafts from earlier answers."""
     trained: str = ""
     """The kind of trained drafter that it needs."""
 
 
-HEADS, MTP, DRAFTER = "heads", "mtp", "drafter"
+HEADS_DRAFTER, MTP_DRAFTER, DRAFT_MODEL = "heads", "mtp", "drafter"
 """Kinds of trained drafters: heads of ``train-heads``, a layer of it or layers of the checkpoint, and a model of its
 own."""
 
@@ -60,11 +60,11 @@ METHODS = {
     ),
     "rest": Method("the corpus index alone (REST)", "S"),
     "hd-paper": Method("Hierarchy Drafting as in its paper", SOURCE_LETTERS),
-    "medusa": Method("trained Medusa heads", "", trained=HEADS),
-    "amphista": Method("trained Amphista heads", "", trained=HEADS),
-    "hydra": Method("trained Hydra or Hydra++ heads", "", trained=HEADS),
-    "mtp": Method("multi-token-prediction layers of the checkpoint, or a trained one", "", trained=MTP),
-    "drafter": Method("a draft model: speculative decoding with --drafter", "", trained=DRAFTER),
+    "medusa": Method("trained Medusa heads", "", trained=HEADS_DRAFTER),
+    "amphista": Method("trained Amphista heads", "", trained=HEADS_DRAFTER),
+    "hydra": Method("trained Hydra or Hydra++ heads", "", trained=HEADS_DRAFTER),
+    "mtp": Method("multi-token-prediction layers of the checkpoint, or a trained one", "", trained=MTP_DRAFTER),
+    "drafter": Method("a draft model: speculative decoding with --drafter", "", trained=DRAFT_MODEL),
     "hd": Method("context table, history, model store and corpus index in one tree", SOURCE_LETTERS, history=True),
     "logitspec": Method("LogitSpec: last-token logits extended by prompt lookup", "C", "L"),
     "tr": Method("Token Recycling: a static tree over the rankings of all verified tokens", "", "R", history=True),
@@ -72,15 +72,15 @@ METHODS = {
     "hd+logitspec": Method(
         "hd with last-token logits and recycled rankings", SOURCE_LETTERS, LOGIT_LETTERS, history=True
     ),
-    "hd+amphista": Method("hd with trained Amphista heads", SOURCE_LETTERS, history=True, trained=HEADS),
-    "hd+hydra": Method("hd with trained Hydra or Hydra++ heads", SOURCE_LETTERS, history=True, trained=HEADS),
-    "hd+mtp": Method("hd with multi-token-prediction layers", SOURCE_LETTERS, history=True, trained=MTP),
-    "hd+drafter": Method("hd with a draft model", SOURCE_LETTERS, history=True, trained=DRAFTER),
+    "hd+amphista": Method("hd with trained Amphista heads", SOURCE_LETTERS, history=True, trained=HEADS_DRAFTER),
+    "hd+hydra": Method("hd with trained Hydra or Hydra++ heads", SOURCE_LETTERS, history=True, trained=HEADS_DRAFTER),
+    "hd+mtp": Method("hd with multi-token-prediction layers", SOURCE_LETTERS, history=True, trained=MTP_DRAFTER),
+    "hd+drafter": Method("hd with a draft model", SOURCE_LETTERS, history=True, trained=DRAFT_MODEL),
 }
 HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
 """Methods that draft from plug-ins as well."""
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
-TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS, MTP))
+TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_DRAFTER, MTP_DRAFTER))
 """Methods that draft by what ``train-heads`` made."""
 NEED_MODEL = ("lade", *TRAINED)
 """Methods that compute with the model."""
@@ -92,7 +92,7 @@ OPTION_METHODS = {
     "order": ("hd-paper",),
     "lookahead": ("hd-paper",),
     "heads": TAKE_HEADS,
-    "drafter": tuple(name for name in TRAINED if METHODS[name].trained == DRAFTER),
+    "drafter": tuple(name for name in TRAINED if METHODS[name].trained == DRAFT_MODEL),
     "prediction": HIERARCHIES,
     "tree": ("medusa", "amphista"),
     "history": tuple(name for name, method in METHODS.items() if method.history),
@@ -159,7 +159,7 @@ HISTORY_HELP = (
 )
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
-MAX_RANKED = 64
+MAX_RECORDED_RANKINGS = 64
 ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 
@@ -172,12 +172,12 @@ class DecodeConfig(Settings):
         f"Drafting method: {', '.join(METHODS)}. --help-all describes them.",
         choices=METHODS,
     )
-    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", least=1)
+    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", min_value=1)
     draft_tokens: int | None = setting(
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes.",
-        least=0,
-        most=LARGEST_BUDGET,
+        min_value=0,
+        max_value=LARGEST_BUDGET,
     )
     sources: str = setting(
         ALL_LETTERS,
@@ -189,7 +189,7 @@ class DecodeConfig(Settings):
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
     lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
     batch_size: int = setting(
-        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", least=1
+        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", min_value=1
     )
     prefix_caching: bool = setting(
         True, "Keep the KV cache of the last answer: a prompt is read from where it differs from that conversation."
@@ -213,7 +213,7 @@ class DecodeConfig(Settings):
         object.__setattr__(self, "sources", source_letters("sources", self.sources, ALL_LETTERS))
         method = METHODS[self.method]
         require(
-            bool(self.drafter) or (self.drafter is None and method.trained != DRAFTER),
+            bool(self.drafter) or (self.drafter is None and method.trained != DRAFT_MODEL),
             "drafter",
             self.drafter or "nothing",
             f"the folder or name of a draft model with method {self.method}",
@@ -230,12 +230,12 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """Whether the tokenizer is compared with others, even if no store is opened."""
+        """True if the tokenizer is compared with others, even if no store is opened."""
         return self.keeps_history or self.drafter is not None
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the history is kept on the disk."""
+        """True if the history is kept on the disk."""
         return HISTORY_LETTER in self.drafts_from and self.history != MEMORY
 
     @property
@@ -263,8 +263,8 @@ class RecordingConfig(Settings):
         0,
         "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
         "logitspec reads 61.",
-        least=0,
-        most=MAX_RANKED,
+        min_value=0,
+        max_value=MAX_RECORDED_RANKINGS,
     )
 
 
@@ -291,9 +291,9 @@ class VerifyConfig(Settings):
     """How much is decoded to check losslessness."""
 
     limit: int = setting(
-        20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", least=1
+        20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", min_value=1
     )
-    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", least=1)
+    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", min_value=1)
 
 
 REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
@@ -310,8 +310,8 @@ class ReplayConfig(Settings):
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: {FIXED_BUDGET}, or chosen by "
         "--cost.",
-        least=0,
-        most=LARGEST_BUDGET,
+        min_value=0,
+        max_value=LARGEST_BUDGET,
     )
     sources: str = setting(
         STORE_LETTERS,
@@ -322,8 +322,8 @@ class ReplayConfig(Settings):
     history: bool = setting(
         True, "Draft from the answers of earlier conversations, in the order of the recordings, or forget them."
     )
-    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", least=1)
-    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", least=1)
+    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", min_value=1)
+    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", min_value=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,7 +366,7 @@ class PaperConfig:
     sequences: int = 7
     """Drafted in each step, and kept for each token by the context table."""
     lookahead: bool = True
-    """Whether the model guesses ahead of itself in the same forward pass."""
+    """True if the model guesses ahead of itself in the same forward pass."""
     window: int = 7
     """Columns of the lookahead branch: the sequences that it closes in each step."""
 

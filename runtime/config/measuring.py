@@ -26,7 +26,7 @@ PEERS = {
     "llama.cpp-pld": "llama.cpp with its prompt lookup",
     "llama.cpp-file": "llama.cpp on another GGUF file of the model",
 }
-"""What users have without hdtool, on the same model and device."""
+"""Alternatives to hdtool, measured on the same model and device."""
 OTHER_FILE = "llama.cpp-file"
 LLAMA_CPP = ("llama.cpp", "llama.cpp-pld", OTHER_FILE)
 WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
@@ -35,7 +35,7 @@ SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
 }
-SIZES = (
+SHAPE_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -45,9 +45,9 @@ SIZES = (
     "max_position_embeddings",
 )
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(zip(SIZES, (64, 172, 2, 4, 2, 1024, 2048), strict=True)),
-    "llama-7b": dict(zip(SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
-    "llama-3-8b": dict(zip(SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
+    "tiny": dict(zip(SHAPE_SIZES, (64, 172, 2, 4, 2, 1024, 2048), strict=True)),
+    "llama-7b": dict(zip(SHAPE_SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
+    "llama-3-8b": dict(zip(SHAPE_SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
 }
 """Model shapes by name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
 
@@ -78,16 +78,16 @@ class BenchConfig(Settings):
         "Number of questions, round-robin over the categories. Default: all.",
         option="num_prompts",
         alias="limit",
-        least=1,
+        min_value=1,
     )
     per_task: int | None = setting(
         None,
         "Number of questions of each task: a category, or all of MT-bench. Not with --num-prompts.",
         option="num_prompts_per_task",
-        least=1,
+        min_value=1,
     )
-    rounds: int = setting(1, "Runs of each question; the run of median speed counts.", least=1)
-    warm_up: int = setting(2, "Other questions, answered before the measurement and not counted.", least=0)
+    rounds: int = setting(1, "Runs of each question; the run of median speed counts.", min_value=1)
+    warm_up: int = setting(2, "Other questions, answered before the measurement and not counted.", min_value=0)
     drafters: str = setting(
         COLD,
         f"{COLD}: a fresh drafter for each question; {WARM}: a drafter keeps the history and the weights of the "
@@ -96,7 +96,7 @@ class BenchConfig(Settings):
         alias="drafters",
         values=(COLD, WARM),
     )
-    threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", least=1)
+    threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", min_value=1)
     out: str = "bench"
     """The folder of the results."""
 
@@ -116,8 +116,8 @@ class BenchConfig(Settings):
         expected = f"another GGUF file of the model for {OTHER_FILE}"
         require(self.llama_cpp_file is not None or not needed, "llama-cpp-file", None, expected)
         require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}")
-        one = self.limit is None or self.per_task is None
-        require(one, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
+        is_one_limit = self.limit is None or self.per_task is None
+        require(is_one_limit, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
         fits = self.baseline is None or self.baseline in chosen
         require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
 
@@ -154,7 +154,7 @@ class ShapeConfig(Settings):
     methods: tuple[str, ...] = setting(
         SHAPE_METHODS, f"Methods, with commas: {', '.join(SHAPED)}. Default: {', '.join(SHAPE_METHODS)}.", values=SHAPED
     )
-    limit: int | None = setting(None, "Number of conversations, from the start of the file.", least=1)
+    limit: int | None = setting(None, "Number of conversations, from the start of the file.", min_value=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,11 +206,13 @@ LOG_FORMATS = (TEXT, JSON_LINES)
 class VllmConfig(Settings):
     """How hdtool drafts inside vLLM."""
 
-    draft_tokens: int = setting(8, "Maximum number of draft tokens per request and step.", least=1, most=LARGEST_BUDGET)
+    draft_tokens: int = setting(
+        8, "Maximum number of draft tokens per request and step.", min_value=1, max_value=LARGEST_BUDGET
+    )
     min_draft_prob: float | None = setting(
         None, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."
     )
-    context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", least=1)
+    context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", min_value=1)
     """Requests beyond it are not drafted for."""
     history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
 
@@ -223,7 +225,7 @@ class VllmConfig(Settings):
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the history is kept on the disk."""
+        """True if the history is kept on the disk."""
         return self.history not in (MEMORY, NO_HISTORY)
 
 
@@ -232,7 +234,7 @@ class ServerConfig(Settings):
     """The address and the limits of hdtool's own server."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
-    port: int = setting(8000, "Port to listen on; 0 is any free one.", least=0, most=2**16 - 1)
+    port: int = setting(8000, "Port to listen on; 0 is any free one.", min_value=0, max_value=2**16 - 1)
     api_key_file: str | None = setting(
         None,
         "File with a key on each line, or the name of a tenant and its key. Default: HDTOOL_API_KEY in the "
@@ -240,12 +242,12 @@ class ServerConfig(Settings):
     )
     served_model_name: str | None = setting(None, "Name of the model in requests. Default: MODEL.")
     max_waiting: int = setting(
-        256, "Maximum number of answers that wait for a place; more are refused with status 503.", least=1
+        256, "Maximum number of answers that wait for a place; more are refused with status 503.", min_value=1
     )
-    max_body_mib: int = setting(8, "Largest body of a request, in MiB.", least=1)
+    max_body_mib: int = setting(8, "Largest body of a request, in MiB.", min_value=1)
     body_seconds: float = setting(10.0, "Longest time for the body of a request to arrive.")
     prefix_cache_mib: int = setting(
-        1024, "Memory for contexts that are kept after their answers, in MiB; 0 keeps none.", least=0
+        1024, "Memory for contexts that are kept after their answers, in MiB; 0 keeps none.", min_value=0
     )
     log_requests: bool = setting(
         True, "Log one line per request to standard error, without text of prompts or answers."
@@ -253,7 +255,7 @@ class ServerConfig(Settings):
     log_format: str = setting(
         TEXT, f"Format of the request log: {TEXT}, or {JSON_LINES} (one object per line).", choices=LOG_FORMATS
     )
-    shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", least=0)
+    shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", min_value=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

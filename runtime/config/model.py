@@ -1,4 +1,4 @@
-"""Which model answers, and how its next token is chosen."""
+"""Settings of the model and of sampling, and the base of all settings classes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ def setting(
     alias: str = "",
     values: Iterable[str] = (),
     choices: Iterable[str] = (),
-    least: int | None = None,
-    most: int | None = None,
+    min_value: int | None = None,
+    max_value: int | None = None,
 ) -> T:
     """A field of a settings class.
 
     ``option`` and ``alias`` name its option if the field has another name. ``values`` are some that it takes, and
-    ``choices`` are all of them; ``least`` is the smallest number, and ``most`` the largest one.
+    ``choices`` are all of them; ``min_value`` is the smallest number, and ``max_value`` the largest one.
     """
     described = {"help": help, "option": option, "alias": alias, "values": (*values, *choices)}
-    return field(default=default, metadata={**described, "choices": (*choices,), "least": least, "most": most})
+    return field(
+        default=default, metadata={**described, "choices": (*choices,), "min_value": min_value, "max_value": max_value}
+    )
 
 
-def option_of(one: Field[Any]) -> str:
+def option_of(config_field: Field[Any]) -> str:
     """The name of a setting in the command line, with underscores."""
-    return one.metadata.get("option") or one.name
+    return config_field.metadata.get("option") or config_field.name
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,28 @@ class Settings:
     """The base of settings classes."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value is None or not one.metadata:
+        for config_field in fields(self):
+            value = getattr(self, config_field.name)
+            if value is None or not config_field.metadata:
                 continue
-            choices, least, most = (one.metadata[limit] for limit in ("choices", "least", "most"))
-            require(not choices or value in choices, option_of(one), value, f"one of {', '.join(choices)}")
-            if least is not None:
-                expected = f"{least} or more" if most is None else f"between {least} and {most}"
-                require(least <= value and (most is None or value <= most), option_of(one), value, expected)
+            choices, min_value, max_value = (
+                config_field.metadata[limit] for limit in ("choices", "min_value", "max_value")
+            )
+            require(not choices or value in choices, option_of(config_field), value, f"one of {', '.join(choices)}")
+            if min_value is not None:
+                expected = f"{min_value} or more" if max_value is None else f"between {min_value} and {max_value}"
+                require(
+                    min_value <= value and (max_value is None or value <= max_value),
+                    option_of(config_field),
+                    value,
+                    expected,
+                )
 
 
-def require(holds: bool, name: str, found: object, expected: str) -> None:
-    """Refuse a setting by the name of its option, with what was expected and found."""
+def require(holds: bool, name: str, value: object, expected: str) -> None:
+    """Raise OptionError naming the option, its value and what was expected unless the condition holds."""
     if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {found}")
+        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
 
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -70,7 +79,7 @@ QUANTIZATIONS = ("int8", "nf4", *BLOCKS)
 """Weight-only quantizations on loading; activations are not quantized. ``BLOCKS`` are hdtool's own, for CPUs."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
-"""How the inputs of products with packed weights are computed with."""
+"""Precision of the inputs of matmuls with packed weights."""
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -104,7 +113,7 @@ class ModelConfig(Settings):
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model.")
     threads: int | None = setting(
-        None, "CPU threads of torch. Default: the fastest number, as measured, where it changes no bit.", least=1
+        None, "CPU threads of torch. Default: the fastest number, as measured, where it changes no bit.", min_value=1
     )
     activations: str = setting(
         "float32",

@@ -1,4 +1,4 @@
 """Drafters: one file for each method, `hierarchy/` for the default one and `heads/` for trained drafting heads.
 
-Imports `data` and all of `runtime` but `evaluation` and `integrations`.
+Imports `data` and all of `runtime` but `integrations`.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
 
-LENGTH = 4
+SEQUENCE_LENGTH = 4
 """Tokens of a sequence, without the token before it, which is its key."""
 INITIAL_KEYS = 1 << 10
 
@@ -38,7 +38,7 @@ class SequenceTable:
         self.per_key = per_key
         self._used = 0
         self._row_of = np.full(INITIAL_KEYS, -1, np.int32)
-        self._rows = np.empty((INITIAL_KEYS, per_key, LENGTH), np.int32)
+        self._rows = np.empty((INITIAL_KEYS, per_key, SEQUENCE_LENGTH), np.int32)
         self._filled = np.empty(INITIAL_KEYS, np.int32)
 
     @property
@@ -51,11 +51,11 @@ class SequenceTable:
 
     def add_text(self, tokens: Sequence[int]) -> None:
         """Add the sequence after each token of a text."""
-        self._add(np.array(tokens, np.int32), len(tokens) - LENGTH, 1)
+        self._add(np.array(tokens, np.int32), len(tokens) - SEQUENCE_LENGTH, 1)
 
     def add(self, sequences: Ints) -> None:
         """Add rows of five tokens, a key and its sequence; the last row is the most recent."""
-        self._add(sequences.astype(np.int32).reshape(-1), len(sequences), LENGTH + 1)
+        self._add(sequences.astype(np.int32).reshape(-1), len(sequences), SEQUENCE_LENGTH + 1)
 
     def _add(self, tokens: Ints, count: int, stride: int) -> None:
         if count > 0:
@@ -74,7 +74,7 @@ class SequenceTable:
             self._row_of = np.concatenate([self._row_of, added])
         if self._used + more > len(self._rows):
             size = 2 * (self._used + more)
-            rows, filled = np.empty((size, self.per_key, LENGTH), np.int32), np.empty(size, np.int32)
+            rows, filled = np.empty((size, self.per_key, SEQUENCE_LENGTH), np.int32), np.empty(size, np.int32)
             rows[: self._used], filled[: self._used] = self._rows[: self._used], self._filled[: self._used]
             self._rows, self._filled = rows, filled
 
@@ -91,23 +91,23 @@ def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count:
             used += 1
         row = row_of[key]
         place = 0
-        while place < filled[row] and not _same(rows[row, place], tokens, start + 1):
+        while place < filled[row] and not _equals_row(rows[row, place], tokens, start + 1):
             place += 1
         if place == filled[row]:
             filled[row] = min(place + 1, per_key)
             place = filled[row] - 1
         for moved in range(place, 0, -1):
             rows[row, moved] = rows[row, moved - 1]
-        rows[row, 0] = tokens[start + 1 : start + 1 + LENGTH]
+        rows[row, 0] = tokens[start + 1 : start + 1 + SEQUENCE_LENGTH]
     return used
 
 
 @compiled
-def _same(row: Ints, tokens: Ints, start: int) -> bool:
+def _equals_row(row: Ints, tokens: Ints, start: int) -> bool:
     level = 0
-    while level < LENGTH and row[level] == tokens[start + level]:
+    while level < SEQUENCE_LENGTH and row[level] == tokens[start + level]:
         level += 1
-    return level == LENGTH
+    return level == SEQUENCE_LENGTH
 
 
 class PaperDrafter:
@@ -134,8 +134,8 @@ class PaperDrafter:
         self._table = SequenceTable(config.sequences)
         self._read = 0  # tokens of the context that are keys of the table
         self._learns = "C" in config.order
-        self._lookahead = Lookahead(config.window, LENGTH + 1) if config.lookahead and self._learns else None
-        extra = self._lookahead.most if self._lookahead else 0
+        self._lookahead = Lookahead(config.window, SEQUENCE_LENGTH + 1) if config.lookahead and self._learns else None
+        extra = self._lookahead.max_nodes if self._lookahead else 0
         self._trie = Trie(LARGEST_TREE - extra, extra)
         query = {"C": self._query_context, "M": self._query_model, "S": self._query_corpus}
         available = {"C": True, "M": model_store is not None, "S": corpus_index is not None}
@@ -145,9 +145,9 @@ class PaperDrafter:
 
     def _compile(self) -> None:
         """Compile or load everything now, so that no step waits for it; ``begin`` clears the state."""
-        words = [0] * (LENGTH + 1)
+        words = [0] * (SEQUENCE_LENGTH + 1)
         self.begin(words)
-        self._trie.add(np.zeros((1, LENGTH), np.int32), SourceName.NONE, wanted=1)
+        self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceName.NONE, wanted=1)
         for _, query in self._queries:
             query(words, 1)
         tree = self.draft(words)
@@ -191,9 +191,9 @@ class PaperDrafter:
         if self._learns:
             with self._timed(SourceName.CONTEXT):
                 fresh = context[self._read :]
-                if len(fresh) > LENGTH:
+                if len(fresh) > SEQUENCE_LENGTH:
                     self._table.add_text(fresh)
-                    self._read = len(context) - LENGTH
+                    self._read = len(context) - SEQUENCE_LENGTH
 
     def _query_context(self, context: Sequence[int], wanted: int) -> int:
         return self._trie.add(self._table.after(context[-1]), SourceName.CONTEXT, wanted=wanted)
@@ -208,10 +208,12 @@ class PaperDrafter:
         assert self._index
         added = 0
         for length in (2, 1):
-            found = self._index.after(context[-length:])
-            sequences = sequences_of(found.tokens, found.parents, LENGTH, self.config.sequences)
+            continuations = self._index.after(context[-length:])
+            sequences = sequences_of(
+                continuations.tokens, continuations.parents, SEQUENCE_LENGTH, self.config.sequences
+            )
             added += self._trie.add(sequences, SourceName.CORPUS, wanted=wanted - added)
-            if added == wanted or found.matched < length:  # the index fell back to one token by itself
+            if added == wanted or continuations.matched < length:  # the index fell back to one token by itself
                 break
         return added
 

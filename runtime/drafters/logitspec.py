@@ -24,18 +24,18 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 
 UNRANKED = -1
-LONGEST = 3
+MAX_MATCH = 3
 """The longest match, in tokens, the candidate included."""
-FOLLOWED = 20
+CONTINUATION_LENGTH = 20
 """Tokens of the continuation of the root."""
-MOST_CANDIDATES = 60
+MAX_RANKED_CANDIDATES = 60
 """Tokens of the last logit that may follow the root."""
-DEPTHS = ((8, 4), (32, 3), (MOST_CANDIDATES, 1))
+DEPTHS = ((8, 4), (32, 3), (MAX_RANKED_CANDIDATES, 1))
 """(rank, length): the first 8 candidates start sequences of 4 tokens, those up to rank 32 of 3, the others of 1."""
-RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
+PRIOR_RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
 """Prior acceptance rates by kind of node: continuations of the root after a match of 1, 2 or 3 tokens; then
 candidates with their continuations, by group of ranks."""
-CANDIDATE_KINDS = LONGEST
+CANDIDATE_KINDS = MAX_MATCH
 """The first kind of candidates."""
 
 NO_KINDS = np.empty(0, np.int64)
@@ -44,7 +44,7 @@ NO_KINDS = np.empty(0, np.int64)
 class LogitSpec:
     """Drafts from the last logit and the conversation alone."""
 
-    most_ranked = MOST_CANDIDATES + 1
+    max_ranked = MAX_RANKED_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
@@ -53,11 +53,13 @@ class LogitSpec:
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._candidates = np.empty(0, np.int64)
-        groups = [next(group for group, (end, _) in enumerate(DEPTHS) if rank < end) for rank in range(MOST_CANDIDATES)]
+        groups = [
+            next(group for group, (end, _) in enumerate(DEPTHS) if rank < end) for rank in range(MAX_RANKED_CANDIDATES)
+        ]
         self._depths = np.array([DEPTHS[group][1] for group in groups], np.int64)
         self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
-        self._calibration = NodeCalibration(RATES)
+        self._calibration = NodeCalibration(PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
         """The kinds of the nodes of the last tree, and the tree."""
         self._compile()
@@ -73,7 +75,7 @@ class LogitSpec:
         self._candidates = self._candidates[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        if not self.budget.most:
+        if not self.budget.max_nodes:
             self._verified = NO_KINDS, DraftTree.bare(context[-1])
             return self._verified[1]
         started = time.perf_counter()
@@ -98,11 +100,11 @@ class LogitSpec:
         if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(kinds, tree, accepted.path)
         self._candidates = self._candidates[:0]
-        if len(verified) and self.budget.most:
+        if len(verified) and self.budget.max_nodes:
             end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = verified.topk(MOST_CANDIDATES + 1, slice(end, end + 1))
+            tokens, scores = verified.topk(MAX_RANKED_CANDIDATES + 1, slice(end, end + 1))
             likely = tokens[0, np.isfinite(scores[0])]
-            self._candidates = likely[likely != accepted.tokens[-1]][:MOST_CANDIDATES]
+            self._candidates = likely[likely != accepted.tokens[-1]][:MAX_RANKED_CANDIDATES]
             if len(self._ranks) != verified.logits.shape[-1]:
                 self._ranks = np.full(verified.logits.shape[-1], UNRANKED)
         self.seconds[SourceName.LAST] += time.perf_counter() - started
@@ -111,12 +113,12 @@ class LogitSpec:
 @compiled
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
     """The kind of each node: ``root_kind`` in the continuation of the root, else that of its candidate."""
-    found = np.full(len(tokens), root_kind, np.int64)
+    node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
             above = parents[node]
             if above != ROOT and not follows[above]:
-                found[node] = found[above]
+                node_kinds[node] = node_kinds[above]
             else:
                 # A candidate, or a node of both the root's continuation and a candidate's.
                 first = node if above == ROOT else above
@@ -124,8 +126,8 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
                     first = parents[first]
                 for rank in range(len(candidates)):
                     if candidates[rank] == tokens[first]:
-                        found[node] = kinds[rank]
-    return found
+                        node_kinds[node] = kinds[rank]
+    return node_kinds
 
 
 @compiled
@@ -136,7 +138,7 @@ def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple
     one entry for each token of the vocabulary and is restored before returning.
     """
     size = len(context)
-    rows = np.full((len(candidates) + 1, FOLLOWED), NO_TOKEN, np.int32)
+    rows = np.full((len(candidates) + 1, CONTINUATION_LENGTH), NO_TOKEN, np.int32)
     matched, follows = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     for rank in range(len(candidates)):
         rows[rank + 1, 0] = candidates[rank]
@@ -144,14 +146,14 @@ def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple
     for end in range(size - 2, -1, -1):
         token = context[end]
         if token == context[size - 1]:
-            row, before, wanted, start = 0, size - 2, FOLLOWED, 0
+            row, before, wanted, start = 0, size - 2, CONTINUATION_LENGTH, 0
         elif 0 <= token < len(ranks) and ranks[token] != UNRANKED:
             row, before, wanted, start = ranks[token], size - 1, depths[ranks[token] - 1] - 1, 1
         else:
             continue
         length = 1
         while (
-            length < LONGEST
+            length < MAX_MATCH
             and end >= length
             and before >= length - 1
             and context[end - length] == context[before - length + 1]

@@ -9,8 +9,8 @@ from functools import cache
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.runtime.budget.measure_passes import cost_here
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, Together
+from hdtool.runtime.budget.measure_passes import cost_curve_for
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, SharedCosts
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -32,11 +32,11 @@ from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import compile_trees
 
-PATIENCE = 2.0
+MAX_TIMING_SECONDS = 2.0
 """Seconds after which a message explains the delay."""
 
-BudgetMaker = Callable[[], Budget]
-Maker = Callable[[DecodeConfig, StoreSet, BudgetMaker, Target | None], Drafter]
+BudgetFactory = Callable[[], Budget]
+DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None], Drafter]
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
@@ -49,24 +49,24 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     batch = config.batch_size
 
     @cache
-    def together() -> Together:
-        return together_for(target, {batch})
+    def together() -> SharedCosts:
+        return shared_costs_for(target, {batch})
 
     def budget() -> Budget:
         return budget_for(config, together)
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
-    return [drafter_within(budget, config, stores, target) for _ in range(batch)]
+    return [drafter_with_budget(budget, config, stores, target) for _ in range(batch)]
 
 
-def together_for(target: Target, sizes: Collection[int]) -> Together:
+def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
     """What the budgets of batches of these sizes share; their passes are timed."""
     # By rows, passes of a large batch are those of smaller ones, too.
-    curves = {size: cost_here(target, size) for size in sorted(sizes) if target.pads or size == max(sizes)}
-    return Together(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
+    curves = {size: cost_curve_for(target, size) for size in sorted(sizes) if target.pads or size == max(sizes)}
+    return SharedCosts(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
 
 
-def budget_for(config: DecodeConfig, together: Callable[[], Together]) -> Budget:
+def budget_for(config: DecodeConfig, together: Callable[[], SharedCosts]) -> Budget:
     """The budget of a drafter; ``together`` is called only if measured passes decide."""
     if config.draft_tokens is not None:
         return FixedBudget(config.draft_tokens)
@@ -98,8 +98,8 @@ def history_for(
     return History(prompts=config.history_prompts, store=store)
 
 
-def drafter_within(
-    budget: BudgetMaker, config: DecodeConfig, store_set: StoreSet, target: Target | None = None
+def drafter_with_budget(
+    budget: BudgetFactory, config: DecodeConfig, store_set: StoreSet, target: Target | None = None
 ) -> Drafter:
     """The drafter of a method with the budget of ``budget``, which is called only if the method takes one.
 
@@ -107,18 +107,18 @@ def drafter_within(
     created, so that no answer waits for it.
     """
     message = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
-    note = Timer(PATIENCE, print, [message], {"file": sys.stderr})
+    note = Timer(MAX_TIMING_SECONDS, print, [message], {"file": sys.stderr})
     note.start()
     try:
         compile_trees()
         compile_walks()
         compile_moves()
-        return MAKERS[config.method](config, store_set, budget, target)
+        return DRAFTER_FACTORIES[config.method](config, store_set, budget, target)
     finally:
         note.cancel()
 
 
-def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
     if not store_set.corpus:
         raise StoreError(
             "method rest drafts from a corpus index, and there is none for this model's tokenizer: "
@@ -127,13 +127,13 @@ def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, targ
     return CorpusDrafter(store_set.corpus, budget())
 
 
-def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
     order = "".join(letter for letter in config.order if letter in config.sources)
     settings = PaperConfig(order=order, lookahead=config.lookahead)
     return PaperDrafter(settings, model_store=store_set.model, corpus_index=store_set.corpus)
 
 
-def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
     trained = gate = None
     if METHODS[config.method].trained:
         assert target is not None
@@ -158,12 +158,12 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, t
     )
 
 
-def _trained(config: DecodeConfig, store_set: StoreSet, budget: BudgetMaker, target: Target | None) -> Drafter:
+def _trained(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
     assert target is not None
     return trained_alone(config, target, budget(), store_set.tokenizer)
 
 
-MAKERS: dict[str, Maker] = {
+DRAFTER_FACTORIES: dict[str, DrafterFactory] = {
     "ar": lambda config, stores, budget, target: NoDraft(),
     "pld": lambda config, stores, budget, target: PromptLookup(budget=budget()),
     "lade": lambda config, stores, budget, target: lookahead_decoding(),

@@ -1,4 +1,4 @@
-"""hdtool inside other programs: `generate` of transformers, and vLLM.
+"""hdtool inside other programs: `generate` of transformers, vLLM and SGLang, and hdtool's own server.
 
-Imports all of `runtime` but `evaluation`.
+Imports all of `runtime`.
 """

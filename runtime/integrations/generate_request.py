@@ -26,7 +26,7 @@ SUPPORTED_ARGUMENTS = (
     "inputs_embeds",
 )
 """Arguments of the model that have no effect here or are checked below."""
-ENCODED = "mm_encoder_outputs"
+ENCODER_OUTPUTS = "mm_encoder_outputs"
 """What ``generate`` has encoded of images, videos and audio, by kind; empty for a prompt of text."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
 """Arguments whose zeros mark text, for all or some types of models; others embed a token type of 0, too."""
@@ -43,13 +43,13 @@ class GenerateRequest:
     prompt: list[int]
     padding: list[int]
     """Masked tokens in front of the prompt: processors and criteria get them, the model does not."""
-    most: int
+    max_new_tokens: int
     """The maximum number of new tokens."""
     draws: bool
     wants_scores: bool
     wants_logits: bool
     wants_details: bool
-    """Whether ``generate`` returns an output object instead of ids."""
+    """True if ``generate`` returns an output object instead of ids."""
 
     @classmethod
     def rows_of(
@@ -72,7 +72,8 @@ class GenerateRequest:
         mask, positions = (model_arguments.get(name) for name in ("attention_mask", "position_ids"))
         length = input_ids.shape[1]
         longest = min(
-            (one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=settings.max_length
+            (criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)),
+            default=settings.max_length,
         )
         details = bool(settings.return_dict_in_generate)
         rows = []
@@ -83,7 +84,7 @@ class GenerateRequest:
                 cls(
                     prompt=ids[padded:],
                     padding=ids[:padded],
-                    most=max(1, longest - length),  # generate, too, checks the length after the first token
+                    max_new_tokens=max(1, longest - length),  # generate, too, checks the length after the first token
                     draws=bool(settings.do_sample),
                     wants_scores=details and bool(settings.output_scores),
                     wants_logits=details and bool(settings.output_logits),
@@ -96,8 +97,12 @@ class GenerateRequest:
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
     """The predicted output of each row, given as one for all of them or as one for each."""
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
-    if isinstance(ids, (list, tuple)) and len(ids) == rows > 1 and all(isinstance(one, (list, tuple)) for one in ids):
-        return [predicted_ids(one) for one in ids]
+    if (
+        isinstance(ids, (list, tuple))
+        and len(ids) == rows > 1
+        and all(isinstance(row_ids, (list, tuple)) for row_ids in ids)
+    ):
+        return [predicted_ids(row_ids) for row_ids in ids]
     return [predicted_ids(ids)] * rows
 
 
@@ -135,7 +140,7 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
         raise _refusal("the prompt is empty", "generation needs at least one token")
     if is_own_cache(cache_in(arguments)):
         raise _refusal("a KV cache is given", "it uses its own cache, which supports rejected drafts")
-    if inputs := arguments.get(ENCODED):
+    if inputs := arguments.get(ENCODER_OUTPUTS):
         raise _refusal(f"{' and '.join(inputs)} input is given", "it reads text alone")
     foreign = [
         name
@@ -147,7 +152,7 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
 
 
 def _is_set(name: str, value: object, model_type: str) -> bool:
-    """Whether an argument changes what the model computes: an image of zeros does, an empty mapping does not."""
+    """Return True if an argument changes what the model computes: an image of zeros does, an empty mapping does not."""
     if isinstance(value, torch.Tensor):
         types = ZERO_IS_TEXT.get(name, ())
         is_text = (types is None or model_type in types) and not value.any()
@@ -186,5 +191,5 @@ def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) 
         raise _refusal("position_ids are not 0, 1, 2, …", "it places the tokens of a draft tree itself")
 
 
-def _refusal(found: str, reason: str) -> UnsupportedCallError:
-    return UnsupportedCallError(f"hdtool cannot decode this call of generate: {found}, but {reason}")
+def _refusal(feature: str, reason: str) -> UnsupportedCallError:
+    return UnsupportedCallError(f"hdtool cannot decode this call of generate: {feature}, but {reason}")

@@ -42,7 +42,7 @@ from hdtool.runtime.model.target import Target, embedded_tokens
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.stores.store_set import NONE, StoreSet
+from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -75,20 +75,20 @@ class CallLock:
 
 
 Generated = GenerateDecoderOnlyOutput | torch.LongTensor
-Maker = Callable[[Target], Drafter]
-ManyMaker = Callable[[Target, int], list[Drafter]]
-ONE_STREAM = (
+DrafterMaker = Callable[[Target], Drafter]
+DraftersMaker = Callable[[Target, int], list[Drafter]]
+STREAMER_ERROR = (
     "hdtool cannot decode this call of generate: a streamer is given, but it shows one answer and the batch has more"
 )
-ONE_DRAFTER = (
+SINGLE_DRAFTER_ERROR = (
     "a batch is given to a Generator with one drafter, but each row needs its own: give the Generator a function that "
     "makes a drafter for a target, or make it by Generator.drafting"
 )
-NESTED = (
+NESTED_CALL_ERROR = (
     "a Generator is called from inside its own call of generate, as from a logits processor, a stopping criterion or a "
     "streamer: give the inner call a Generator of its own"
 )
-NO_PREDICTION = (
+PREDICTION_ERROR = (
     "a prediction is given to generate or made of rollouts, but this Generator's drafter does not use one: make it by "
     f"Generator.drafting with method {', '.join(HIERARCHIES)}, or leave it out"
 )
@@ -105,7 +105,7 @@ class Generator:
 
     def __init__(
         self,
-        drafter: Drafter | Maker | None = None,
+        drafter: Drafter | DrafterMaker | None = None,
         *,
         seed: int | None = None,
         prefix_caching: bool = True,
@@ -121,16 +121,16 @@ class Generator:
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
         program reproducible. The rows of a batch count on from the seed.
         """
-        self._make: ManyMaker = lambda target, rows: _drafters_of(drafter, target, rows)
+        self._make: DraftersMaker = lambda target, rows: _drafters_of(drafter, target, rows)
         self._seed = seed
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._compiler: GrammarCompiler | None = None
         self._prefix_caching = prefix_caching
-        self._calls = CallLock(NESTED)
+        self._calls = CallLock(NESTED_CALL_ERROR)
         self._rollouts = Rollouts(rollouts)
         self._target: Target | None = None
         self._drafters: dict[int, list[Drafter]] = {}
-        """Those of calls with as many rows."""
+        """The drafters of calls with this number of rows."""
         self.stats = Stats()
         """Statistics of the last call."""
 
@@ -148,7 +148,7 @@ class Generator:
         config = decoding or DecodeConfig()
         chosen = store_set or StoresConfig()
         # Faults of stores that were named are raised here, and not by the first answer.
-        named = StoresConfig(chosen.model_db or NONE, chosen.corpus_db or NONE)
+        named = StoresConfig(chosen.model_db or NO_STORE, chosen.corpus_db or NO_STORE)
         StoreSet.for_tokenizer(tokenizer, named, config.databases)
 
         opened: WeakKeyDictionary[Target, StoreSet] = WeakKeyDictionary()
@@ -197,10 +197,12 @@ class Generator:
         )
         streamer = streamer or argument_of_generate("streamer")
         if streamer is not None and len(requests) > 1:
-            raise UnsupportedCallError(ONE_STREAM)
+            raise UnsupportedCallError(STREAMER_ERROR)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
         # The loop applies the length itself: an answer that is cut there has another finish than one that stopped.
-        criteria = StoppingCriteriaList(one for one in stopping_criteria if type(one) is not MaxLengthCriteria)
+        criteria = StoppingCriteriaList(
+            criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
+        )
         with self._calls.held(), _prepared(model):
             rows = []
             for number, request in enumerate(requests):
@@ -224,7 +226,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Answer all rows; the steps of each, in the order in which they are made."""
+        """Generate all rows, yielding their steps in the order in which they are made."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))
@@ -232,7 +234,7 @@ class Generator:
         requests = []
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
-                raise OptionError(NO_PREDICTION)
+                raise OptionError(PREDICTION_ERROR)
             requests.append(row.to_answer(guided(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
         self.stats = rows[0].stats
@@ -266,7 +268,7 @@ class Generator:
             target,
             only.prompt,
             only.sampler,
-            max_new_tokens=row.request.most,
+            max_new_tokens=row.request.max_new_tokens,
             stops=only.stops,
             drafter=only.drafter,
             prediction=only.prediction,
@@ -319,7 +321,7 @@ class _Row:
 
     def to_answer(self, drafter: Drafter) -> Request[_Row]:
         of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction
-        return Request(self, *of_row, max_new_tokens=self.request.most)
+        return Request(self, *of_row, max_new_tokens=self.request.max_new_tokens)
 
 
 class _Recorder(Sampler):
@@ -355,14 +357,14 @@ class _Recorder(Sampler):
         return token
 
 
-def _drafters_of(drafter: Drafter | Maker | None, target: Target, rows: int) -> list[Drafter]:
+def _drafters_of(drafter: Drafter | DrafterMaker | None, target: Target, rows: int) -> list[Drafter]:
     """As many drafters as a call has rows, made by a function or given as one."""
     if drafter is None:
         return [NoDraft() for _ in range(rows)]
     if callable(drafter):
         return [drafter(target) for _ in range(rows)]
     if rows > 1:
-        raise OptionError(ONE_DRAFTER)
+        raise OptionError(SINGLE_DRAFTER_ERROR)
     return [drafter]
 
 
@@ -432,6 +434,6 @@ def _prepared(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
-    """Whether other processes synchronize in each pass of the model, by the criterion of ``generate``."""
+    """Return True if other processes synchronize in each pass of the model, by the criterion of ``generate``."""
     given = argument_of_generate("synced_gpus")
     return must_pass_in_step(model) if given is None else bool(given)

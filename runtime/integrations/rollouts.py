@@ -14,9 +14,9 @@ import numpy as np
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.token_log import MATCHES
+from hdtool.runtime.stores.token_log import MAX_MATCHES
 
-MOST_ANSWERS = MATCHES
+MAX_ANSWERS = MAX_MATCHES
 """Answers to one prompt that are kept: a drafter reads as many places after the same tokens."""
 TAIL = 8
 """Last tokens of the prompt that are put before each answer, so that a draft finds where answers begin."""
@@ -63,7 +63,7 @@ class Rollouts:
         self._answers.move_to_end(key)
         answers.append(kept)
         self.tokens += len(kept)
-        if len(answers) > MOST_ANSWERS:
+        if len(answers) > MAX_ANSWERS:
             self.tokens -= len(answers.popleft())
         while self.tokens > self._most:
             self._drop_oldest()

@@ -1,6 +1,6 @@
 """SGLang: a speculative algorithm whose drafts come from hdtool's stores and histories.
 
-SGLang verifies the same number of nodes for every request, the last token of its context among them as the root.
+SGLang verifies trees of one size for all requests; the last token of the context is their root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, draft_many
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
@@ -35,37 +35,37 @@ from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
-VARIABLE = "HDTOOL_SGLANG"
-DRAFTING = ("sources", "history", "history_prompts")
-STORES = tuple(one.name for one in fields(StoresConfig))
-ON_THE_HOST = "context,history,model,corpus"
+SETTINGS_VARIABLE = "HDTOOL_SGLANG"
+DRAFTING_FIELDS = ("sources", "history", "history_prompts")
+STORE_FIELDS = tuple(one.name for one in fields(StoresConfig))
+HOST_SOURCES = "context,history,model,corpus"
 """The sources that need neither logits nor hidden states, which stay on the device."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class SglangSettings:
     """What is drafted from."""
 
     decoding: DecodeConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Settings:
+    def of(cls, environment: Mapping[str, str]) -> SglangSettings:
         """Read them from the environment; raise OptionError if they are invalid."""
-        text = environment.get(VARIABLE) or "{}"
-        known = ", ".join((*STORES, *DRAFTING))
+        text = environment.get(SETTINGS_VARIABLE) or "{}"
+        known = ", ".join((*STORE_FIELDS, *DRAFTING_FIELDS))
         try:
             values: Any = json.loads(text)
         except ValueError:
             values = None
-        if not isinstance(values, dict) or not set(values) <= {*STORES, *DRAFTING}:
-            raise OptionError(f"{VARIABLE} is {text}: it must be a JSON object with any of {known}")
-        drafting = {name: values[name] for name in DRAFTING if name in values}
-        decoding = DecodeConfig(**{"sources": ON_THE_HOST, **drafting})
-        return cls(decoding, StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)}))
+        if not isinstance(values, dict) or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS}:
+            raise OptionError(f"{SETTINGS_VARIABLE} is {text}: it must be a JSON object with any of {known}")
+        drafting = {name: values[name] for name in DRAFTING_FIELDS if name in values}
+        decoding = DecodeConfig(**{"sources": HOST_SOURCES, **drafting})
+        return cls(decoding, StoresConfig(**{name: str(values[name]) for name in STORE_FIELDS if values.get(name)}))
 
 
-PADDING = 0
+PADDING_TOKEN = 0
 """The token of nodes that nothing was drafted for; it is verified below the root, as any other."""
 NO_CORPORA = (
     "hdtool drafts from stores of its own, not from external corpora: build one with hdtool build-corpus-db and "
@@ -103,11 +103,11 @@ class HierarchyCorpus:
                 request = self._begin(name, tail[:-1], total - 1)
             request.extend(tail[len(tail) - (total - request.total) :])
             requests.append(request)
-        tokens = np.full((len(requests), self._nodes), PADDING, np.int64)
+        tokens = np.full((len(requests), self._nodes), PADDING_TOKEN, np.int64)
         masks = np.zeros((len(requests), self._nodes, self._nodes), np.int64)
         masks[:, :, 0] = 1
         masks[:, np.arange(self._nodes), np.arange(self._nodes)] = 1
-        drafters, contexts = [one.drafter for one in requests], [one.context for one in requests]
+        drafters, contexts = [running.drafter for running in requests], [running.context for running in requests]
         for row, tree in enumerate(draft_many(drafters, contexts) if requests else []):
             drafted = self._fitted(tree)
             rows = len(drafted) + 1
@@ -216,17 +216,17 @@ def _tokens(request: Any) -> list[int]:
 @contextmanager
 def _without_corpus() -> Iterator[None]:
     """Keep SGLang from compiling and allocating the corpus that is replaced."""
-    own = ngram_worker.NgramCorpus
+    original = ngram_worker.NgramCorpus
     ngram_worker.NgramCorpus = lambda **options: None
     try:
         yield
     finally:
-        ngram_worker.NgramCorpus = own
+        ngram_worker.NgramCorpus = original
 
 
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
     """Makes drafters of trees with so many nodes, the root among them, from the stores that fit the model."""
-    settings, model = Settings.of(os.environ), server_args.model_path
+    settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)
     weights = ModelConfig(model, trust_remote_code=server_args.trust_remote_code)
@@ -243,10 +243,10 @@ def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
         store = lasting_history(decoding.history, store_set, model, tenant) if decoding.keeps_history else None
         store_set = replace(store_set, history=History(prompts=decoding.history_prompts, store=store))
     LOGGER.info("hdtool drafts from %s", store_set)
-    return lambda: drafter_within(lambda: FixedBudget(nodes - 1), decoding, store_set)
+    return lambda: drafter_with_budget(lambda: FixedBudget(nodes - 1), decoding, store_set)
 
 
-RUNNING, NODES = 48, 12
+DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 """Requests at once and nodes of a tree, unless options say otherwise: those of SGLang's NGRAM."""
 
 
@@ -271,8 +271,8 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
         if options.device == "cpu":
             server_args.disable_overlap_schedule = True
         if options.max_running_requests is None:
-            server_args.max_running_requests = RUNNING
-        nodes = options.speculative_num_draft_tokens or NODES
+            server_args.max_running_requests = DEFAULT_RUNNING
+        nodes = options.speculative_num_draft_tokens or DEFAULT_NODES
         server_args.enable_mixed_chunk = False
         server_args.speculative_num_draft_tokens = nodes
         server_args.speculative_eagle_topk = options.speculative_ngram_max_bfs_breadth
@@ -300,11 +300,11 @@ def register_in(name: str) -> None:
 def check(server_args: Any) -> None:
     """Raise OptionError for what hdtool cannot do in SGLang, before a model is loaded."""
     options = resolving_view(server_args)
-    settings = Settings.of(os.environ)
+    settings = SglangSettings.of(os.environ)
     if options.speculative_ngram_external_corpus_path is not None:
         raise OptionError(
             "--speculative-ngram-external-corpus-path is a corpus of SGLang's NGRAM: leave it out, and name a store of "
-            f"hdtool's by corpus_db in {VARIABLE}"
+            f"hdtool's by corpus_db in {SETTINGS_VARIABLE}"
         )
     nodes = options.speculative_num_draft_tokens
     if nodes is not None and not 2 <= nodes <= LARGEST_TREE + 1:
@@ -313,6 +313,7 @@ def check(server_args: Any) -> None:
         raise OptionError("hdtool drafts in SGLang on one machine without pipeline parallelism: use --pp-size 1")
     if options.tp_size > 1 and settings.decoding.keeps_history:
         raise OptionError(
-            f"history {settings.decoding.history} in {VARIABLE} with --tp-size {options.tp_size}: the ranks must draft "
+            f"history {settings.decoding.history} in {SETTINGS_VARIABLE} "
+            f"with --tp-size {options.tp_size}: the ranks must draft "
             "the same, but would read the store at different times; use history memory or none"
         )

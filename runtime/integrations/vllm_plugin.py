@@ -14,13 +14,13 @@ from typing import Any
 
 LOGGER = logging.getLogger("vllm.hdtool")
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
-METHOD = "custom_class"
-PLUGIN = "hdtool"
+CUSTOM_CLASS_METHOD = "custom_class"
+PLUGIN_NAME = "hdtool"
 """The name of the entry point."""
 REQUEST_V2 = "VLLM_USE_V2_MODEL_RUNNER"
-REFUSED = f"speculative method '{METHOD}'"
+REFUSED_FEATURE = f"speculative method '{CUSTOM_CLASS_METHOD}'"
 """What vLLM lists among the features that V2 does not support."""
-UNSUPPORTED, FACTORY = "_get_v2_model_runner_unsupported_features", "init_speculator"
+CHECK_FUNCTION, FACTORY_FUNCTION = "_get_v2_model_runner_unsupported_features", "init_speculator"
 
 
 def register() -> None:
@@ -33,8 +33,8 @@ def register() -> None:
         from vllm.config.vllm import VllmConfig
         from vllm.v1.worker.gpu import spec_decode
 
-        allow(VllmConfig)
-        build(spec_decode)
+        patch_config_check(VllmConfig)
+        patch_speculator_factory(spec_decode)
     except (ImportError, AttributeError) as error:
         LOGGER.error(
             "hdtool cannot draft in Model Runner V2 of this vLLM (%s): unset %s, and vLLM chooses V1",
@@ -44,24 +44,26 @@ def register() -> None:
 
 
 def is_ours(vllm_config: Any) -> bool:
-    """Whether vLLM's configuration names hdtool's drafter."""
+    """Return True if vLLM's configuration names hdtool's drafter."""
     speculation = vllm_config.speculative_config
-    return speculation is not None and speculation.method == METHOD and speculation.model == PROPOSER
+    return speculation is not None and speculation.method == CUSTOM_CLASS_METHOD and speculation.model == PROPOSER
 
 
-def allow(config_class: Any) -> None:
+def patch_config_check(config_class: Any) -> None:
     """Have the check of the configuration accept hdtool's drafter in V2."""
-    unsupported: Callable[[Any], list[str]] = getattr(config_class, UNSUPPORTED)
+    unsupported: Callable[[Any], list[str]] = getattr(config_class, CHECK_FUNCTION)
 
     def without_ours(vllm_config: Any) -> list[str]:
-        return [feature for feature in unsupported(vllm_config) if feature != REFUSED or not is_ours(vllm_config)]
+        return [
+            feature for feature in unsupported(vllm_config) if feature != REFUSED_FEATURE or not is_ours(vllm_config)
+        ]
 
-    _replace(config_class, UNSUPPORTED, without_ours)
+    _replace(config_class, CHECK_FUNCTION, without_ours)
 
 
-def build(factories: Any) -> None:
+def patch_speculator_factory(factories: Any) -> None:
     """Have the factory of V2's speculators build hdtool's; the runner imports the factory after this."""
-    others: Callable[..., Any] = getattr(factories, FACTORY)
+    others: Callable[..., Any] = getattr(factories, FACTORY_FUNCTION)
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not is_ours(vllm_config):
@@ -70,7 +72,7 @@ def build(factories: Any) -> None:
 
         return HierarchySpeculator(vllm_config, device, req_states)
 
-    _replace(factories, FACTORY, init_speculator)
+    _replace(factories, FACTORY_FUNCTION, init_speculator)
 
 
 def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import reason_of
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
 from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors
@@ -166,12 +166,12 @@ class CapturedPasses:
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
         """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees, combined_want(wants))
+                start = self.steps.prepared(cache, trees, combined_options(wants))
             except Exception as error:  # model code that cannot be captured raises many kinds
                 self._give_up(reason_of(error))
         if start is None:
@@ -187,9 +187,11 @@ class CapturedPasses:
         return self.steps.wait(), *running
 
 
-def combined_want(wants: Sequence[Want]) -> Want:
+def combined_options(wants: Sequence[PassOptions]) -> PassOptions:
     """Combine what is wanted of a pass over several trees."""
-    return Want(most_ranked=max((want.most_ranked for want in wants), default=0), root=any(want.root for want in wants))
+    return PassOptions(
+        max_ranked=max((want.max_ranked for want in wants), default=0), root=any(want.root for want in wants)
+    )
 
 
 def reserved_positions(target: Target) -> int:

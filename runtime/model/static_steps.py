@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
+from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
@@ -237,7 +237,7 @@ class StaticSteps:
         return self._clock.seconds()
 
     def prepared(
-        self, cache: Cache, trees: Sequence[DraftTree], want: Want = LOGITS_ALONE
+        self, cache: Cache, trees: Sequence[DraftTree], want: PassOptions = LOGITS_ONLY
     ) -> Callable[[], list[Verified]]:
         """Return the function that starts the verification of trees; capture the step first if its shape is new.
 
@@ -264,7 +264,7 @@ class StaticSteps:
         return lambda: self._run(steps[shape], buffers, cache, trees, rows, want)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, want: Want
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, want: PassOptions
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -336,7 +336,7 @@ class _Buffers:
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, slots: int, rows: int, want: Want) -> Callable[[int, int], Verified]:
+    def received(self, slots: int, rows: int, want: PassOptions) -> Callable[[int, int], Verified]:
         """Send the outcome of so many rows in each slot to the host; the function gives some of them.
 
         Ranking is no part of the captured step, of which there would be one for each number of tokens. The host
@@ -344,7 +344,7 @@ class _Buffers:
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if k := min(want.most_ranked, MAX_RANKED, logits.shape[1]):
+        if k := min(want.max_ranked, MAX_RANKED, logits.shape[1]):
             end += number * k + -(-number * k // 2)
             best = logits[:number].topk(k)
             for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.engine import PassLog, Verified, Want
+from hdtool.runtime.engine import PassLog, PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
 from hdtool.runtime.model.cache.replay_slots import Place, ReplayCache, ReplaySlot
 from hdtool.runtime.model.cache.slots import Cache, Slot
@@ -51,7 +51,9 @@ class CompiledPasses(Protocol):
         """
         ...
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
+    def verify(
+        self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
+    ) -> list[Verified] | None:
         """Verify a tree in each of the first slots."""
         ...
 

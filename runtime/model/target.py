@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
@@ -238,7 +238,7 @@ class Target:
             sequence.kv.clear_from(end)  # their passes read past the context
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         """Verify one tree in each of the first slots, all in one pass: a row of logits for its root and each node.
 
         They are valid until the next call. A captured step may still run when this returns: ``wait`` waits for it.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import TRAINED
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
@@ -164,7 +164,7 @@ class LeadingTarget(Target):
         self._broadcast("prefill", cache, slot, list(tokens), start, room)
         return super().prefill(cache, slot, tokens, start, room=room)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         self._broadcast("verify", cache, list(trees))
         return super().verify(cache, trees)
 

@@ -1,4 +1,4 @@
-"""Random draws keyed by seed, position and token, from what top-k, top-p and min-p leave."""
+"""Random draws keyed by seed, position and token, after top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hdtool.runtime.kernels.topk import argmax_of, write_topk
 from hdtool.runtime.kernels.vector_code import LANES, exponentiate
 
 U64 = np.uint64
-BLOCK = 64
+RACE_BLOCK = 64
 """Tokens that are compared with the earliest one so far at once."""
 U64_MAX = 2**64 - 1
-STRIDE = U64(0x9E3779B97F4A7C15)
+SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
 """The increment of SplitMix64 (Steele et al., 2014): its n-th number is a hash of start + n strides."""
 
 
@@ -58,9 +58,9 @@ def _hashed(number: Any) -> Any:
 
 
 @compiled
-def start_of(seed: Any, position: Any) -> Any:
+def stream_start(seed: Any, position: Any) -> Any:
     """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
-    return _hashed(_hashed(seed + STRIDE) + U64(position) * STRIDE)
+    return _hashed(_hashed(seed + SPLITMIX_STRIDE) + U64(position) * SPLITMIX_STRIDE)
 
 
 @compiled
@@ -71,9 +71,9 @@ def _uniform(number: Any) -> Any:
 @compiled
 def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
     numbers = np.empty(tokens)
-    number = start_of(seed, position)
+    number = stream_start(seed, position)
     for token in range(tokens):
-        number += STRIDE
+        number += SPLITMIX_STRIDE
         numbers[token] = _uniform(number)
     return numbers
 
@@ -81,29 +81,29 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 @compiled
 def time_of(start: Any, token: Any) -> Any:
     """The exponential time of a token in the stream of a position, for a probability of 1."""
-    return -np.log1p(-_uniform(start + U64(token + 1) * STRIDE))
+    return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
 
 
 @compiled
 def sample(seed: Any, position: Any, probabilities: Any) -> Any:
     winner, earliest = -1, np.inf
-    for first in range(0, probabilities.shape[0], BLOCK):
-        weights = probabilities[first : first + BLOCK]
-        winner, earliest = race_block(start_of(seed, position), first, weights, winner, earliest)
+    for first in range(0, probabilities.shape[0], RACE_BLOCK):
+        weights = probabilities[first : first + RACE_BLOCK]
+        winner, earliest = race_block(stream_start(seed, position), first, weights, winner, earliest)
     return winner
 
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
     """The winner of a race with the tokens from the ``first`` one on, and its time; ``start`` is that of the stream."""
-    number = start + U64(first) * STRIDE
+    number = start + U64(first) * SPLITMIX_STRIDE
     early = 0
     # Branch-free, so that the compiler uses vectors: hardly any block has a token that may win.
     for place in range(weights.shape[0]):
-        early += _uniform(number + U64(place + 1) * STRIDE) < weights[place] * earliest
+        early += _uniform(number + U64(place + 1) * SPLITMIX_STRIDE) < weights[place] * earliest
     if early > 0:
         for place in range(weights.shape[0]):
-            time = _time_before(earliest, number + U64(place + 1) * STRIDE, weights[place])
+            time = _time_before(earliest, number + U64(place + 1) * SPLITMIX_STRIDE, weights[place])
             if time < earliest:
                 winner, earliest = first + place, time
     return winner, earliest
@@ -123,7 +123,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
     Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
     """
-    start, winner = start_of(seed, position), -1
+    start, winner = stream_start(seed, position), -1
     while True:
         winner = _winner_before(start, tokens, weights, winner)
         if winner < 0:
@@ -142,27 +142,27 @@ def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
     winner, earliest = -1, np.inf
     for place in range(tokens.shape[0]):
         if border < 0 or _is_before(tokens, weights, place, border):
-            time = _time_before(earliest, start + U64(tokens[place] + 1) * STRIDE, weights[place])
+            time = _time_before(earliest, start + U64(tokens[place] + 1) * SPLITMIX_STRIDE, weights[place])
             if time < earliest:
                 winner, earliest = place, time
     return winner
 
 
 @compiled
-def _is_before(tokens: Any, weights: Any, place: Any, other: Any) -> Any:
-    return weights[place] > weights[other] or (weights[place] == weights[other] and tokens[place] > tokens[other])
+def _is_before(tokens: Any, weights: Any, place: Any, than: Any) -> Any:
+    return weights[place] > weights[than] or (weights[place] == weights[than] and tokens[place] > tokens[than])
 
 
-MOST_BY_MAXIMA = 128
+MAX_TOP_K_BY_MAXIMA = 128
 """The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
 ALL_TOKENS = np.empty(0, np.int64)
-NOT_FINITE, UNKNOWN = -1, -2
+NOT_FINITE, UNDECIDED = -1, -2
 """In place of a token: the highest score is NaN or infinite; the token depends on others."""
-INFINITE = 0x7F800000
+INFINITY_BITS = 0x7F800000
 """The bits of infinity."""
-CERTAINLY = 0.999
+ROUNDING_MARGIN = 0.999
 """Less than 1 by more than rounding."""
-NAMES = {
+WARPER_OPTIONS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
@@ -177,7 +177,7 @@ class Draws(NamedTuple):
     seed: Any
     temperature: Any
     top_k: int
-    """0 keeps all; at most ``MOST_BY_MAXIMA``, except for a winner among any tokens."""
+    """0 keeps all; at most ``MAX_TOP_K_BY_MAXIMA``, except for a winner among any tokens."""
     top_p: float
     min_p: float
 
@@ -200,22 +200,22 @@ class Truncation:
     def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
         """The processors before the truncation that a list of them ends with, and this truncation."""
         before, options = list(processors), {}
-        for kind, name in reversed(NAMES.items()):
+        for kind, name in reversed(WARPER_OPTIONS.items()):
             if before and type(before[-1]) is kind and keeps_one(before[-1]):
                 options[name] = getattr(before.pop(), name)
         return before, cls(**options)
 
     def compile(self, race: ExponentialRace) -> None:
         """Compile what a draw uses, or load it from the cache, before the first step."""
-        alike = replace(self, top_k=min(self.top_k, MOST_BY_MAXIMA + 1))
-        scores = np.ones(MOST_BY_MAXIMA + 2, np.float32)
+        alike = replace(self, top_k=min(self.top_k, MAX_TOP_K_BY_MAXIMA + 1))
+        scores = np.ones(MAX_TOP_K_BY_MAXIMA + 2, np.float32)
         alike.draw(race, 0, scores)
         alike.winner(race, 0, scores)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all of it is done by compiled code."""
-        return self.top_k <= MOST_BY_MAXIMA
+        """True if all of it is done by compiled code."""
+        return self.top_k <= MAX_TOP_K_BY_MAXIMA
 
     def draws(self, race: ExponentialRace) -> Draws:
         return Draws(race.seed, np.float32(self.temperature), self.top_k, float(self.top_p), float(self.min_p))
@@ -235,7 +235,7 @@ class Truncation:
         return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
 
     def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
-        """The token that is drawn among any tokens that include it; ``UNKNOWN`` if it depends on them."""
+        """The token that is drawn among any tokens that include it; ``UNDECIDED`` if it depends on them."""
         return int(winner_among_any(position, scores, self.draws(race)))
 
 
@@ -243,7 +243,7 @@ class Truncation:
 @compiled
 def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
     """The token drawn at a position; see ``Truncation.draw``."""
-    best, is_finite = argmax_of(scores.view(np.int32), INFINITE)
+    best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
     if 0 < draws.top_k < len(scores):
@@ -256,7 +256,7 @@ def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
 @compiled
 def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
     """The winner among all tokens, if it is kept when some of the others are forbidden."""
-    best, is_finite = argmax_of(scores.view(np.int32), INFINITE)
+    best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
     winner = _draw_by_temperature(position, scores, scores[best], draws)
@@ -267,26 +267,26 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
         before += scores[token] > scores[winner]
     is_kept = draws.top_p >= 1 and (draws.top_k == 0 or before < draws.top_k)
     weight = np.exp((scores[winner] - scores[best]) / draws.temperature)
-    return winner if is_kept and weight >= draws.min_p else UNKNOWN
+    return winner if is_kept and weight >= draws.min_p else UNDECIDED
 
 
 @compiled
 def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
-    """The same with a temperature alone: weights are computed block by block and not kept."""
-    start, winner, earliest = start_of(draws.seed, position), -1, np.inf
-    weights = np.empty(BLOCK, np.float32)
-    for first in range(0, len(scores), BLOCK):
-        part = scores[first : first + BLOCK]
+    """Draw with a temperature alone, computing weights block by block without storing them."""
+    start, winner, earliest = stream_start(draws.seed, position), -1, np.inf
+    weights = np.empty(RACE_BLOCK, np.float32)
+    for first in range(0, len(scores), RACE_BLOCK):
+        part = scores[first : first + RACE_BLOCK]
         for place in range(len(part)):
             weights[place] = (part[place] - highest) / draws.temperature
-        exponentiate(weights.ctypes.data, BLOCK, np.float32(0))
+        exponentiate(weights.ctypes.data, RACE_BLOCK, np.float32(0))
         winner, earliest = race_block(start, first, weights[: len(part)], winner, earliest)
     return winner
 
 
 @compiled
 def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
-    """The same with top-p or min-p, or among some tokens."""
+    """Draw with top-p or min-p, or among given tokens."""
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
@@ -297,16 +297,16 @@ def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: 
         return sample_among(draws.seed, position, among, weights, np.inf)
     total = _total(padded)
     # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
-    least = max(draws.min_p, CERTAINLY * (1 - draws.top_p) * total / len(weights))
+    min_weight = max(draws.min_p, ROUNDING_MARGIN * (1 - draws.top_p) * total / len(weights))
     tokens, likely = np.empty(len(weights) + 1, np.int64), 0
     for token in range(len(weights)):
         # Branch-free: always written, counted only if it qualifies.
         tokens[likely] = token
-        likely += weights[token] >= least
+        likely += weights[token] >= min_weight
     kept = np.empty(likely, np.float32)
     for place in range(likely):
         kept[place] = weights[tokens[place]]
-    _name(tokens[:likely], among)
+    _indices_to_tokens(tokens[:likely], among)
     return sample_among(draws.seed, position, tokens[:likely], kept, _nucleus(total, draws))
 
 
@@ -328,7 +328,7 @@ def _nucleus(total: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
-    """The same with a small k."""
+    """Draw with top-k where k is small."""
     top_k = draws.top_k
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
     # Not the array of this kind in ``topk.py``: to compiled code, that one is a constant and of another type.
@@ -349,12 +349,12 @@ def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among:
         if weight >= draws.min_p:
             tokens[kept], weights[kept] = tokens[place], weight
             kept += 1
-    _name(tokens[:kept], among)
+    _indices_to_tokens(tokens[:kept], among)
     return sample_among(draws.seed, position, tokens[:kept], weights[:kept], _nucleus(total, draws))
 
 
 @compiled
-def _name(places: Any, among: Any) -> None:
+def _indices_to_tokens(places: Any, among: Any) -> None:
     """Replace places in the list of tokens among which one is drawn by these tokens."""
     if len(among) > 0:
         for place in range(len(places)):
@@ -368,7 +368,7 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
     It is -1 if the highest of all scores is not finite.
     """
     row = array_at(address, vocabulary, np.float32)
-    if not argmax_of(row.view(np.int32), INFINITE)[1]:
+    if not argmax_of(row.view(np.int32), INFINITY_BITS)[1]:
         return -1
     count = 0
     for place in range(min(len(bits), -(-vocabulary // 8))):
@@ -382,5 +382,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Whether a processor forbids tokens by minus infinity alone, and may leave a single one."""
+    """Return True if a processor forbids tokens by minus infinity alone, and may leave a single one."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -25,9 +25,9 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.sampling.draws import (
-    NAMES,
     NOT_FINITE,
-    UNKNOWN,
+    UNDECIDED,
+    WARPER_OPTIONS,
     Draws,
     ExponentialRace,
     Truncation,
@@ -56,7 +56,7 @@ class Mask(Protocol):
 
 
 KEEP_THE_BEST = (
-    *NAMES,
+    *WARPER_OPTIONS,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -88,9 +88,9 @@ class Sampler:
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
-        """Whether the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
+        """True if the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
         self.takes_the_only_token = self._takes_the_only_token()
-        """Whether a token is chosen whatever the logits are if a mask forbids all others."""
+        """True if a token is chosen whatever the logits are if a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
         self.seed = None if self._greedy else config.seed
         """The seed of the draws; None if the arg-max is chosen."""
@@ -104,7 +104,7 @@ class Sampler:
         self.first_mask = self._only_mask(padding)
         """What comes before the choice, if it is one mask and nothing else."""
         self.walks = self.only_argmax or (self._greedy and self.first_mask is not None)
-        """Whether each token is the arg-max of its logits, or of those that a mask allows."""
+        """True if each token is the arg-max of its logits, or of those that a mask allows."""
         self.draws = self._own_draws()
         """What each token is drawn by, if the draw reads its logits as they are or a mask is all that comes before."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -117,12 +117,12 @@ class Sampler:
         """Where greedy acceptance writes the tokens and nodes of a step."""
         if self.draws:
             compile_drawn_walks(self.draws, self.walked)
-        self.most_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0
+        self.max_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0
         """How many of the highest logits of a row decide which token is drawn; 0 if all do."""
-        self.draws_by_row = not (self._greedy or self.before or self.most_ranked)
-        """Whether each draw reads all logits of its row, as they are."""
+        self.draws_by_row = not (self._greedy or self.before or self.max_ranked)
+        """True if each draw reads all logits of its row, as they are."""
         self.overflowed = False
-        """Whether the highest logit of any row used so far was NaN or infinite."""
+        """True if the highest logit of any row used so far was NaN or infinite."""
 
     def _only_mask(self, padding: Sequence[int]) -> Mask | None:
         if len(self.before) != 1 or padding:
@@ -137,7 +137,9 @@ class Sampler:
 
     def _takes_the_only_token(self) -> bool:
         first, *others = self._processors or (None,)
-        return isinstance(first, Mask) and all(type(other) in KEEP_THE_BEST and keeps_one(other) for other in others)
+        return isinstance(first, Mask) and all(
+            type(processor) in KEEP_THE_BEST and keeps_one(processor) for processor in others
+        )
 
     def chooser(
         self,
@@ -192,7 +194,7 @@ class Sampler:
         vocabulary, row = len(row), row.contiguous()
         if not self._greedy:
             winner = self._truncation.winner(self._race, len(self.context), row.numpy())
-            if winner == NOT_FINITE or (winner != UNKNOWN and mask.allowed(self.context, [winner])):
+            if winner == NOT_FINITE or (winner != UNDECIDED and mask.allowed(self.context, [winner])):
                 return winner
         if len(self._allowed[0]) < vocabulary:
             self._allowed = np.empty(vocabulary, np.int64), np.empty(vocabulary, np.float32)
@@ -219,15 +221,15 @@ class Sampler:
         return self.processed(logits, self._processors)
 
     def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
-        """The same after some of the processors."""
+        """One row of logits after the given processors, given the context so far."""
         if not processors:
             return logits
-        ids, found = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
+        ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
         # A LogitsProcessorList would inspect the signature of each of them, which takes longer than most of them do.
         with torch.no_grad():  # not inference mode: a processor may keep tensors and use them outside
             for processor in processors:
-                found = processor(ids, cast(torch.FloatTensor, found))
-        return found[0]
+                scores = processor(ids, cast(torch.FloatTensor, scores))
+        return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
         """The token chosen by scores that the processors ``before`` have made, or ``NOT_FINITE``."""

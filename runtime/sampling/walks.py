@@ -1,6 +1,6 @@
-"""Walks down a verified tree, each in one compiled call: by arg-max, or by drawn tokens.
+"""Compiled walks down a verified tree, by arg-max or by drawn tokens.
 
-A device sends the highest scores with each pass, so that no draw waits for all scores of its row.
+On a device, the highest scores of each row come with the pass, so that no draw waits for all scores of its row.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, exponentiate
 from hdtool.runtime.sampling.draws import (
     ALL_TOKENS,
     NOT_FINITE,
-    UNKNOWN,
+    UNDECIDED,
     Draws,
     draw_from_kept,
     draw_row,
     sample_among,
     winner_among_any,
 )
-from hdtool.runtime.tree import OPEN, ROOT, DraftTree, descend
+from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree, descend
 
 
 def ranked_for(draws: Draws) -> int:
@@ -66,7 +66,7 @@ def walk_ranked(
         token = draw_ranked(position + place, vocabulary, tokens[node + 1], scores[node + 1], draws)
         if token == NOT_FINITE:
             return place, False
-        if token == UNKNOWN:
+        if token == UNDECIDED:
             return place, True
         node = descend(walked, place, drafted, parents, node, token)
         if node == ROOT:
@@ -76,13 +76,13 @@ def walk_ranked(
 
 @compiled
 def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws: Any) -> Any:
-    """The token that ``draw_row`` draws from a row whose highest scores these are; ``UNKNOWN`` if others decide."""
+    """The token that ``draw_row`` draws from a row whose highest scores these are; ``UNDECIDED`` if others decide."""
     known, top_k = len(tokens), draws.top_k
     if not np.isfinite(scores[0]):
         return NOT_FINITE
     if 0 < top_k < vocabulary:
         if top_k >= known or scores[top_k] == scores[top_k - 1]:
-            return UNKNOWN
+            return UNDECIDED
         return draw_from_kept(position, tokens[:top_k].copy(), scores[:top_k], scores[0], ALL_TOKENS, draws)
     padded = np.empty(-(-known // LANES) * LANES, np.float32)
     for place in range(known):
@@ -93,7 +93,7 @@ def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws:
     while kept < known and padded[kept] >= draws.min_p:
         kept += 1
     if draws.top_p < 1 or (kept == known and known < vocabulary):
-        return UNKNOWN
+        return UNDECIDED
     return sample_among(draws.seed, position, tokens[:kept], padded[:kept], np.inf)
 
 
@@ -137,8 +137,8 @@ def walk_draws(
     node, among = ROOT, np.empty(0, np.int64)
     for place in range(longest):
         row = array_at(address + (node + 1) * stride * ITEM_SIZE, vocabulary, np.float32)
-        token = certain[node + 1] if len(certain) > 0 else OPEN
-        if token != OPEN:
+        token = certain[node + 1] if len(certain) > 0 else UNDETERMINED
+        if token != UNDETERMINED:
             token = token if np.isfinite(row[token]) else NOT_FINITE
         elif is_masked:
             token = winner_among_any(position + place, row, draws)
@@ -146,7 +146,7 @@ def walk_draws(
             token = draw_row(position + place, row, among, draws)
         if token == NOT_FINITE:
             return place, False
-        if token == UNKNOWN:
+        if token == UNDECIDED:
             return place, True
         node = descend(walked, place, drafted, parents, node, token)
         if node == ROOT:
@@ -174,8 +174,8 @@ def walk_argmax(
     """
     node = ROOT
     for place in range(longest):
-        token = certain[node + 1] if len(certain) > 0 else OPEN
-        if token == OPEN:
+        token = certain[node + 1] if len(certain) > 0 else UNDETERMINED
+        if token == UNDETERMINED:
             token, finite = argmax_of_row(address, stride, vocabulary, infinity, node + 1)
         else:
             finite = is_finite(address, stride, infinity, node + 1, token)

@@ -1,19 +1,17 @@
-"""The corpus index: what follows the last tokens of a context in a corpus.
+"""The corpus index: sharded suffix arrays of a tokenized corpus, and the ranges that draft trees follow in them.
 
-For each node and n-gram order, the matches of the node's last so many tokens are a range of suffixes in
-each shard. The range of a child lies within its parent's of the order below, so no search starts from the
-heads table but that of order 1; the root's ranges are narrowed by the tokens that are emitted.
+A suffix array holds the positions of all tokens, sorted by the text from there on. All matches of a context are
+adjacent and sorted by their continuations, so one pass over them grows the tree of continuations with its counts.
 
-Where a node needed no lower order than the longest, its children have no range of a lower order to lie within. They
-lie within its longest one, if all followers of that were read: then text that the corpus holds word for word is
-followed as far as it goes.
+For each node and n-gram order, the matches of the node's last tokens are a range of suffixes in each shard. A child's
+range lies within its parent's range of the next lower order, so only order 1 searches the heads table. Emitted tokens
+narrow the root's ranges.
 
-A few followers of a range are sampled, evenly spread. As its suffixes are sorted, so are the followers,
-and they give the range of each child, exactly or within a few suffixes.
+A node that needed no order but the longest leaves its children no lower range. They lie within its longest one if all
+of its followers were read, so text that the corpus holds verbatim is followed to its end.
 
-Shards of a tokenized corpus, each with a suffix array: the positions of all tokens, sorted by the text
-from there on. All matches of a context lie side by side in it, sorted by their continuations, so one pass
-over them grows the tree of continuations with its counts.
+A few evenly spread followers of a range are sampled. They are sorted like the suffixes, so they give the range of each
+child, exactly or within a few suffixes.
 """
 
 from __future__ import annotations
@@ -42,32 +40,32 @@ from hdtool.runtime.stores.suffix_search import (
     ShardPlace,
     Shards,
     find_longest,
-    headed,
-    narrowed,
+    head_range,
+    narrow_range,
     read_followers,
+    sample_index,
     sample_matches,
     sample_step,
-    sampled,
     sampled_prefixes_in,
     shards_at,
 )
 from hdtool.runtime.tree import LARGEST_TREE
 
 LONGEST_RANGE = 6
-SAMPLES = 64
-FEWEST_SAMPLES = 16
+MAX_SAMPLES = 64
+MIN_SAMPLES = 16
 """The most followers that are sampled of a range, and the fewest of one that has as many."""
-ROWS = LARGEST_TREE + 1
-LOW, HIGH = range(2)
+RANGE_ROWS = LARGEST_TREE + 1
+RANGE_LOW, RANGE_HIGH = range(2)
 
 RANGES = np.dtype(
     [
         # By node, row 0 being the root, and order.
-        ("samples", np.int32, (ROWS, LONGEST_RANGE + 1, SAMPLES)),  # by shard and suffix; end tokens, too
-        ("read", np.int64, (ROWS, LONGEST_RANGE + 1)),  # the number of samples; 0 before they are read
-        ("beyond", np.int64, ROWS),  # tokens that the range of the longest order matches besides its order
-        ("lowest", np.int64, ROWS),  # the ranges of lower orders were not worth a lookup
-        ("matches", np.int64, (2, SAMPLES)),  # of the range that is sampled
+        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; end tokens, too
+        ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # the number of samples; 0 before they are read
+        ("beyond", np.int64, RANGE_ROWS),  # tokens that the range of the longest order matches besides its order
+        ("lowest", np.int64, RANGE_ROWS),  # the ranges of lower orders were not worth a lookup
+        ("matches", np.int64, (2, MAX_SAMPLES)),  # of the range that is sampled
         ("at", np.int64),  # address of the ranges of suffixes, by node, order and shard
         ("shards", np.int64, (5, 3)),  # addresses of the index
     ],
@@ -87,7 +85,7 @@ def no_shards() -> Shards:
 def range_record(shards: Shards) -> tuple[Ints, Ints]:
     """Memory for the ranges of a tree and the places that it points to; these and the shards must outlive it."""
     record = np.zeros(1, RANGES)
-    places = np.zeros((ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
+    places = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
     record["lowest"] = 1
     record["at"], record["shards"] = places.ctypes.data, shards.addresses()
     return record, places
@@ -96,7 +94,7 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
 @compiled
 def places_of(ranges: Any) -> Ints:
     """The ranges of suffixes by node, order and shard."""
-    return array_at(ranges.at, (ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
+    return array_at(ranges.at, (RANGE_ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
@@ -110,23 +108,25 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
     follows = order == LONGEST_RANGE and only_longest(ranges, above)
     below = order if follows else order - 1
     known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or below >= ranges.lowest[above])
-    found = size_of(ranges, above, below) if known and order > 1 else 0
+    num_matches = size_of(ranges, above, below) if known and order > 1 else 0
     sample, before = 0, 0
     for shard in range(len(shards.places)):
         low: Any = np.int64(0)
         high: Any = np.int64(0)
         if known and order == 1:
-            low, high = headed(shards, shard, token)
+            low, high = head_range(shards, shard, token)
         elif known:
-            start = places[above, below, shard, LOW]
-            size = places[above, below, shard, HIGH] - start
-            low, first, last, high, sample = _bracket(ranges, above, below, found, before, size, sample, token)
-            if ranges.read[above, below] < found:
-                low, high = narrowed(shards, shard, tail, order, start + low, start + first, start + last, start + high)
+            start = places[above, below, shard, RANGE_LOW]
+            size = places[above, below, shard, RANGE_HIGH] - start
+            low, first, last, high, sample = _bracket(ranges, above, below, num_matches, before, size, sample, token)
+            if ranges.read[above, below] < num_matches:
+                low, high = narrow_range(
+                    shards, shard, tail, order, start + low, start + first, start + last, start + high
+                )
             else:
                 low, high = start + low, start + high
             before += size
-        places[node, order, shard, LOW], places[node, order, shard, HIGH] = low, high
+        places[node, order, shard, RANGE_LOW], places[node, order, shard, RANGE_HIGH] = low, high
     ranges.read[node, order] = 0
     if order == LONGEST_RANGE:
         ranges.beyond[node] = ranges.beyond[above] + 1 if follows else 0
@@ -134,13 +134,13 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Whether a node has no range but that of the longest order, of which all followers were read."""
+    """Return True if a node has no range but that of the longest order, of which all followers were read."""
     if ranges.lowest[node] > LONGEST_RANGE:
         return False
     if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
         return False
-    found = size_of(ranges, node, LONGEST_RANGE)
-    return bool(0 < found == ranges.read[node, LONGEST_RANGE])
+    num_matches = size_of(ranges, node, LONGEST_RANGE)
+    return bool(0 < num_matches == ranges.read[node, LONGEST_RANGE])
 
 
 @compiled
@@ -148,24 +148,25 @@ def size_of(ranges: Any, node: int, order: int) -> int:
     """The number of matches in a range, over all shards."""
     places, size = places_of(ranges), 0
     for shard in range(places.shape[2]):
-        size += places[node, order, shard, HIGH] - places[node, order, shard, LOW]
+        size += places[node, order, shard, RANGE_HIGH] - places[node, order, shard, RANGE_LOW]
     return size
 
 
 @compiled
 def _bracket(
-    ranges: Any, node: int, order: int, found: int, before: int, size: int, sample: int, token: int
+    ranges: Any, node: int, order: int, num_matches: int, before: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
     """Where in a shard's part of a range the samples allow ``token``: it begins from ``low`` to ``first``, and
     ends from ``last`` to ``high``. The last value is the first sample of the next shard.
 
-    The part begins ``before`` matches into the whole of ``found``. If all matches were read, low and high are exact.
+    The part begins ``before`` matches into the whole of ``num_matches``. If all matches were read,
+    low and high are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
-    step = sample_step(found, read)
-    while sample < read and sampled(sample, step) < before + size:
-        at, follower = sampled(sample, step) - before, ranges.samples[node, order, sample]
+    step = sample_step(num_matches, read)
+    while sample < read and sample_index(sample, step) < before + size:
+        at, follower = sample_index(sample, step) - before, ranges.samples[node, order, sample]
         if follower < token:
             low = at + 1
         elif follower > token:
@@ -179,19 +180,19 @@ def _bracket(
 
 
 @compiled
-def read_samples(corpus: Ints, ranges: Any, node: int, order: int, found: int, most: int) -> None:
-    """Read up to ``most`` followers of a range of ``found`` matches."""
+def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
+    """Read up to ``max_samples`` followers of a range of ``num_matches`` matches."""
     shards = shards_at(corpus, ranges.shards)
-    read = min(found, most)
+    read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
     length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
-    sample_matches(shards, places_of(ranges)[node, order], length, found, matches)
+    sample_matches(shards, places_of(ranges)[node, order], length, num_matches, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
 
 
 @compiled
-def tally(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
+def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
     """Count the samples of each token; the number of different tokens."""
     end, distinct, at = ranges.shards[2, 2] - 1, 0, 0
     for sample in range(ranges.read[node, order]):
@@ -216,7 +217,7 @@ class CorpusSearch(Uncopyable):
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self._record, self._places = range_record(shards)
-        self._tokens, self._counts = np.empty(SAMPLES, np.int64), np.empty(SAMPLES, np.int64)
+        self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
         """Move to the end of a context."""
@@ -231,10 +232,10 @@ class CorpusSearch(Uncopyable):
     def followers(self, order: int) -> tuple[int, dict[int, int]]:
         """How often the last ``order`` tokens occur, and how often each token follows; estimated if many do."""
         ranges = self._record[0]
-        found, distinct = size_of(ranges, 0, order), tally(ranges, 0, order, self._tokens, self._counts)
+        num_matches, distinct = size_of(ranges, 0, order), count_followers(ranges, 0, order, self._tokens, self._counts)
         read = max(1, int(ranges["read"][0, order]))
-        counts = (self._counts[:distinct] * found // read).tolist()
-        return found, dict(zip(self._tokens[:distinct].tolist(), counts, strict=True))
+        counts = (self._counts[:distinct] * num_matches // read).tolist()
+        return num_matches, dict(zip(self._tokens[:distinct].tolist(), counts, strict=True))
 
 
 @compiled
@@ -246,15 +247,15 @@ def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
     for order in range(LONGEST_RANGE, 0, -1):
         found = size_of(ranges, 0, order)
         if found > 0:
-            read_samples(corpus, ranges, 0, order, found, SAMPLES)
+            read_samples(corpus, ranges, 0, order, found, MAX_SAMPLES)
 
 
 KIND = "corpus"
 LONGEST_CONTEXT = 16
-DEPTH = 10
+CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
-WIDE = np.dtype(np.int64)  # numpy takes a dtype four times as fast as a class
+INT64 = np.dtype(np.int64)  # numpy takes a dtype four times as fast as a class
 
 
 class Continuations(NamedTuple):
@@ -262,7 +263,7 @@ class Continuations(NamedTuple):
 
     matched: int
     """Length of that suffix."""
-    found: int
+    num_matches: int
     """Number of its matches."""
     nodes: Ints
     """A column for each node; every parent stands before its children."""
@@ -329,36 +330,36 @@ class CorpusIndex(Uncopyable):
         if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
-    def after(self, context: Sequence[int] | Ints, most: int = LARGEST_TREE) -> Continuations:
+    def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
         """The continuations of the longest suffix of ``context`` that the corpus holds."""
-        tail = np.asarray(context[-LONGEST_CONTEXT:], WIDE)
+        tail = np.asarray(context[-LONGEST_CONTEXT:], INT64)
         # Made from a whole tuple: a named one costs a quarter of a microsecond more from its fields.
-        return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, most))
+        return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
 
 
 @compiled
-def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, most: int) -> tuple[int, int, Ints]:
+def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) -> tuple[int, int, Ints]:
     """The fields of ``Continuations``."""
     shards = shards_at(tokens, addresses)
     matched, ranges = find_longest(shards, tail)
-    found = (ranges[:, 1] - ranges[:, 0]).sum()
-    matches = np.empty((2, min(found, MATCH_SAMPLES)), np.int64)
-    sample_matches(shards, ranges, matched, found, matches)
-    continuations = np.empty((DEPTH, matches.shape[1]), np.int32)
+    num_matches = (ranges[:, 1] - ranges[:, 0]).sum()
+    matches = np.empty((2, min(num_matches, MATCH_SAMPLES)), np.int64)
+    sample_matches(shards, ranges, matched, num_matches, matches)
+    continuations = np.empty((CONTINUATION_DEPTH, matches.shape[1]), np.int32)
     # Depth by depth: the first one waits for memory, for all matches at once; the others find it in the cache.
-    for depth in range(DEPTH):
+    for depth in range(CONTINUATION_DEPTH):
         read_followers(shards, matches, depth, continuations[depth])
     if len(ranges) > 1:
-        continuations = _in_order(continuations)
-    nodes = _tree(continuations, end, most)
-    if found > MATCH_SAMPLES:
+        continuations = _sorted_continuations(continuations)
+    nodes = _tree(continuations, end, max_nodes)
+    if num_matches > MATCH_SAMPLES:
         for node in range(nodes.shape[1]):
-            nodes[NODE_COUNT, node] = nodes[NODE_COUNT, node] * found // MATCH_SAMPLES
-    return matched, found, nodes
+            nodes[NODE_COUNT, node] = nodes[NODE_COUNT, node] * num_matches // MATCH_SAMPLES
+    return matched, num_matches, nodes
 
 
 @compiled
-def _in_order(continuations: Ints) -> Ints:
+def _sorted_continuations(continuations: Ints) -> Ints:
     """The columns, sorted by insertion: those of each shard are sorted already."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
@@ -377,22 +378,22 @@ def _in_order(continuations: Ints) -> Ints:
 
 
 @compiled
-def _precedes(continuations: Ints, one: int, other: int) -> bool:
+def _precedes(continuations: Ints, left: int, right: int) -> bool:
     for depth in range(len(continuations)):
-        if continuations[depth, one] != continuations[depth, other]:
-            return bool(continuations[depth, one] < continuations[depth, other])
+        if continuations[depth, left] != continuations[depth, right]:
+            return bool(continuations[depth, left] < continuations[depth, right])
     return False
 
 
 @compiled
-def _tree(continuations: Ints, end: int, most: int) -> Ints:
-    """The ``most`` most frequent nodes of the tree of sorted continuations.
+def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
+    """The ``max_nodes`` most frequent nodes of the tree of sorted continuations.
 
     Nodes that several continuations share are grown and sorted first. The nodes of one continuation alone
     fill up the tree in the order of the continuations: they are the greater part, and few are accepted.
     """
     longest, samples = continuations.shape
-    shared = _shared(continuations, end)
+    shared = _shared_lengths(continuations, end)
     grown = np.empty((3, samples * longest), np.int64)
     path = np.empty(longest + 1, np.int64)  # nodes of the last continuation: the next one shares a start of it
     path[0] = -1
@@ -408,15 +409,15 @@ def _tree(continuations: Ints, end: int, most: int) -> Ints:
             path[depth + 1] = size
             size += 1
         last[column] = path[max(shared[column], shared[column + 1])]
-    nodes = np.empty((3, most), np.int64)
+    nodes = np.empty((3, max_nodes), np.int64)
     moved = _by_count(grown[:, :size], samples, nodes)
-    kept = min(size, most)
+    kept = min(size, max_nodes)
     for column in range(samples):
-        if kept == most:
+        if kept == max_nodes:
             break
         parent = moved[last[column]]
         for depth in range(max(shared[column], shared[column + 1]), longest):
-            if kept == most or continuations[depth, column] == end:
+            if kept == max_nodes or continuations[depth, column] == end:
                 break
             nodes[NODE_TOKEN, kept] = continuations[depth, column]
             nodes[NODE_PARENT, kept] = parent
@@ -427,7 +428,7 @@ def _tree(continuations: Ints, end: int, most: int) -> Ints:
 
 
 @compiled
-def _shared(continuations: Ints, end: int) -> Ints:
+def _shared_lengths(continuations: Ints, end: int) -> Ints:
     """The length of the start that each continuation shares with the one before it; 0 at both ends."""
     longest, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
@@ -446,7 +447,7 @@ def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
     A counting sort takes one pass and keeps equals in order: a parent, which counts no less than its
     child and stands before it, stays before it.
     """
-    size, most = grown.shape[1], nodes.shape[1]
+    size, max_nodes = grown.shape[1], nodes.shape[1]
     starts = np.zeros(highest + 2, np.int32)  # for each count, where its nodes begin in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
@@ -460,7 +461,7 @@ def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
         to = starts[grown[NODE_COUNT, node]]
         starts[grown[NODE_COUNT, node]] += 1
         moved[node] = to
-        if to < most:
+        if to < max_nodes:
             nodes[NODE_TOKEN, to] = grown[NODE_TOKEN, node]
             nodes[NODE_PARENT, to] = moved[grown[NODE_PARENT, node]]
             nodes[NODE_COUNT, to] = grown[NODE_COUNT, node]

@@ -1,12 +1,12 @@
-"""The files of a history store: created, opened, lengthened, and made anew with some of their conversations.
+"""The files of a history store: create, open, lengthen, and rebuild them with some of their conversations.
 
-The layout is that of a token log, without blocks: conversations follow each other, each after a place without token
-and the tokens before it. Writers hold the lock of the conversations. What lies at or above the committed end is of an
-append that was killed; the next writer takes it off the chains.
+The layout is that of a token log without blocks: conversations follow each other, each after an empty place and the
+tokens before it. Writers hold the conversations' lock. Places at or above the committed end come from an append that
+was killed; the next writer unlinks them from the chains.
 
-A store is made anew when something is dropped, and when places would get too large numbers; when it grows, its files
-become longer. The caller holds the lock of the conversations meanwhile, so nothing is appended to files that are about
-to be replaced; other processes find the new manifest the next time they append or refresh.
+A store is rebuilt when conversations are dropped or place numbers would overflow; to grow, its files are lengthened.
+The caller holds the lock meanwhile, so nothing is appended to files that are about to be replaced. Other processes find
+the new manifest at their next append or refresh.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from hdtool.data.stores.manifest import (
 )
 from hdtool.data.stores.store_files import MANIFEST, create, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.stores.history_records import Conversation, Records, State
-from hdtool.runtime.stores.model_store import mixed
+from hdtool.runtime.stores.history_records import Records, StoredConversation, StoreState
+from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import (
-    BEFORE,
-    BLOCK,
-    CHAINED,
+    CHAIN_KEY_TOKENS,
     LOG,
+    LOG_BLOCK,
     NO_TOKEN,
+    PREVIOUS,
     TOKEN,
     TokenLog,
     chain_of,
@@ -59,13 +59,13 @@ from hdtool.runtime.stores.token_log import (
 
 PLACES_PER_CHAIN = 2
 """Two places share a chain if the ring is full, so that a place takes 10 bytes."""
-HEADER = 64
+CHAINS_HEADER_BYTES = 64
 """Bytes before the chains: the end of the places that a writer may have written, as a 64-bit number."""
-ALLOCATED = 1 << 16
+ALLOCATION_PLACES = 1 << 16
 """Places that get room on the disk at once: a write to a mapped file without room would end the process."""
-ZEROS = 1 << 20
-PLACE = 8
-CHAIN = 4
+ZERO_BLOCK = 1 << 20
+BYTES_PER_PLACE = 8
+BYTES_PER_CHAIN = 4
 
 
 class HistoryRing:
@@ -75,18 +75,18 @@ class HistoryRing:
         self.size = manifest.size
         self.chains = max(1, manifest.size // PLACES_PER_CHAIN)
         self._path, self._chains_path = manifest.path(folder, "ring"), manifest.path(folder, "chains")
-        places = _mapped(self._path, PLACE * self.size, writable)
-        chains = _mapped(self._chains_path, HEADER + CHAIN * self.chains, writable)
+        places = _mapped(self._path, BYTES_PER_PLACE * self.size, writable)
+        chains = _mapped(self._chains_path, CHAINS_HEADER_BYTES + BYTES_PER_CHAIN * self.chains, writable)
         self.places: Ints = np.frombuffer(places, np.int32).reshape(-1, 2)
         self._header: Ints = np.frombuffer(chains, np.int64, 1)
-        self.heads: Ints = np.frombuffer(chains, np.int32, offset=HEADER)
+        self.heads: Ints = np.frombuffer(chains, np.int32, offset=CHAINS_HEADER_BYTES)
         self._end = np.zeros(1, np.int64)
         self._log = np.zeros(1, LOG)
         self.fill(self._log, self._end)
 
     @property
     def nbytes(self) -> int:
-        return self.places.nbytes + HEADER + self.heads.nbytes
+        return self.places.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
         """Write the addresses of the ring to a record for compiled code."""
@@ -95,9 +95,9 @@ class HistoryRing:
         log["size"], log["chains"] = self.size, self.chains
 
     def recover(self, end: int) -> None:
-        """Take off the chains what a killed writer appended at the committed end."""
+        """Unlink what a killed writer appended at the committed end."""
         if end < (reserved := int(self._header[0])) <= end + self.size:
-            take_off(self._log, end, reserved)
+            unlink(self._log, end, reserved)
         self._header[0] = end
 
     def append(self, end: int, before: Ints, tokens: Ints) -> int:
@@ -109,14 +109,14 @@ class HistoryRing:
         write(self._log, end, before, tokens)
         return stop
 
-    def append_spans(self, other: HistoryRing, spans: Ints) -> int:
+    def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
         """Write the conversations at these places of another ring, and return the end of the last one.
 
         A span is the place of its first answered token, and the numbers of tokens before it and from it on.
         """
         stop = int(spans[:, 1:].sum()) + len(spans)
         self._allocate(0, stop)
-        copy_spans(self._log, other._log, spans)
+        copy_spans(self._log, source_ring._log, spans)
         self._header[0] = stop
         return stop
 
@@ -128,25 +128,29 @@ class HistoryRing:
         """
         chains = self.heads.tobytes()
         with open(self._path, "r+b", buffering=0) as stream:
-            stream.truncate(PLACE * size)
-            _write_zeros(stream, PLACE * self.size, PLACE * min(size, -(-self.size // ALLOCATED) * ALLOCATED))
+            stream.truncate(BYTES_PER_PLACE * size)
+            _write_zeros(
+                stream,
+                BYTES_PER_PLACE * self.size,
+                BYTES_PER_PLACE * min(size, -(-self.size // ALLOCATION_PLACES) * ALLOCATION_PLACES),
+            )
         with open(self._chains_path, "r+b") as stream:
-            stream.seek(HEADER + len(chains))
+            stream.seek(CHAINS_HEADER_BYTES + len(chains))
             for _ in range(size // self.size - 1):
                 stream.write(chains)
 
     def tokens(self, first: int, count: int) -> Ints:
         """A copy of the tokens at some places."""
         places = np.arange(first, first + count) & (self.size - 1)
-        found: Ints = self.places[places, TOKEN]
-        return found
+        ring_tokens: Ints = self.places[places, TOKEN]
+        return ring_tokens
 
     def _allocate(self, start: int, stop: int) -> None:
         """Give places room on the disk, when the first of a portion is written for the first time."""
-        start, stop = (min(self.size, -(-place // ALLOCATED) * ALLOCATED) for place in (start, stop))
+        start, stop = (min(self.size, -(-place // ALLOCATION_PLACES) * ALLOCATION_PLACES) for place in (start, stop))
         if start < stop:
             with open(self._path, "r+b", buffering=0) as stream:
-                _write_zeros(stream, PLACE * start, PLACE * stop)
+                _write_zeros(stream, BYTES_PER_PLACE * start, BYTES_PER_PLACE * stop)
 
 
 def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
@@ -155,25 +159,25 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
     for path in (ring, chains):
         create(path)
     with open(ring, "r+b", buffering=0) as stream:
-        stream.truncate(PLACE * manifest.size)
+        stream.truncate(BYTES_PER_PLACE * manifest.size)
     with open(chains, "r+b", buffering=0) as stream:
-        _write_zeros(stream, 0, HEADER + CHAIN * max(1, manifest.size // PLACES_PER_CHAIN))
+        _write_zeros(stream, 0, CHAINS_HEADER_BYTES + BYTES_PER_CHAIN * max(1, manifest.size // PLACES_PER_CHAIN))
     return HistoryRing(folder, manifest)
 
 
 def compile_ring() -> None:
     """Compile what appends, or load it from the cache, before the first answer ends."""
-    log, none = TokenLog(size=BLOCK).memory, np.empty(0, np.int32)
+    log, none = TokenLog(size=LOG_BLOCK).memory, np.empty(0, np.int32)
     write(log, 0, none, none)
-    take_off(log, 0, 0)
+    unlink(log, 0, 0)
 
 
 def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
     try:
         with open(path, "r+b" if writable else "rb") as stream:
             # Longer than the manifest states, if a process was killed while it lengthened the files.
-            if (found := os.fstat(stream.fileno()).st_size) < size:
-                raise StoreError(f"{path} has {found:,} bytes instead of {size:,}")
+            if (file_bytes := os.fstat(stream.fileno()).st_size) < size:
+                raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}")
             return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     except FileNotFoundError:
         raise StoreError(f"{path} is missing") from None
@@ -182,7 +186,7 @@ def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
 def _write_zeros(stream: FileIO, start: int, stop: int) -> None:
     stream.seek(start)
     while start < stop:
-        start += stream.write(bytes(min(ZEROS, stop - start)))
+        start += stream.write(bytes(min(ZERO_BLOCK, stop - start)))
 
 
 @compiled
@@ -190,21 +194,21 @@ def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
     """Write a conversation from a place on; the tokens before it are on no chain."""
     log = memory[0]
     places, mask = places_of(log), log.size - 1
-    places[place & mask, TOKEN], places[place & mask, BEFORE] = NO_TOKEN, 0
+    places[place & mask, TOKEN], places[place & mask, PREVIOUS] = NO_TOKEN, 0
     place += 1
     for token in before:
-        places[place & mask, TOKEN], places[place & mask, BEFORE] = token, 0
+        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = token, 0
         place += 1
     for token in tokens:
-        places[place & mask, TOKEN], places[place & mask, BEFORE] = token, 0
+        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = token, 0
         link(log, place)
         place += 1
 
 
 @compiled
-def copy_spans(memory: Ints, other: Ints, spans: Ints) -> None:
+def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
     """Write conversations of another ring one after another."""
-    source, mask = places_of(other[0]), other[0].size - 1
+    source, mask = places_of(source_ring[0]), source_ring[0].size - 1
     place = 0
     for number in range(len(spans)):
         first, before, count = spans[number]
@@ -216,31 +220,31 @@ def copy_spans(memory: Ints, other: Ints, spans: Ints) -> None:
 
 
 @compiled
-def take_off(memory: Ints, end: int, reserved: int) -> None:
+def unlink(memory: Ints, end: int, reserved: int) -> None:
     """Undo the links of all places from the latest to the committed end, so that the chains are as before."""
     log = memory[0]
     places, heads, mask = places_of(log), heads_of(log), log.size - 1
     for place in range(reserved - 1, end - 1, -1):
         pair_hash = np.uint64(0)
-        for length in range(1, CHAINED + 1):
-            pair_hash = mixed(pair_hash, max(places[(place - length) & mask, TOKEN], np.int32(0)))
+        for length in range(1, CHAIN_KEY_TOKENS + 1):
+            pair_hash = mix_hash(pair_hash, max(places[(place - length) & mask, TOKEN], np.int32(0)))
         chain = chain_of(log, pair_hash)
-        before = places[place & mask, BEFORE]
+        before = places[place & mask, PREVIOUS]
         if heads[chain] == place:
             heads[chain] = before if 0 <= before < place else 0
 
 
-MOST_BYTES = 256 << 20
+MAX_STORE_BYTES = 256 << 20
 """Bytes on the disk, unless another bound is given."""
-PLACE_BYTES = 12
+DISK_BYTES_PER_PLACE = 12
 """Bytes of a place on the disk: its token, its link, its share of the chains, and its share of the conversations."""
-SMALLEST, FEWEST = 1 << 16, 1 << 8
+NEW_STORE_PLACES, MIN_STORE_PLACES = 1 << 16, 1 << 8
 """Places of a new store, and of a store with a smaller bound than those take."""
-FILLED = 0.875
+MAX_FILLED_FRACTION = 0.875
 """Part of the places that are used if a store is made anew with fewer of them."""
-PRIVATE = 0o700
+FOLDER_MODE = 0o700
 """Mode of a new folder: a history holds text of conversations. A folder that is there keeps its mode."""
-OPENINGS = 10
+OPEN_ATTEMPTS = 10
 """Attempts to open a store that is replaced again and again."""
 
 
@@ -253,21 +257,21 @@ class OpenFiles(NamedTuple):
     records: Records
 
 
-def most_places(most_bytes: int) -> int:
+def places_within(most_bytes: int) -> int:
     """The places of a store of this size."""
-    return max(FEWEST, 1 << (most_bytes // PLACE_BYTES).bit_length() - 1)
+    return max(MIN_STORE_PLACES, 1 << (most_bytes // DISK_BYTES_PER_PLACE).bit_length() - 1)
 
 
 @contextmanager
-def worded(folder: Path) -> Iterator[None]:
-    """Turn faults of the system and of LMDB into a ``StoreError``."""
+def store_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the system and of LMDB as ``StoreError``."""
     try:
         yield
     except lmdb.InvalidError as error:
-        raise StoreError(f"{folder} is damaged ({reason_of(error)}): {advice(folder)}") from None
+        raise StoreError(f"{folder} is damaged ({reason_of(error)}): {deletion_advice(folder)}") from None
     except lmdb.Error as error:
         raise StoreError(
-            f"{folder} cannot be used (LMDB: {reason_of(error)}): make room, or {advice(folder)}"
+            f"{folder} cannot be used (LMDB: {reason_of(error)}): make room, or {deletion_advice(folder)}"
         ) from None
     except OSError as error:
         raise StoreError(
@@ -276,7 +280,7 @@ def worded(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def advice(folder: Path) -> str:
+def deletion_advice(folder: Path) -> str:
     return f"delete {folder} to begin a new history"
 
 
@@ -286,19 +290,19 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
         raise StoreError(
             f"a history store takes 1 to {LARGEST_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
         )
-    with worded(folder):
+    with store_errors(folder):
         if not is_new(folder):
             return
-        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         with folder_lock(folder):
             if is_new(folder):
-                size = min(SMALLEST, most_places(most_bytes))
+                size = min(NEW_STORE_PLACES, places_within(most_bytes))
                 _write(folder, HistoryManifest(tokenizer, model, most_bytes, size, new_build()), None, ())
 
 
-def sweep_if_killed(folder: Path) -> None:
-    """Delete what a command left that was killed while it made a store anew: dropped conversations may be in it."""
-    with worded(folder):
+def delete_leftovers(folder: Path) -> None:
+    """Delete leftovers of a killed rebuild, which may hold dropped conversations."""
+    with store_errors(folder):
         if leftovers(folder, read_history_manifest(folder)):
             with folder_lock(folder):
                 sweep_history(folder, read_history_manifest(folder))
@@ -306,21 +310,21 @@ def sweep_if_killed(folder: Path) -> None:
 
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
     """The files that the manifest names; opened again if it is replaced meanwhile."""
-    for _ in range(OPENINGS):
+    for _ in range(OPEN_ATTEMPTS):
         # Before the manifest is read: if it is replaced in between, the files are opened again at the next append.
         # The other way round, what is appended would go into files that nobody reads any more.
         stamp = _stamp(folder)
         manifest = read_history_manifest(folder)
         try:
-            with worded(folder):
+            with store_errors(folder):
                 ring = HistoryRing(folder, manifest, writable=writable)
-                records = Records.of(manifest.path(folder, "conversations"), most_places(manifest.most_bytes))
+                records = Records.of(manifest.path(folder, "conversations"), places_within(manifest.most_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
         except StoreError as error:
             if read_history_manifest(folder) == manifest:
                 known = str(error).startswith(f"{folder} ")
-                raise error if known else StoreError(f"{error}: {advice(folder)}") from None
-    raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the commands to end")
+                raise error if known else StoreError(f"{error}: {deletion_advice(folder)}") from None
+    raise StoreError(f"{folder} was replaced {OPEN_ATTEMPTS} times while it was opened: wait for the commands to end")
 
 
 def _stamp(folder: Path) -> tuple[int, int]:
@@ -331,7 +335,7 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
-    """Let a store have more places. Nothing is moved, and a store whose files are too long already is whole."""
+    """Extend a store to more places. Nothing is moved; files that are already longer are valid."""
     with folder_lock(folder):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
@@ -339,29 +343,31 @@ def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
         write_manifest(folder, old.manifest.build, replace(old.manifest, size=size).to_json())
 
 
-def make_anew(
+def rebuild(
     folder: Path,
     old: OpenFiles,
-    kept: Sequence[Conversation],
+    kept: Sequence[StoredConversation],
     *,
     size: int,
     most_bytes: int | None = None,
 ) -> None:
-    """Replace the files by new ones with these conversations, the oldest first; of too many, the latest ones stay."""
+    """Replace the files by new ones with these conversations, oldest first; if too many, the latest are kept."""
     manifest = replace(old.manifest, size=size, build=new_build(), most_bytes=most_bytes or old.manifest.most_bytes)
     with folder_lock(folder):
         _write(folder, manifest, old.ring, _latest(kept, size))
 
 
-def _latest(kept: Sequence[Conversation], size: int) -> Sequence[Conversation]:
+def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
     """The latest conversations that leave some places of a ring."""
     places = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
     if places[-1] <= size:
         return kept
-    return kept[len(kept) + 1 - int(np.searchsorted(places, FILLED * size, "right")) :]
+    return kept[len(kept) + 1 - int(np.searchsorted(places, MAX_FILLED_FRACTION * size, "right")) :]
 
 
-def _write(folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kept: Sequence[Conversation]) -> None:
+def _write(
+    folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kept: Sequence[StoredConversation]
+) -> None:
     """Write the files of a manifest, then the manifest, then delete the files that it replaces."""
     try:
         ring, end = create_ring(folder, manifest), 0
@@ -373,7 +379,7 @@ def _write(folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kep
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
         create(path)
-        Records.created(path, most_places(manifest.most_bytes), State(end, len(moved)), moved)
+        Records.created(path, places_within(manifest.most_bytes), StoreState(end, len(moved)), moved)
         for part in ("ring", "chains"):
             to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())

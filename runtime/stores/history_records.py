@@ -5,8 +5,8 @@ hash}``: the place of its first token in the ring, the numbers of tokens before 
 source, the seconds since 1970, and a hash of the tokens. The key of one zero byte holds ``{end, next}``: the committed
 end of the ring and the number of the next conversation. A conversation counts once its transaction is committed.
 
-LMDB's write lock is the lock of the whole store: it blocks until it is free, it is released if its holder is killed,
-and it protects the ring for as long as the transaction that commits the new end.
+LMDB's write lock is the lock of the whole store. It blocks until it is free, is released if its holder is killed, and
+protects the ring until the transaction that commits the new end is done.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hdtool.data.errors import StoreError
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.store_files import damage_of
 
-STATE = b"\0"
+STATE_KEY = b"\0"
 """The key of the state, which is less than that of any conversation."""
 PLACES_PER_CONVERSATION = 64
 """So many places a conversation are needed at least: more conversations are not kept, however short they are."""
 BYTES_PER_CONVERSATION = 1024
 """Room of the LMDB file for a conversation; the file has the size of its content."""
-SMALLEST_ROOM = 1 << 24
-READERS = 1024
-SYNCED = 1.0
+MIN_MAP_BYTES = 1 << 24
+MAX_READERS = 1024
+SYNC_SECONDS = 1.0
 """Seconds after which an append waits for the disk; a kill loses nothing, a power failure what came since."""
-DIGEST = 8
-LONGEST_SOURCE = 200
+DIGEST_BYTES = 8
+MAX_SOURCE_NAME = 200
 """Characters of the name of a source."""
 
 _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
@@ -48,14 +48,14 @@ _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
 _opening = threading.Lock()
 
 
-class State(NamedTuple):
+class StoreState(NamedTuple):
     """What is committed."""
 
     end: int
     next: int
 
 
-class Conversation(NamedTuple):
+class StoredConversation(NamedTuple):
     """An answer in the ring."""
 
     number: int
@@ -69,8 +69,8 @@ class Conversation(NamedTuple):
     def packed(self) -> bytes:
         row = self._asdict()
         del row["number"]
-        found: bytes = msgpack.packb(row)
-        return found
+        value: bytes = msgpack.packb(row)
+        return value
 
 
 class Records:
@@ -78,7 +78,7 @@ class Records:
 
     def __init__(self, path: Path, places: int) -> None:
         self.path = path
-        self._room = SMALLEST_ROOM + BYTES_PER_CONVERSATION * (places // PLACES_PER_CONVERSATION)
+        self._room = MIN_MAP_BYTES + BYTES_PER_CONVERSATION * (places // PLACES_PER_CONVERSATION)
         self._synced = time.monotonic()
         self._environment, self._process = self._open(), os.getpid()
 
@@ -87,16 +87,18 @@ class Records:
         """The records in a file; a damaged file is a ``StoreError``."""
         name = os.path.realpath(path)
         with _opening:
-            if (found := _opened.get(name)) is None:
+            if (records := _opened.get(name)) is None:
                 if not path.is_file():
                     raise StoreError(f"{path} is missing")
-                found = cls(path, places)
-                found._check()
-                _opened[name] = found
-        return found
+                records = cls(path, places)
+                records._check()
+                _opened[name] = records
+        return records
 
     @classmethod
-    def created(cls, path: Path, places: int, state: State, conversations: Iterable[Conversation] = ()) -> Records:
+    def created(
+        cls, path: Path, places: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
+    ) -> Records:
         """A new file, which is on the disk when this returns."""
         records = _opened[os.path.realpath(path)] = cls(path, places)
         with records.writing() as transaction:
@@ -119,7 +121,7 @@ class Records:
 
     def sync(self) -> None:
         """Have the committed transactions on the disk, at most once a second."""
-        if (now := time.monotonic()) - self._synced > SYNCED:
+        if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
             self._synced = now
             self._current().sync(True)
 
@@ -139,7 +141,7 @@ class Records:
             str(self.path),
             subdir=False,
             map_size=self._room,
-            max_readers=READERS,
+            max_readers=MAX_READERS,
             max_spare_txns=0,  # a forked process would share them
             sync=False,
             create=True,
@@ -155,15 +157,15 @@ class Records:
             state_of(transaction, self.path)
 
 
-def state_of(transaction: Any, path: Path) -> State:
-    row = _unpacked(transaction.get(STATE), path)
-    if not all(type(row.get(name)) is int and row[name] >= 0 for name in State._fields):
+def state_of(transaction: Any, path: Path) -> StoreState:
+    row = _unpacked(transaction.get(STATE_KEY), path)
+    if not all(type(row.get(name)) is int and row[name] >= 0 for name in StoreState._fields):
         raise StoreError(f"{path} is damaged (it has no state)")
-    return State(row["end"], row["next"])
+    return StoreState(row["end"], row["next"])
 
 
-def put_state(transaction: Any, state: State) -> None:
-    transaction.put(STATE, msgpack.packb(state._asdict()))
+def put_state(transaction: Any, state: StoreState) -> None:
+    transaction.put(STATE_KEY, msgpack.packb(state._asdict()))
 
 
 def count_of(transaction: Any) -> int:
@@ -171,23 +173,23 @@ def count_of(transaction: Any) -> int:
     return max(0, int(transaction.stat()["entries"]) - 1)
 
 
-def put(transaction: Any, conversation: Conversation) -> None:
+def put(transaction: Any, conversation: StoredConversation) -> None:
     transaction.put(_key(conversation.number), conversation.packed(), append=True)
 
 
-def delete(transaction: Any, conversation: Conversation) -> None:
+def delete(transaction: Any, conversation: StoredConversation) -> None:
     transaction.delete(_key(conversation.number))
 
 
-def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -> Iterator[Conversation]:
+def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -> Iterator[StoredConversation]:
     """All conversations, the oldest first or the latest."""
     cursor = transaction.cursor()
     for key, value in cursor.iterprev() if latest_first else cursor.iternext():
-        if key == STATE:
+        if key == STATE_KEY:
             continue
         row = _unpacked(value, path)
         try:
-            yield Conversation(
+            yield StoredConversation(
                 int.from_bytes(key, "big"),
                 _natural(row["first"]),
                 _natural(row["before"]),
@@ -200,8 +202,8 @@ def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -
             raise StoreError(f"{path} is damaged (conversation {key.hex()}: {error!r})") from None
 
 
-def hash_of(tokens: Ints) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=DIGEST).digest()
+def token_hash(tokens: Ints) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=DIGEST_BYTES).digest()
 
 
 def _key(number: int) -> bytes:

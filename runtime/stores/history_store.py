@@ -1,8 +1,8 @@
-"""Opens the history store that the option ``--history`` names.
+"""The history: answers of this process in memory, and the store on disk that ``--history`` names.
 
-Any process may append, one conversation at a time, and all of them read. A reader maps the ring and looks up what was
-committed when it last called ``refresh``; tokens above that are not seen. Once the store has its full size, the oldest
-conversations are removed before their places are overwritten.
+Any process may append, one conversation at a time, and all may read. A reader maps the ring and looks up what was
+committed at its last ``refresh``. Once the store has its full size, the oldest conversations are removed before their
+places are overwritten.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import HOME
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
-    MOST_BYTES,
+    MAX_STORE_BYTES,
     OpenFiles,
     compile_ring,
     create_if_new,
+    delete_leftovers,
     lengthen,
-    make_anew,
-    most_places,
     open_files,
-    sweep_if_killed,
-    worded,
+    places_within,
+    rebuild,
+    store_errors,
 )
 from hdtool.runtime.stores.history_records import (
-    LONGEST_SOURCE,
+    MAX_SOURCE_NAME,
     PLACES_PER_CONVERSATION,
-    Conversation,
-    State,
+    StoredConversation,
+    StoreState,
     conversations,
     count_of,
     delete,
-    hash_of,
     put,
     put_state,
     state_of,
+    token_hash,
 )
-from hdtool.runtime.stores.token_log import LARGEST, LOG, OVERLAP, TokenLog
+from hdtool.runtime.stores.token_log import LOG, MAX_LOG_PLACES, OVERLAP_TOKENS, TokenLog
 
-AHEAD = 64
-"""One of so many parts of the ring is emptied at once, so that few transactions remove something."""
-LARGEST_PLACE = 1 << 31
-LEFT_FREE = 16 << 20
+EVICTION_PARTS = 64
+"""The ring is evicted in this many parts, so that few transactions remove conversations."""
+MAX_PLACE_NUMBER = 1 << 31
+RESERVED_DISK_BYTES = 16 << 20
 """Bytes of the disk that a store leaves free."""
-CHECKED = 1.0
+ROOM_CHECK_SECONDS = 1.0
 """Seconds after which the free room is looked up again."""
-ATTEMPTS = 100
-"""How often an append begins anew because room was made or the store was replaced."""
+APPEND_ATTEMPTS = 100
+"""How often an append is retried after room was made or the store was replaced."""
 
 
 class HistoryStore(Uncopyable):
@@ -79,7 +79,7 @@ class HistoryStore(Uncopyable):
         self._read_only = read_only
         if not read_only:
             compile_ring()
-            sweep_if_killed(self.folder)
+            delete_leftovers(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
         self._end[0] = self._committed().end
         if not read_only:
@@ -98,7 +98,7 @@ class HistoryStore(Uncopyable):
         """Open the store of a model, or create it unless it is only read; ``most_bytes`` changes the bound."""
         folder = Path(folder).expanduser()
         if not read_only:
-            create_if_new(folder, tokenizer, model, most_bytes or MOST_BYTES)
+            create_if_new(folder, tokenizer, model, most_bytes or MAX_STORE_BYTES)
         require_history(read_history_manifest(folder), folder, tokenizer, model)
         store = cls(folder, read_only=read_only)
         if most_bytes and most_bytes != store.manifest.most_bytes:
@@ -125,7 +125,7 @@ class HistoryStore(Uncopyable):
         return self._open.ring.nbytes + self._open.records.nbytes
 
     def refresh(self) -> None:
-        """Take notice of what other processes appended, dropped or replaced; called between answers."""
+        """See what other processes appended, dropped or replaced; called between answers."""
         with self._lock:
             end = 0
             with self._faults_noted():
@@ -148,33 +148,35 @@ class HistoryStore(Uncopyable):
             with self._faults_noted():
                 half = self._open.ring.size // 2
                 ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
-                count = min(len(tokens), max(half, most_places(self.manifest.most_bytes) // 2) - OVERLAP - 1)
-                before = ids[max(0, len(ids) - count - OVERLAP) : len(ids) - count]
-                self._append(before, ids[len(ids) - count :], source[:LONGEST_SOURCE])
+                count = min(len(tokens), max(half, places_within(self.manifest.most_bytes) // 2) - OVERLAP_TOKENS - 1)
+                before = ids[max(0, len(ids) - count - OVERLAP_TOKENS) : len(ids) - count]
+                self._append(before, ids[len(ids) - count :], source[:MAX_SOURCE_NAME])
                 self.fault = ""
             return not self.fault
 
-    def keep(self, wanted: Callable[[Conversation], bool], *, most_bytes: int | None = None) -> list[Conversation]:
-        """Make the store anew with the wanted conversations, and return the others: no file holds their tokens."""
+    def keep(
+        self, wanted: Callable[[StoredConversation], bool], *, most_bytes: int | None = None
+    ) -> list[StoredConversation]:
+        """Rebuild the store with the wanted conversations, and return the others, whose tokens no file holds."""
         with self._lock:
             while True:
-                with worded(self.folder), self._open.records.writing() as transaction:
+                with store_errors(self.folder), self._open.records.writing() as transaction:
                     if self._is_current():
                         everything = list(conversations(transaction, self._open.records.path))
                         kept = [each for each in everything if wanted(each)]
                         size = self.manifest.size
                         if most_bytes:
-                            size = min(size, most_places(most_bytes))
+                            size = min(size, places_within(most_bytes))
                         if most_bytes or len(kept) < len(everything):
-                            make_anew(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
+                            rebuild(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
                         break
                 self._reopen()
             self._reopen()
             return [each for each in everything if not wanted(each)]
 
-    def conversations(self) -> list[Conversation]:
+    def conversations(self) -> list[StoredConversation]:
         """All conversations, the oldest first."""
-        with self._lock, worded(self.folder):
+        with self._lock, store_errors(self.folder):
             if not self._is_current():
                 self._reopen()
             with self._open.records.reading() as transaction:
@@ -182,20 +184,20 @@ class HistoryStore(Uncopyable):
 
     def tokens(self, first: int, count: int) -> Ints:
         """The tokens at some places; -1 where a conversation begins, and above the committed end."""
-        found = self._open.ring.tokens(first, count)
-        found[max(0, int(self._end[0]) - first) :] = -1
-        return found
+        ring_tokens = self._open.ring.tokens(first, count)
+        ring_tokens[max(0, int(self._end[0]) - first) :] = -1
+        return ring_tokens
 
-    def answers(self, chosen: Sequence[Conversation]) -> Iterator[tuple[Conversation, Ints]]:
+    def answers(self, chosen: Sequence[StoredConversation]) -> Iterator[tuple[StoredConversation, Ints]]:
         """The tokens of conversations; those that were damaged or overwritten are left out."""
         ring = self._open.ring
         for each in chosen:
             tokens = ring.tokens(each.first, each.tokens)
-            if hash_of(tokens) == each.hash:
+            if token_hash(tokens) == each.hash:
                 yield each, tokens
 
     def _append(self, before: Ints, tokens: Ints, source: str) -> None:
-        for _ in range(ATTEMPTS):
+        for _ in range(APPEND_ATTEMPTS):
             with self._open.records.writing() as transaction:
                 if is_current := self._is_current():
                     end = self._append_once(transaction, before, tokens, source)
@@ -205,7 +207,9 @@ class HistoryStore(Uncopyable):
                 self._end[0] = end
                 self._open.records.sync()
                 return
-        raise StoreError(f"{self.folder} was replaced {ATTEMPTS} times during an append: wait for the other commands")
+        raise StoreError(
+            f"{self.folder} was replaced {APPEND_ATTEMPTS} times during an append: wait for the other commands"
+        )
 
     def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
         """The new end; 0 if the store was made anew, or if what was removed must be committed first."""
@@ -217,18 +221,18 @@ class HistoryStore(Uncopyable):
             return 0
         end = ring.append(state.end, before, tokens)
         first = end - len(tokens)
-        new = Conversation(state.next, first, len(before), len(tokens), source, time.time(), hash_of(tokens))
+        new = StoredConversation(state.next, first, len(before), len(tokens), source, time.time(), token_hash(tokens))
         put(transaction, new)
-        put_state(transaction, State(end, state.next + 1))
+        put_state(transaction, StoreState(end, state.next + 1))
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
         """Lengthen the store if its places are too few, make it anew if their numbers are too large; whether it was."""
-        ring, largest = self._open.ring, most_places(self.manifest.most_bytes)
+        ring, largest = self._open.ring, places_within(self.manifest.most_bytes)
         size = ring.size
-        if stop >= LARGEST_PLACE:
+        if stop >= MAX_PLACE_NUMBER:
             self._check_room(2 * ring.nbytes)
-            make_anew(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+            rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
             return True
         while size < min(largest, stop):
             size *= 2
@@ -243,18 +247,18 @@ class HistoryStore(Uncopyable):
         """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
         size, path = self._open.ring.size, self._open.records.path
         # Of the largest ring, not of the one that may still grow.
-        most = most_places(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
-        surplus = count_of(transaction) + 1 - most
+        max_conversations = places_within(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
+        surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
             return False
-        surplus += most // AHEAD if surplus > 0 else 0
-        removed: list[Conversation] = []
+        surplus += max_conversations // EVICTION_PARTS if surplus > 0 else 0
+        removed: list[StoredConversation] = []
         for each in conversations(transaction, path):
             start = each.first - each.before - 1
             if start >= below and len(removed) >= surplus:
                 break
             if not removed:
-                below += size // AHEAD if start < below else 0
+                below += size // EVICTION_PARTS if start < below else 0
             removed.append(each)
         for each in removed:
             delete(transaction, each)
@@ -265,16 +269,16 @@ class HistoryStore(Uncopyable):
         if not needed and time.monotonic() < self._room_until:
             return
         self._room_until = 0.0
-        if (free := disk_usage(self.folder).free) < needed + LEFT_FREE:
+        if (free := disk_usage(self.folder).free) < needed + RESERVED_DISK_BYTES:
             raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
-        self._room_until = time.monotonic() + CHECKED
+        self._room_until = time.monotonic() + ROOM_CHECK_SECONDS
 
     def _repair(self) -> None:
         """After a power failure, remove the conversations whose tokens did not get to the disk.
 
         Those were the latest ones, so the others need no check.
         """
-        with worded(self.folder):
+        with store_errors(self.folder):
             path = self._open.records.path
             with self._open.records.reading() as transaction:
                 latest = next(conversations(transaction, path, latest_first=True), None)
@@ -283,32 +287,32 @@ class HistoryStore(Uncopyable):
                 self.keep(lambda each: each.number in whole)
 
     def _is_current(self) -> bool:
-        """Whether no other process has made the files anew."""
+        """Return True if no other process has made the files anew."""
         return stamp_of(self._manifest_path) == self._open.stamp
 
-    def _committed(self) -> State:
-        with worded(self.folder), self._open.records.reading() as transaction:
+    def _committed(self) -> StoreState:
+        with store_errors(self.folder), self._open.records.reading() as transaction:
             return state_of(transaction, self._open.records.path)
 
     def _reopen(self) -> None:
         """Open the files of the new manifest; they must be of the same model."""
-        found = open_files(self.folder, writable=not self._read_only)
-        require_history(found.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
-        self._use(found)
+        opened = open_files(self.folder, writable=not self._read_only)
+        require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
+        self._use(opened)
         self._end[0] = self._committed().end
 
-    def _use(self, found: OpenFiles) -> None:
+    def _use(self, opened: OpenFiles) -> None:
         if hasattr(self, "_open"):
             self._was = self._open  # stays mapped until the next time, as compiled code may still read it
-        self._open: OpenFiles = found
+        self._open: OpenFiles = opened
         self._end[0] = 0
-        found.ring.fill(self._log, self._end)
+        opened.ring.fill(self._log, self._end)
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
         """Warn of an error of an append or refresh unless the last one failed, too; answers go on without the store."""
         try:
-            with worded(self.folder):
+            with store_errors(self.folder):
                 yield
         except StoreError as error:
             message = f"the history is not kept on the disk: {error}"
@@ -323,12 +327,14 @@ class History:
     source = ANSWERS
     """The name under which the store keeps the answers."""
 
-    def __init__(self, most: int = LARGEST, *, prompts: bool = False, store: HistoryStore | None = None) -> None:
-        """At most ``most`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
+    def __init__(
+        self, max_tokens: int = MAX_LOG_PLACES, *, prompts: bool = False, store: HistoryStore | None = None
+    ) -> None:
+        """At most ``max_tokens`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
 
         An answer that is finished goes to the ``store``, and is matched there from then on.
         """
-        self.answers = TokenLog(most)
+        self.answers = TokenLog(max_tokens)
         self.store = store
         self._prompts = prompts
 
@@ -384,5 +390,5 @@ def open_history(
         else history_of_tenant(Path(named).expanduser(), tenant)
     )
     if created:
-        create_if_new(folder, tokenizer, model, MOST_BYTES)
+        create_if_new(folder, tokenizer, model, MAX_STORE_BYTES)
     return HistoryStore.open(folder, tokenizer, model, read_only=read_only)

@@ -1,6 +1,6 @@
-"""What a store or a history holds, what it drafts after a context, and how long its look-ups take.
+"""Describes a store or a history: its contents, what it drafts after a context, and its look-up latency.
 
-All of it calls the compiled functions that the drafter calls.
+It calls the compiled functions that the drafter calls.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelRecord, ModelStore, look_up
-from hdtool.runtime.stores.token_log import LONGEST_MATCH, matches
+from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
-SHOWN = 20
-PATH = 8
+MAX_SHOWN = 20
+MAX_PATH = 8
 """Tokens that are shown at most of what follows."""
-WARM_UP = 200
-LOOKUPS = 4000
-CONTEXT = 16
+WARM_UP_LOOKUPS = 200
+TIMED_LOOKUPS = 4000
+CONTEXT_LENGTH = 16
 
-Found = tuple[int, list[int], int]
+FoundContinuation = tuple[int, list[int], int]
 """Length of the match, tokens that follow and how often."""
 
 
-def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[Found]:
+def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
     """The most frequent continuations of a context, those of the longest match first."""
     return _of_model(store, context) if isinstance(store, ModelStore) else _of_corpus(store, context)
 
 
-def _of_model(store: ModelStore, context: list[int]) -> Iterator[Found]:
+def _of_model(store: ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
     for entry in store.after(context):
-        for token, count in zip(entry.tokens[:SHOWN].tolist(), entry.counts[:SHOWN].tolist(), strict=True):
+        for token, count in zip(entry.tokens[:MAX_SHOWN].tolist(), entry.counts[:MAX_SHOWN].tolist(), strict=True):
             yield entry.length, [token], count
-    for phrase, count in zip(*store.phrases_after(context[-1] if context else -1, SHOWN), strict=True):
+    for phrase, count in zip(*store.phrases_after(context[-1] if context else -1, MAX_SHOWN), strict=True):
         yield 1, phrase.tolist(), int(count)
 
 
-def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[Found]:
+def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinuation]:
     search = CorpusSearch(index.shards)
     search.read(context)
     for order in range(min(LONGEST_RANGE, len(context)), 0, -1):
         _, counts = search.followers(order)
         if counts:
-            for token, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:SHOWN]:
+            for token, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:MAX_SHOWN]:
                 yield order, _path(index, [*context[-order:], token], order, count), count
             return
 
@@ -60,10 +60,10 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[Found]:
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
     """The token after a match, and those after it for as long as all places of the match have the same."""
     search = CorpusSearch(index.shards)
-    while len(tokens) < matched + PATH:
+    while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
-        found, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
-        if found != count or list(counts.values()) != [count]:
+        num_matches, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
+        if num_matches != count or list(counts.values()) != [count]:
             break
         tokens += counts
     return tokens[matched:]
@@ -78,23 +78,23 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
         text = ModelRecord.of(store.folder, store.manifest).text()
-        tails = (tail[-LONGEST_PREFIX:] for tail in _exchanged(text, vocabulary))
+        tails = (tail[-LONGEST_PREFIX:] for tail in _perturbed_contexts(text, vocabulary))
         return latency(partial(look_up, store.record), tails)
     search = CorpusSearch(store.shards)
 
     def moved() -> Iterator[Ints]:
-        for context in _exchanged(store.documents, vocabulary):
+        for context in _perturbed_contexts(store.documents, vocabulary):
             search.read(context[:-1])  # the ranges of the parent are known
             yield context
 
     return latency(search.look_up, moved())
 
 
-def _exchanged(documents: Ints, vocabulary: int) -> Iterator[Ints]:
+def _perturbed_contexts(documents: Ints, vocabulary: int) -> Iterator[Ints]:
     rng = np.random.default_rng(0)
     while True:
-        at = int(rng.integers(0, max(1, len(documents) - CONTEXT)))
-        context = documents[at : at + CONTEXT].astype(np.int64)
+        at = int(rng.integers(0, max(1, len(documents) - CONTEXT_LENGTH)))
+        context = documents[at : at + CONTEXT_LENGTH].astype(np.int64)
         context[-min(int(rng.integers(2, 9)), len(context))] = rng.integers(vocabulary)
         yield context
 
@@ -102,11 +102,11 @@ def _exchanged(documents: Ints, vocabulary: int) -> Iterator[Ints]:
 def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict[str, float]:
     """Microseconds of a look-up after each of these contexts, after a warm-up."""
     taken = []
-    for context in islice(contexts, WARM_UP + LOOKUPS):
+    for context in islice(contexts, WARM_UP_LOOKUPS + TIMED_LOOKUPS):
         started = time.perf_counter()
         look_up(context)
         taken.append((time.perf_counter() - started) * 1e6)
-    median, high = np.percentile(taken[WARM_UP:], (50, 99))
+    median, high = np.percentile(taken[WARM_UP_LOOKUPS:], (50, 99))
     return {"lookup_us_p50": round(float(median), 2), "lookup_us_p99": round(float(high), 2)}
 
 
@@ -117,13 +117,20 @@ def description(store: HistoryStore) -> dict[str, Any]:
     tokens = sum(each.tokens for each in held)
     sources = []
     for name in names:
-        own = [each for each in held if each.source == name]
-        count = sum(each.tokens for each in own)
-        times = [each.time for each in own]
+        of_source = [each for each in held if each.source == name]
+        count = sum(each.tokens for each in of_source)
+        times = [each.time for each in of_source]
         share = round(count / tokens, 4) if tokens else 0.0
         oldest, newest = _date(min(times)), _date(max(times))
         sources.append(
-            {"name": name, "records": len(own), "tokens": count, "share": share, "oldest": oldest, "newest": newest}
+            {
+                "name": name,
+                "records": len(of_source),
+                "tokens": count,
+                "share": share,
+                "oldest": oldest,
+                "newest": newest,
+            }
         )
     return {
         "store": str(store.folder),
@@ -142,16 +149,16 @@ def description(store: HistoryStore) -> dict[str, Any]:
     }
 
 
-def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[Found]:
+def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
     """What followed the longest matches of a context, most frequent first."""
     places, lengths = matches(store.log, np.array(context, np.int64))
-    found: dict[tuple[int, ...], int] = {}
+    counts_by_path: dict[tuple[int, ...], int] = {}
     for place in places[lengths == lengths.max(initial=0)].tolist():
-        path = store.tokens(place, PATH)
+        path = store.tokens(place, MAX_PATH)
         path = path[: int(np.argmax(path < 0))] if (path < 0).any() else path
         if len(path):
-            found[tuple(path.tolist())] = found.get(tuple(path.tolist()), 0) + 1
-    for each, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))[:SHOWN]:
+            counts_by_path[tuple(path.tolist())] = counts_by_path.get(tuple(path.tolist()), 0) + 1
+    for each, count in sorted(counts_by_path.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]:
         yield int(lengths.max()), list(each), count
 
 
@@ -163,8 +170,8 @@ def history_latency(store: HistoryStore) -> dict[str, float]:
 def _parts(store: HistoryStore) -> Iterator[Ints]:
     rng = np.random.default_rng(0)
     while True:
-        start = int(rng.integers(0, max(1, store.places - LONGEST_MATCH)))
-        yield store.tokens(start, LONGEST_MATCH).astype(np.int64)
+        start = int(rng.integers(0, max(1, store.places - MAX_MATCH_TOKENS)))
+        yield store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
 
 def _date(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Live tables: the tokens of one conversation with chains through them, and the target's recent rankings.
+"""Live tables: the tokens of one conversation with hash chains through them, and recycled rankings of the target.
 
-A table has a row for each single token, and hashed rows for more last tokens. A ranking replaces the one before after
-the same tokens.
+Recycled rankings are kept for each single token, and in hashed rows for several last tokens. A new ranking replaces the
+previous one after the same tokens.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.kernels.compiled import Array, Ints, Uncopyable, array_at, compiled, prefetch
-from hdtool.runtime.stores.model_store import mixed
+from hdtool.runtime.stores.model_store import mix_hash
 
-WINDOW = 1 << 15
+CONTEXT_WINDOW = 1 << 15
 """Tokens of the conversation that are remembered; a power of two."""
-HEADS = 1 << 15
-CHAINS = (1, 3)
+CHAIN_HEADS = 1 << 15
+CHAIN_LENGTHS = (1, 3)
 """How many last tokens the places of each chain of the conversation share."""
-SHORT, LONG = range(2)
-VISITS = 4
+SHORT_CHAIN, LONG_CHAIN = range(2)
+MAX_LATEST_VISITS = 4
 """Places that are visited for the latest one of a token, which other tokens of the same hash may precede."""
-STRETCH = 256
+COMPARED_AT_ONCE = 256
 """Tokens that are compared at once; a power of two."""
 
 CONTEXT_TABLE = np.dtype(
     [
         ("end", np.int64),  # tokens ever added: the place of the next one
-        ("ring", np.int32, WINDOW),
-        ("before", np.int32, (2, WINDOW)),  # by chain and place
-        ("heads", np.int32, (2, HEADS)),  # by chain and hash: the latest place
+        ("ring", np.int32, CONTEXT_WINDOW),
+        ("before", np.int32, (2, CONTEXT_WINDOW)),  # by chain and place
+        ("heads", np.int32, (2, CHAIN_HEADS)),  # by chain and hash: the latest place
     ],
     align=True,
 )
@@ -72,14 +72,14 @@ class ContextTable:
 
 @compiled
 def holds(table: Any, tokens: Ints) -> bool:
-    """Whether ``tokens`` start with what the table holds."""
+    """Return True if ``tokens`` start with what the table holds."""
     if table.end > len(tokens):
         return False
-    place = max(np.int64(0), table.end - WINDOW)
+    place = max(np.int64(0), table.end - CONTEXT_WINDOW)
     while place < table.end:
         # Stretches without a branch or a turn of the ring are compared many tokens at a time.
-        stop = min(table.end, (place | (STRETCH - 1)) + 1)
-        start, differ = place & (WINDOW - 1), np.int64(0)
+        stop = min(table.end, (place | (COMPARED_AT_ONCE - 1)) + 1)
+        start, differ = place & (CONTEXT_WINDOW - 1), np.int64(0)
         for offset in range(stop - place):
             differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[place + offset])
         if differ != 0:
@@ -105,58 +105,58 @@ def add(table: Any, token: Any) -> None:
     """Add the token that follows the tokens so far."""
     place = table.end
     mark = np.uint64(0)
-    for length in range(1, min(CHAINS[LONG], place) + 1):
-        mark = mixed(mark, table.ring[(place - length) & (WINDOW - 1)])
-        if length == CHAINS[SHORT] or length == CHAINS[LONG]:
-            chain = SHORT if length == CHAINS[SHORT] else LONG
+    for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], place) + 1):
+        mark = mix_hash(mark, table.ring[(place - length) & (CONTEXT_WINDOW - 1)])
+        if length == CHAIN_LENGTHS[SHORT_CHAIN] or length == CHAIN_LENGTHS[LONG_CHAIN]:
+            chain = SHORT_CHAIN if length == CHAIN_LENGTHS[SHORT_CHAIN] else LONG_CHAIN
             head = head_of(mark)
-            table.before[chain, place & (WINDOW - 1)] = table.heads[chain, head]
+            table.before[chain, place & (CONTEXT_WINDOW - 1)] = table.heads[chain, head]
             table.heads[chain, head] = place
-    table.ring[place & (WINDOW - 1)] = token
+    table.ring[place & (CONTEXT_WINDOW - 1)] = token
     table.end = place + 1
 
 
 @compiled
 def latest_place(table: Any, token: Any) -> int:
     """The latest place of a token, but for that of the last token; -1 if there is none."""
-    oldest = max(np.int64(0), table.end - WINDOW)
-    after = np.int64(table.heads[SHORT, head_of(mixed(np.uint64(0), token))])
-    for _ in range(VISITS):
+    oldest = max(np.int64(0), table.end - CONTEXT_WINDOW)
+    after = np.int64(table.heads[SHORT_CHAIN, head_of(mix_hash(np.uint64(0), token))])
+    for _ in range(MAX_LATEST_VISITS):
         if after <= oldest:
             break
-        if table.ring[(after - 1) & (WINDOW - 1)] == token:
+        if table.ring[(after - 1) & (CONTEXT_WINDOW - 1)] == token:
             return int(after - 1)
-        after = np.int64(table.before[SHORT, after & (WINDOW - 1)])
+        after = np.int64(table.before[SHORT_CHAIN, after & (CONTEXT_WINDOW - 1)])
     return -1
 
 
 @compiled
 def head_of(mark: np.uint64) -> np.int64:
     """Where the chain of a hash begins; the high bits are the well mixed ones."""
-    return np.int64((mark >> np.uint64(40)) & np.uint64(HEADS - 1))
+    return np.int64((mark >> np.uint64(40)) & np.uint64(CHAIN_HEADS - 1))
 
 
-BEST = 8
+RANKING_TOKENS = 8
 """Tokens of a recycled ranking."""
-LONGEST_NODE = 5
+MAX_KEY_TOKENS = 5
 """The most last tokens that rankings are kept by."""
-HASHED_ROWS = 1 << 15
+ROWS_PER_LENGTH = 1 << 15
 """For each of the longer lengths."""
-WHOLE = 1000
+SHARE_UNIT = 1000
 """Shares of recycled rankings are in thousandths."""
-SHARPNESS = 1.5
+SHARE_SHARPNESS = 1.5
 """Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
 
 RANKING = np.dtype(
     [
-        ("tokens", np.int32, BEST),  # best first
-        ("shares", np.int16, BEST),
+        ("tokens", np.int32, RANKING_TOKENS),  # best first
+        ("shares", np.int16, RANKING_TOKENS),
         ("tag", np.uint32),  # the other half of the hash, which detects collisions
         ("unused", np.uint8, 12),
     ]
 )
 """A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
-LINE = RANKING.itemsize
+ROW_BYTES = RANKING.itemsize
 RECYCLED_TABLE = np.dtype(
     [
         ("rankings", np.int64),  # address of the rows; 0 before anything is kept
@@ -173,7 +173,7 @@ class RecycledRankings(Uncopyable):
     def __init__(self) -> None:
         self.record = np.zeros(1, RECYCLED_TABLE)
         self._lines: Array | None = None
-        none = np.zeros((0, BEST), np.int64)  # compiled, or loaded from the cache, before a step needs it
+        none = np.zeros((0, RANKING_TOKENS), np.int64)  # compiled, or loaded from the cache, before a step needs it
         _keep(self.record, none, none, none.astype(np.float32))
 
     def clear(self) -> None:
@@ -186,7 +186,7 @@ class RecycledRankings(Uncopyable):
         The most probable tail comes first.
         """
         if self._lines is None:
-            self._allocate(vocabulary, LONGEST_NODE)
+            self._allocate(vocabulary, MAX_KEY_TOKENS)
         _keep(self.record, tails, tokens, scores)
 
     def begin_with(self, known: Array, *, alone: bool) -> None:
@@ -194,18 +194,18 @@ class RecycledRankings(Uncopyable):
 
         Unless they stay ``alone``, the table has room for more, which replace these.
         """
-        longest = 1 if alone else LONGEST_NODE
+        longest = 1 if alone else MAX_KEY_TOKENS
         self._allocate(len(known), longest)
         self.record["longest"] = 1
         with np.errstate(divide="ignore"):
-            scores = np.log(known[:, BEST:].astype(np.float32))
-        _keep(self.record, np.arange(len(known)).reshape(-1, 1), known[:, :BEST].astype(np.int64), scores)
+            scores = np.log(known[:, RANKING_TOKENS:].astype(np.float32))
+        _keep(self.record, np.arange(len(known)).reshape(-1, 1), known[:, :RANKING_TOKENS].astype(np.int64), scores)
         self.record["longest"] = longest
 
     def _allocate(self, vocabulary: int, longest: int) -> None:
-        rows = vocabulary + (longest - 1) * HASHED_ROWS
-        self._lines = np.zeros((rows + 1) * LINE, np.uint8)  # one more, for alignment
-        self.record["rankings"] = -(-self._lines.ctypes.data // LINE) * LINE
+        rows = vocabulary + (longest - 1) * ROWS_PER_LENGTH
+        self._lines = np.zeros((rows + 1) * ROW_BYTES, np.uint8)  # one more, for alignment
+        self.record["rankings"] = -(-self._lines.ctypes.data // ROW_BYTES) * ROW_BYTES
         self.record["vocabulary"], self.record["longest"] = vocabulary, longest
 
 
@@ -214,28 +214,28 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
     table = memory[0]
     rankings = rankings_of(table)
-    shares = np.empty(BEST)
-    marks = np.zeros(LONGEST_NODE + 1, np.uint64)
+    shares = np.empty(RANKING_TOKENS)
+    marks = np.zeros(MAX_KEY_TOKENS + 1, np.uint64)
     for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
         if not np.isfinite(scores[node, 0]):
             continue
         for length in range(1, table.longest + 1):
-            marks[length] = mixed(marks[length - 1], tails[node, -length])
-        fetch(table, tails[node, -1], marks)
-        for place in range(BEST):
-            shares[place] = np.exp(SHARPNESS * (scores[node, place] - scores[node, 0]))
-        shares *= WHOLE / shares.sum()
+            marks[length] = mix_hash(marks[length - 1], tails[node, -length])
+        prefetch_rankings(table, tails[node, -1], marks)
+        for place in range(RANKING_TOKENS):
+            shares[place] = np.exp(SHARE_SHARPNESS * (scores[node, place] - scores[node, 0]))
+        shares *= SHARE_UNIT / shares.sum()
         for length in range(1, table.longest + 1):
             row = row_of(table, tails[node, -1], marks[length], length)
             if row >= 0:
                 kept = rankings[row]
                 kept.tag = tag_of(marks[length])
-                for place in range(BEST):
+                for place in range(RANKING_TOKENS):
                     kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
 
 
 @compiled
-def fetch(table: Any, last: Any, marks: Array) -> None:
+def prefetch_rankings(table: Any, last: Any, marks: Array) -> None:
     """Prefetch the rankings after the last tokens with these hashes, all at once."""
     rankings = rankings_of(table)
     for length in range(1, table.longest + 1):
@@ -257,13 +257,13 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
         return -1
     if length == 1:
         return int(last)
-    return int(table.vocabulary + (length - 2) * HASHED_ROWS + np.int64(mark & np.uint64(HASHED_ROWS - 1)))
+    return int(table.vocabulary + (length - 2) * ROWS_PER_LENGTH + np.int64(mark & np.uint64(ROWS_PER_LENGTH - 1)))
 
 
 @compiled
 def rankings_of(table: Any) -> Array:
     """All rows."""
-    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * HASHED_ROWS, RANKING)
+    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * ROWS_PER_LENGTH, RANKING)
 
 
 @compiled

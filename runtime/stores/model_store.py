@@ -1,22 +1,17 @@
 """The model store: what often follows the last one to four tokens in the model's own answers.
 
-A hash table of prefixes, each with the tokens that most often come next, and for each token the phrases
-of four tokens that most often follow it. All look-ups of prefixes, of drafters and of ``inspect``, are a ``fetch`` of
-all lengths and a ``known_as`` for each.
+Look-ups read a hash table of prefixes, each with its most frequent next tokens, and for each token the most frequent
+phrases of four tokens after it. The record, an LMDB file, holds the documents and the n-grams with the tokens of their
+prefixes; the table is compiled from it, and stores are extended, merged and split by its documents.
 
-Stores are added to, merged and taken apart by their documents. The n-grams have the tokens of their prefixes, of which
-the arrays of look-ups keep only hashes: ``inspect`` lists them, and the arrays are compiled from them.
-
-The first byte of a key is the kind of its entry, and big-endian 32-bit numbers follow:
+The first byte of a record's key is the kind of its entry, and big-endian 32-bit numbers follow:
 
 - 0, a document: its number. The value is its tokens.
 - 1 to 4, what comes next after a prefix of as many tokens, and 5, the phrases after one token: the tokens of the
   prefix. The value is ``[total, distinct, tokens, counts]``; ``tokens`` are all continuations, one after another.
 
-Tokens and counts in values are binary, the least significant byte first: tokens in two bytes each, or in four if the
-vocabulary needs them, and counts in four.
-
-The file is written once and never changed, so it needs no lock.
+Tokens and counts in values are little-endian: tokens have two bytes, or four if the vocabulary needs them, and counts
+four. The file is written once and never changed, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -45,23 +40,23 @@ from hdtool.runtime.stores.store_files import mapped_part
 
 KIND = "model"
 LONGEST_PREFIX = 4
-PHRASE = 4
+PHRASE_TOKENS = 4
 """Tokens of a phrase, after the token that it follows."""
 
-LONGEST_PROBE = 256
+MAX_PROBES = 256
 """Slots that a search reads at most. In 2**31 slots, half of them free, at most about 100 in a row are used."""
-ROWS_READ = 64
+MAX_ROWS_READ = 64
 """Next tokens that a lookup reads of an entry, the most frequent ones."""
 
-RANKED = 8
+VOCABULARY_RANKING_TOKENS = 8
 """Tokens of a ranking of the vocabulary: rows hold them, best first, and then their probabilities in millionths."""
 
-HASH_LOW, HASH_HIGH, START, STOP, TOTAL, DISTINCT = range(6)
+HASH_LOW, HASH_HIGH, KEY_START, KEY_STOP, KEY_TOTAL, KEY_DISTINCT = range(6)
 KEY_WIDTH = 6
 """A key is the hash of its prefix, the range of its rows, and the counts of all that follows the prefix."""
 ROW_TOKEN, ROW_COUNT = range(2)
 
-MODEL = np.dtype(
+MODEL_RECORD = np.dtype(
     [
         ("slots", np.int64, 2),  # address and length, as of all arrays
         ("keys", np.int64, 2),
@@ -72,7 +67,7 @@ MODEL = np.dtype(
 )
 
 
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """What comes next after a prefix."""
 
     length: int
@@ -107,8 +102,8 @@ class ModelStore(Uncopyable):
         self.keys = self._part("keys", KEY_WIDTH)
         self.rows = self._part("rows", 2)
         self._heads = self._part("heads", 1).reshape(-1)
-        self._phrases = self._part("phrases", PHRASE + 1)
-        self.rankings = self._part("rankings", 2 * RANKED) if "rankings" in manifest.files else None
+        self._phrases = self._part("phrases", PHRASE_TOKENS + 1)
+        self.rankings = self._part("rankings", 2 * VOCABULARY_RANKING_TOKENS) if "rankings" in manifest.files else None
         """The model's own ranking after each token of the vocabulary, if the store was built with them."""
         self.record = model_record(self)
         """The addresses of its arrays, for compiled code."""
@@ -120,12 +115,12 @@ class ModelStore(Uncopyable):
         # Compiled code takes writable arrays fastest; what is written to a "c" mapping stays in memory.
         return mapped_part(self.folder, self.manifest, part, np.int32, width, "c")
 
-    def after(self, context: Sequence[int] | Ints) -> list[Entry]:
+    def after(self, context: Sequence[int] | Ints) -> list[StoreEntry]:
         """The entries of the suffixes of ``context`` that are prefixes in the store, the longest first."""
-        found = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
+        entries = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
         return [
-            Entry(length, total, distinct, *self._valid(self.rows[start:stop]))
-            for length, start, stop, total, distinct in found
+            StoreEntry(length, total, distinct, *self._valid(self.rows[start:stop]))
+            for length, start, stop, total, distinct in entries
         ]
 
     def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
@@ -133,28 +128,28 @@ class ModelStore(Uncopyable):
         rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
         return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
-    def phrases_after(self, token: int, most: int = 64) -> tuple[Ints, Ints]:
-        """At most ``most`` phrases that follow a token, a row each, and their counts; most frequent first."""
+    def phrases_after(self, token: int, max_phrases: int = 64) -> tuple[Ints, Ints]:
+        """At most ``max_phrases`` phrases that follow a token, a row each, and their counts; most frequent first."""
         if not 0 <= token < self.vocabulary:
-            return self._phrases[:0, :PHRASE], self._phrases[:0, PHRASE]
+            return self._phrases[:0, :PHRASE_TOKENS], self._phrases[:0, PHRASE_TOKENS]
         start, stop = self._heads[token : token + 2].tolist()
         # A damaged file must not give a token that no model has.
         start = max(start, 0)
-        found = self._phrases[start : max(start, min(stop, start + most))]
-        found = found[(found[:, :PHRASE] >= 0).all(1) & (found[:, :PHRASE] < self.vocabulary).all(1)]
-        return found[:, :PHRASE], found[:, PHRASE]
+        rows = self._phrases[start : max(start, min(stop, start + max_phrases))]
+        rows = rows[(rows[:, :PHRASE_TOKENS] >= 0).all(1) & (rows[:, :PHRASE_TOKENS] < self.vocabulary).all(1)]
+        return rows[:, :PHRASE_TOKENS], rows[:, PHRASE_TOKENS]
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
     """A copy of the rankings of the vocabulary in a store, if it has any."""
     if "rankings" not in manifest.files:
         return None
-    return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * RANKED))
+    return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * VOCABULARY_RANKING_TOKENS))
 
 
 def model_record(store: ModelStore | None) -> Ints:
     """The addresses of the arrays of a store, which must outlive them; without a store, no entry is found."""
-    record = np.zeros(1, MODEL)
+    record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
             array = getattr(store, part)
@@ -171,7 +166,7 @@ def rows_of(model: Any) -> Ints:
 
 
 @compiled
-def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
+def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
     """The entry of the prefix with this hash, as ``entry_of`` gives it."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
@@ -179,7 +174,7 @@ def known_as(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
 
 
 @compiled
-def fetch(model: Any, hashes: Ints, longest: int) -> None:
+def prefetch_entries(model: Any, hashes: Ints, longest: int) -> None:
     """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
@@ -194,19 +189,19 @@ def fetch(model: Any, hashes: Ints, longest: int) -> None:
 
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
-    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``known_as``."""
-    model, found, count = memory[0], np.empty((len(tail), 5), np.int64), 0
+    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``lookup_hash``."""
+    model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
-        hashes[length] = mixed(hashes[length - 1], tail[len(tail) - length])
-    fetch(model, hashes, len(tail))
+        hashes[length] = mix_hash(hashes[length - 1], tail[len(tail) - length])
+    prefetch_entries(model, hashes, len(tail))
     for length in range(len(tail), 0, -1):
-        start, stop, total, distinct = known_as(model, hashes[length])
+        start, stop, total, distinct = lookup_hash(model, hashes[length])
         if total > 0:
-            found[count, 0], found[count, 1], found[count, 2] = length, start, stop
-            found[count, 3], found[count, 4] = total, distinct
+            entries[count, 0], entries[count, 1], entries[count, 2] = length, start, stop
+            entries[count, 3], entries[count, 4] = total, distinct
             count += 1
-    return found[:count]
+    return entries[:count]
 
 
 @compiled
@@ -215,27 +210,27 @@ def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tupl
 
     The total is 0 if there is no entry.
     """
-    key = find(slots, keys, prefix_hash)
+    key = find_key(slots, keys, prefix_hash)
     if key < 0:
         return 0, 0, 0, 0
-    start, stop = np.int64(keys[key, START]), np.int64(keys[key, STOP])
-    total, distinct = np.int64(keys[key, TOTAL]), np.int64(keys[key, DISTINCT])
+    start, stop = np.int64(keys[key, KEY_START]), np.int64(keys[key, KEY_STOP])
+    total, distinct = np.int64(keys[key, KEY_TOTAL]), np.int64(keys[key, KEY_DISTINCT])
     # A damaged file must not lead out of the arrays.
     if not 0 <= start <= stop <= rows or total <= 0:
         return 0, 0, 0, 0
-    return start, min(stop, start + ROWS_READ), total, distinct
+    return start, min(stop, start + MAX_ROWS_READ), total, distinct
 
 
 @compiled
-def find(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
+def find_key(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
     """The number of the key of a prefix with this hash, or -1.
 
     The search is linear probing, bounded: a damaged table without a free slot must not be read to its end.
     """
     mask = len(slots) - 1
     slot = slot_of(prefix_hash, mask)
-    low, high = halves(prefix_hash)
-    for _ in range(min(len(slots), LONGEST_PROBE)):
+    low, high = split_hash(prefix_hash)
+    for _ in range(min(len(slots), MAX_PROBES)):
         key = slots[slot]
         if key < 0 or key >= len(keys):
             break
@@ -252,14 +247,14 @@ def slot_of(prefix_hash: np.uint64, mask: int) -> int:
 
 
 @compiled
-def halves(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
+def split_hash(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
     """A hash as two numbers that fit into the keys."""
     low, high = prefix_hash & np.uint64(0xFFFFFFFF), prefix_hash >> np.uint64(32)
     return np.int32(np.uint32(low)), np.int32(np.uint32(high))
 
 
 @compiled
-def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
+def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
     """The hash of a sequence, from that of the sequence without its first token, ``token``; 0 is that of none.
 
     Lookups compare hashes alone. Of a million keys, one in ten million sequences that are not in the
@@ -272,20 +267,20 @@ def mixed(suffix_hash: np.uint64, token: Any) -> np.uint64:
 @compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
     """The hash of tokens, mixed from the last to the first."""
-    found = np.uint64(0)
+    mixed_hash = np.uint64(0)
     for offset in range(length - 1, -1, -1):
-        found = mixed(found, np.int64(tokens[start + offset]))
-    return found
+        mixed_hash = mix_hash(mixed_hash, np.int64(tokens[start + offset]))
+    return mixed_hash
 
 
-PART = "record"
-DOCUMENT = 0
-NGRAMS = range(1, LONGEST_PREFIX + 2)
-PHRASES = NGRAMS[-1]
-NUMBER, COUNT = np.dtype(">u4"), np.dtype("<u4")
-AT_ONCE = 1 << 14
+RECORD_PART = "record"
+DOCUMENT_KIND = 0
+NGRAM_KINDS = range(1, LONGEST_PREFIX + 2)
+PHRASE_KIND = NGRAM_KINDS[-1]
+KEY_DTYPE, COUNT_DTYPE = np.dtype(">u4"), np.dtype("<u4")
+ENTRIES_PER_TRANSACTION = 1 << 14
 """Entries of a transaction."""
-MOST_PER_ENTRY = 1 << 13
+MAX_ENTRY_OVERHEAD = 1 << 13
 """Bytes that LMDB may need for an entry beside its value, as pages are not full."""
 
 _opened: WeakValueDictionary[str, ModelRecord] = WeakValueDictionary()
@@ -305,7 +300,7 @@ class Ngrams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class NgramGroup:
     """N-grams of one kind in the order of their prefixes, the most frequent continuation first within each."""
 
     heads: Ints
@@ -341,21 +336,21 @@ class ModelRecord:
         """The record in a file, which is opened if it is not open in this process."""
         name = os.path.realpath(path)
         with _opening:
-            if (found := _opened.get(name)) is None:
-                found = _opened[name] = cls(Path(name), end)
-        return found
+            if (record := _opened.get(name)) is None:
+                record = _opened[name] = cls(Path(name), end)
+        return record
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
         """The record of a store. LMDB trusts its pages, so the checksum of the file is compared first."""
-        file = manifest.files[PART]
-        if damaged(folder, replace(manifest, files={PART: file})):
+        file = manifest.files[RECORD_PART]
+        if damaged(folder, replace(manifest, files={RECORD_PART: file})):
             raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
         return cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
 
     def documents(self) -> Iterator[Tokens]:
         """The tokens of all documents, in the order of their inputs."""
-        for _, value in self._entries(_start(DOCUMENT, [])):
+        for _, value in self._entries(_start(DOCUMENT_KIND, [])):
             ids = np.frombuffer(value, self._width)
             if ids.max(initial=0) >= self.end:
                 raise self._damage(f"token {ids.max():,} is in a document")
@@ -368,24 +363,24 @@ class ModelRecord:
 
     def ngrams(self, prefix: Sequence[int] = ()) -> Iterator[Ngrams]:
         """All n-grams whose prefix starts with these tokens, in the order of the record."""
-        for kind in NGRAMS:
+        for kind in NGRAM_KINDS:
             for key, (total, distinct, tokens, counts) in self._entries(_start(kind, prefix)):
-                followers = np.frombuffer(tokens, self._width).reshape(-1, PHRASE if kind == PHRASES else 1)
-                rows = zip(followers.tolist(), np.frombuffer(counts, COUNT).tolist(), strict=True)
-                yield Ngrams(np.frombuffer(key[1:], NUMBER).tolist(), total, distinct, list(rows))
+                followers = np.frombuffer(tokens, self._width).reshape(-1, PHRASE_TOKENS if kind == PHRASE_KIND else 1)
+                rows = zip(followers.tolist(), np.frombuffer(counts, COUNT_DTYPE).tolist(), strict=True)
+                yield Ngrams(np.frombuffer(key[1:], KEY_DTYPE).tolist(), total, distinct, list(rows))
 
-    def group(self, kind: int) -> Group:
+    def group(self, kind: int) -> NgramGroup:
         """All n-grams of a kind."""
-        length, width = (1, PHRASE) if kind == PHRASES else (kind, 1)
+        length, width = (1, PHRASE_TOKENS) if kind == PHRASE_KIND else (kind, 1)
         entries = [(key[1:], *value) for key, value in self._entries(_start(kind, []))]
         keys, totals, distinct, tokens, counts = zip(*entries, strict=True) if entries else [()] * 5
-        return Group(
-            heads=np.frombuffer(b"".join(keys), NUMBER).astype(np.int64).reshape(-1, length),
+        return NgramGroup(
+            heads=np.frombuffer(b"".join(keys), KEY_DTYPE).astype(np.int64).reshape(-1, length),
             totals=np.array(totals, np.int64),
             distinct=np.array(distinct, np.int64),
-            stops=np.cumsum([len(each) // COUNT.itemsize for each in counts], dtype=np.int64),
+            stops=np.cumsum([len(each) // COUNT_DTYPE.itemsize for each in counts], dtype=np.int64),
             tokens=np.frombuffer(b"".join(tokens), self._width).astype(np.int64).reshape(-1, width),
-            counts=np.frombuffer(b"".join(counts), COUNT).astype(np.int64),
+            counts=np.frombuffer(b"".join(counts), COUNT_DTYPE).astype(np.int64),
         )
 
     def _entries(self, start: bytes) -> Iterator[tuple[bytes, Any]]:
@@ -400,8 +395,8 @@ class ModelRecord:
         except (lmdb.Error, ValueError, msgpack.UnpackException) as error:
             raise self._damage(str(error)) from None
 
-    def _damage(self, found: str) -> StoreError:
-        return StoreError(f"{self.path} is damaged ({found}): build the store again with {BUILD_COMMANDS[KIND]}")
+    def _damage(self, fault: str) -> StoreError:
+        return StoreError(f"{self.path} is damaged ({fault}): build the store again with {BUILD_COMMANDS[KIND]}")
 
 
 class RecordWriter:
@@ -414,14 +409,17 @@ class RecordWriter:
 
     def put_documents(self, documents: Iterable[Tokens]) -> None:
         self._put(
-            (_start(DOCUMENT, [number]), self._pack(ids.astype(self._width).tobytes()))
+            (_start(DOCUMENT_KIND, [number]), self._pack(ids.astype(self._width).tobytes()))
             for number, ids in enumerate(documents)
         )
 
-    def put_ngrams(self, kind: int, group: Group) -> None:
-        start, heads = bytes([kind]), group.heads.astype(NUMBER).view(f"V{NUMBER.itemsize * group.heads.shape[1]}")
-        tokens, counts = group.tokens.astype(self._width).tobytes(), group.counts.astype(COUNT).tobytes()
-        wide, size = self._width.itemsize * group.tokens.shape[1], COUNT.itemsize
+    def put_ngrams(self, kind: int, group: NgramGroup) -> None:
+        start, heads = (
+            bytes([kind]),
+            group.heads.astype(KEY_DTYPE).view(f"V{KEY_DTYPE.itemsize * group.heads.shape[1]}"),
+        )
+        tokens, counts = group.tokens.astype(self._width).tobytes(), group.counts.astype(COUNT_DTYPE).tobytes()
+        wide, size = self._width.itemsize * group.tokens.shape[1], COUNT_DTYPE.itemsize
         columns = (heads.ravel(), group.totals, group.distinct, group.starts, group.stops)
         self._put(
             (
@@ -442,7 +440,7 @@ class RecordWriter:
 def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[RecordWriter]:
     """Write a record of so many entries, whose values have so many bytes, to a file that is empty."""
     # LMDB needs a limit; the file has the size of its content.
-    size = value_bytes + MOST_PER_ENTRY * entries + (1 << 24)
+    size = value_bytes + MAX_ENTRY_OVERHEAD * entries + (1 << 24)
     try:
         with lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=size) as environment:
             yield RecordWriter(environment, end)
@@ -452,7 +450,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 def _start(kind: int, numbers: Sequence[int]) -> bytes:
     """The start of keys of a kind."""
-    return bytes([kind]) + np.asarray(numbers, NUMBER).tobytes()
+    return bytes([kind]) + np.asarray(numbers, KEY_DTYPE).tobytes()
 
 
 def _width(end: int) -> np.dtype[Any]:
@@ -460,5 +458,5 @@ def _width(end: int) -> np.dtype[Any]:
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:
-    while batch := list(islice(items, AT_ONCE)):
+    while batch := list(islice(items, ENTRIES_PER_TRANSACTION)):
         yield batch

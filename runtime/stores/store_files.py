@@ -1,7 +1,7 @@
-"""Files of stores: parts mapped into memory, and a check of LMDB's pages, since a damaged one would end the process.
+"""Maps the parts of stores into memory, and checks LMDB's pages, since a damaged one would crash the process.
 
 The two trees of a snapshot, of the data and of the free pages, are followed from their roots. Every page must lie in
-the file, bear its number and a possible kind, and hold its nodes. The layout is that of LMDB 0.9, little-endian.
+the file, have its own number and a valid kind, and hold its nodes. The layout is that of LMDB 0.9, little-endian.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def mapped_part(
     try:
         with open(path, "rb") as stream:
             # Of the file that was opened: another may have the name by now.
-            found = os.fstat(stream.fileno()).st_size
-            if found != size:
-                raise StoreError(f"{path} has {found:,} bytes instead of {size:,}: {again}")
+            file_bytes = os.fstat(stream.fileno()).st_size
+            if file_bytes != size:
+                raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}: {again}")
             if size % row or not (size or manifest.holds_rankings_alone):
                 raise StoreError(f"{path} has {size:,} bytes, which are no whole rows of {row}: {again}")
             if not size:
@@ -52,13 +52,13 @@ def documents_of(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     return mapped_part(folder, manifest, "documents", token_type(manifest.tokenizer.vocab_size)).reshape(-1)
 
 
-MAGIC = 0xBEEFC0DE
-HEADER = 16
-BRANCH, LEAF, OVERFLOW = 1, 2, 4
-NODE = 8
-BIG, PLAIN = 1, 0
+LMDB_MAGIC = 0xBEEFC0DE
+PAGE_HEADER_BYTES = 16
+BRANCH_PAGE, LEAF_PAGE, OVERFLOW_PAGE = 1, 2, 4
+NODE_HEADER_BYTES = 8
+OVERFLOW_VALUE, INLINE_VALUE = 1, 0
 """Flags of a node: its value lies in pages of its own, or in the node."""
-TREE = np.dtype(
+TREE_RECORD = np.dtype(
     [
         ("page_size", "<u4"),
         ("flags", "<u2"),
@@ -70,21 +70,21 @@ TREE = np.dtype(
         ("root", "<u8"),
     ]
 )
-SNAPSHOT = np.dtype(
+SNAPSHOT_RECORD = np.dtype(
     [
         ("magic", "<u4"),
         ("version", "<u4"),
         ("address", "<u8"),
         ("map_size", "<u8"),
-        ("trees", TREE, 2),
+        ("trees", TREE_RECORD, 2),
         ("last_page", "<u8"),
         ("number", "<u8"),
     ]
 )
 NO_PAGE = 2**64 - 1
-DEEPEST = 16
+MAX_TREE_DEPTH = 16
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
@@ -93,19 +93,19 @@ def damage_of(path: Path, number: int) -> str:
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     data = np.frombuffer(content, np.uint8)
     for page_size in (1 << bits for bits in range(9, 17)):
-        start = HEADER + (number & 1) * page_size
-        if start + SNAPSHOT.itemsize > len(data):
+        start = PAGE_HEADER_BYTES + (number & 1) * page_size
+        if start + SNAPSHOT_RECORD.itemsize > len(data):
             break
-        snapshot = np.frombuffer(content, SNAPSHOT, 1, start)[0].copy()
+        snapshot = np.frombuffer(content, SNAPSHOT_RECORD, 1, start)[0].copy()
         trees = snapshot["trees"]
-        if snapshot["magic"] == MAGIC and int(trees[0]["page_size"]) == page_size:
+        if snapshot["magic"] == LMDB_MAGIC and int(trees[0]["page_size"]) == page_size:
             if int(snapshot["number"]) > number:
                 return ""  # replaced meanwhile by a process that works with the file
             pages, entries = len(data) // page_size, 0
             for tree in trees:
                 if int(tree["root"]) == NO_PAGE:
                     continue
-                if not 0 < int(tree["depth"]) <= DEEPEST:
+                if not 0 < int(tree["depth"]) <= MAX_TREE_DEPTH:
                     return "a tree has no depth"
                 if (entries := _entries_below(data, page_size, pages, int(tree["root"]), int(tree["depth"]))) < 0:
                     return f"page {-1 - entries} is none of a tree"
@@ -114,7 +114,7 @@ def damage_of(path: Path, number: int) -> str:
 
 
 @compiled
-def _number(data: Bytes, at: Any, width: int) -> Any:
+def _number(data: ByteArray, at: Any, width: int) -> Any:
     number = np.int64(0)
     for byte in range(width):
         number |= np.int64(data[at + byte]) << (8 * byte)
@@ -122,7 +122,7 @@ def _number(data: Bytes, at: Any, width: int) -> Any:
 
 
 @compiled
-def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: int) -> int:
+def _entries_below(data: ByteArray, page_size: int, pages: int, root: int, depth: int) -> int:
     """The entries in the leaves of a tree; a negative result is the number of the damaged page."""
     waiting, levels = [root], [1]
     entries = visited = 0
@@ -134,30 +134,34 @@ def _entries_below(data: Bytes, page_size: int, pages: int, root: int, depth: in
             return -1 - max(page, 0)
         start = page * page_size
         kind, lower, upper = _number(data, start + 10, 2), _number(data, start + 12, 2), _number(data, start + 14, 2)
-        is_branch = kind & (BRANCH | LEAF | OVERFLOW) == BRANCH
-        count = (lower - HEADER) >> 1
-        if _number(data, start, 8) != page or is_branch != (level < depth) or kind & (LEAF | BRANCH) == 0:
+        is_branch = kind & (BRANCH_PAGE | LEAF_PAGE | OVERFLOW_PAGE) == BRANCH_PAGE
+        count = (lower - PAGE_HEADER_BYTES) >> 1
+        if _number(data, start, 8) != page or is_branch != (level < depth) or kind & (LEAF_PAGE | BRANCH_PAGE) == 0:
             return -1 - page
-        if not HEADER < lower <= upper <= page_size or lower & 1:
+        if not PAGE_HEADER_BYTES < lower <= upper <= page_size or lower & 1:
             return -1 - page
         for slot in range(count):
-            node = _number(data, start + HEADER + 2 * slot, 2)
-            if node < upper or node + NODE > page_size:
+            node = _number(data, start + PAGE_HEADER_BYTES + 2 * slot, 2)
+            if node < upper or node + NODE_HEADER_BYTES > page_size:
                 return -1 - page
             low, flags = _number(data, start + node, 4), _number(data, start + node + 4, 2)
             key = _number(data, start + node + 6, 2)
             if is_branch:
-                if node + NODE + key > page_size:
+                if node + NODE_HEADER_BYTES + key > page_size:
                     return -1 - page
                 waiting.append(low | flags << 32)
                 levels.append(level + 1)
                 continue
             entries += 1
-            if flags == BIG:
-                first = _number(data, start + node + NODE + key, 8) if node + NODE + key + 8 <= page_size else -1
-                size = first + -(-(low + HEADER) // page_size)
-                if not 0 < first < size <= pages or _number(data, first * page_size + 10, 2) & OVERFLOW == 0:
+            if flags == OVERFLOW_VALUE:
+                first = (
+                    _number(data, start + node + NODE_HEADER_BYTES + key, 8)
+                    if node + NODE_HEADER_BYTES + key + 8 <= page_size
+                    else -1
+                )
+                size = first + -(-(low + PAGE_HEADER_BYTES) // page_size)
+                if not 0 < first < size <= pages or _number(data, first * page_size + 10, 2) & OVERFLOW_PAGE == 0:
                     return -1 - page
-            elif flags != PLAIN or node + NODE + key + low > page_size:
+            elif flags != INLINE_VALUE or node + NODE_HEADER_BYTES + key + low > page_size:
                 return -1 - page
     return entries

@@ -40,9 +40,9 @@ def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
 
-NONE = "none"
+NO_STORE = "none"
 
-Place = tuple[Path, TokenizerFingerprint]
+StorePlace = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -57,9 +57,9 @@ class StoreSet:
     history: History | None = None
     """Earlier answers; without it, the drafters of a model begin with an empty one."""
     tokenizer: TokenizerFingerprint | None = None
-    """Of the tokenizer, if a store was opened or it was asked for."""
+    """The tokenizer's fingerprint, if a store was opened or the caller requested it."""
     checkpoint: Checkpoint | None = None
-    """Of the model, if its files are known."""
+    """The model's checkpoint, if its files are known."""
     namespace: str | None = None
     """Whose stores these are; a history that lasts is kept apart by it, too."""
 
@@ -78,15 +78,15 @@ class StoreSet:
         ``model`` is that of the loaded model: only its own model store is taken from home. With ``identified``, the
         fingerprint of the tokenizer is computed even if no store is opened.
         """
-        model_db = config.model_db if "M" in databases else NONE
-        corpus_db = config.corpus_db if "S" in databases else NONE
-        if model_db == corpus_db == NONE and not identified:
+        model_db = config.model_db if "M" in databases else NO_STORE
+        corpus_db = config.corpus_db if "S" in databases else NO_STORE
+        if model_db == corpus_db == NO_STORE and not identified:
             return cls(databases=databases)
         fingerprint = TokenizerFingerprint.of(tokenizer)
-        own = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
+        model_store = _open(model_db or model_store_for(model, fingerprint, config.namespace), ModelStore, fingerprint)
         corpus = _open(corpus_db or corpus_index_for(fingerprint, config.namespace), CorpusIndex, fingerprint)
-        _note_other_models(own, model_db, model, fingerprint, config.namespace)
-        return cls(own, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
+        _note_other_models(model_store, model_db, model, fingerprint, config.namespace)
+        return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Sent to another process, it opens its stores anew: they are mapped, not copied."""
@@ -106,7 +106,7 @@ class StoreSet:
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
-def _reopened(model: Place | None, corpus: Place | None, databases: str) -> StoreSet:
+def _reopened(model: StorePlace | None, corpus: StorePlace | None, databases: str) -> StoreSet:
     return StoreSet(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
 
 
@@ -115,7 +115,7 @@ def _open(
     opened: Callable[[Path, TokenizerFingerprint], AnyStore],
     fingerprint: TokenizerFingerprint,
 ) -> AnyStore | None:
-    return opened(store_folder(str(place)), fingerprint) if place and place != NONE else None
+    return opened(store_folder(str(place)), fingerprint) if place and place != NO_STORE else None
 
 
 def model_store_for(
@@ -127,9 +127,9 @@ def model_store_for(
     """
     if model is None:
         return None
-    own = model_store_at_home(model, tokenizer, namespace)
-    if (own / MANIFEST).exists():
-        return own
+    at_home = model_store_at_home(model, tokenizer, namespace)
+    if (at_home / MANIFEST).exists():
+        return at_home
     embedded = read_manifest(demo.MODEL_STORE, check=False)
     fits = (embedded.model, embedded.tokenizer) == (model, tokenizer)
     return demo.MODEL_STORE if fits and not namespace else None
@@ -138,8 +138,8 @@ def model_store_for(
 def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
     """The corpus index at home of a tokenizer, a tenant's before the common one, else the embedded one."""
     for owner in {namespace: None, None: None}:
-        if ((own := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
-            return own
+        if ((at_home := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
+            return at_home
     embedded = read_manifest(demo.CORPUS_INDEX, check=False)
     return demo.CORPUS_INDEX if embedded.tokenizer == tokenizer else None
 
@@ -153,13 +153,13 @@ def _note_other_models(
 ) -> None:
     """Print that the model store is of another model, or that those at home are."""
     if opened:
-        found = opened.manifest.model
-        if named and found and model and found != model:
-            print(f"note: {opened.folder} holds answers of {found.label}, not of {model.label}", file=sys.stderr)
+        store_model = opened.manifest.model
+        if named and store_model and model and store_model != model:
+            print(f"note: {opened.folder} holds answers of {store_model.label}, not of {model.label}", file=sys.stderr)
     elif not named and (others := model_stores_at_home(tokenizer, namespace)):
-        folder, found = others[0]
+        folder, store_model = others[0]
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""
-        whose = f"of {found.label}" if found else "of a model that it does not name"
+        whose = f"of {store_model.label}" if store_model else "of a model that it does not name"
         of = model.label if model else "this model, whose files are not known"
         print(
             f"note: there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "

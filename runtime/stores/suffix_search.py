@@ -1,13 +1,13 @@
 """Search in suffix-array shards: the range of suffixes that start with given tokens, and what follows them.
 
-Every lookup in the corpus index uses these functions. ``find_longest`` takes a context alone
-and starts from the heads table; ``narrowed`` takes the range of the tokens without the last one, which a
-node of a draft tree has from its parent. ``sample_matches`` and ``follower`` read what follows a range.
+Every look-up in the corpus index uses these functions. ``find_longest`` starts from the heads table with a context
+alone; ``narrow_range`` starts from the range of the tokens without the last one, which a node has from its parent.
+``sample_matches`` and ``read_followers`` read what follows a range.
 
-Waiting for memory is most of the cost: every step of a bisection reads a suffix and then the text at its
-position, far apart. So ``boundary`` has three rounds. The first bisects the sampled prefixes, a copy of
-the text after every 256th suffix's first token that is small enough to stay in the cache; the other two
-prefetch all that they may read, so that they wait once and not at every step.
+Memory latency is most of the cost: every bisection step reads a suffix and then the text at its position, far apart.
+So ``find_boundary`` has three rounds. The first bisects the sampled prefixes, a copy of the text after every 256th
+suffix's first token that is small enough to stay in the cache; the other two prefetch all that they may read, so that
+they wait once and not at every step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hdtool.runtime.kernels.compiled import Ints, array_at, compiled, prefetch
 PREFIX_EVERY = 256
 PREFIX_TOKENS = 4
 """Tokens of a sampled prefix. They follow the suffix's first token, which the heads table gives."""
-STRIDES = (16, 1)
+BISECTION_STRIDES = (16, 1)
 """Distance between the suffixes that the second and the third round bisect."""
 FIRST_LENGTH = 3
 """The first length that is searched: matches of text that is new to a corpus are mostly about as long."""
-WIDE_BRACKET = 1024
-"""``narrowed`` uses the sampled prefixes in brackets wider than this."""
-FIRST_STRIDE = 8
+MIN_WIDE_BRACKET = 1024
+"""``narrow_range`` uses the sampled prefixes in brackets wider than this."""
+FIRST_LENGTH_STRIDE = 8
 
 Int = Any
 """A number of numpy's or Python's: compiled code takes either."""
@@ -100,7 +100,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
         else:
             missing = length
     if matched > 1:
-        _close(shards, tail, matched, ranges[0])
+        _narrow_ends(shards, tail, matched, ranges[0])
     return matched, ranges[0]
 
 
@@ -115,12 +115,12 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Whether the last ``length`` tokens occur; the ranges begin where they do, and end too late."""
+    """Return True if the last ``length`` tokens occur; the ranges begin where they do, and end too late."""
     occurs = False
     for shard in range(len(shards.places)):
-        low, high = headed(shards, shard, tail[len(tail) - length])
+        low, high = head_range(shards, shard, tail[len(tail) - length])
         if length > 1 and low < high:
-            low = boundary(shards, shard, tail, length, low, high, False)
+            low = find_boundary(shards, shard, tail, length, low, high, False)
             if low < high and _order(shards, shard, low, tail, length) != 0:
                 high = low
         ranges[shard, 0], ranges[shard, 1] = low, high
@@ -129,26 +129,26 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
 
 
 @compiled
-def _close(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
-    """Let the ranges that ``_find`` gave end where their tokens do."""
+def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
+    """Narrow the ranges from ``_find`` to end where their tokens do."""
     for shard in range(len(ranges)):
         low, high = ranges[shard]
         if low < high:
-            ranges[shard, 1] = boundary(shards, shard, tail, length, low + 1, high, True)
+            ranges[shard, 1] = find_boundary(shards, shard, tail, length, low + 1, high, True)
 
 
 @compiled
-def headed(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
+def head_range(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
     """The range of suffixes that start with a token; in a damaged file it still ends within the suffixes."""
     low = min(np.int64(shards.heads[shard, token]), shards.places[shard, SUFFIXES])
     return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.places[shard, SUFFIXES]))
 
 
 @compiled
-def boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
-    """Of suffixes with the right head, the first that does not sort before the tokens or, ``past``, sorts after."""
+def find_boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
+    """The first suffix of a head's range that sorts at or after the tokens or, with ``past``, after them."""
     low, high = _between_sampled(shards, shard, tail, length, low, high, past)
-    for stride in STRIDES:
+    for stride in BISECTION_STRIDES:
         probes = (high - low + stride - 1) // stride
         if probes > 2:
             _prefetch_texts(shards, shard, low, high, stride)
@@ -221,23 +221,23 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
 
 
 @compiled
-def narrowed(
+def narrow_range(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
 ) -> tuple[Int, Int]:
-    """The part of the range of the last ``length`` tokens without the last one that goes on with the last one.
+    """The part of a range of ``length - 1`` tokens that continues with the last token of ``tail``.
 
     It begins between ``low`` and ``first`` and ends between ``last`` and ``high``.
     """
     token = tail[len(tail) - 1]
-    if first - low > WIDE_BRACKET:
-        low = boundary(shards, shard, tail, length, low, first, False)
+    if first - low > MIN_WIDE_BRACKET:
+        low = find_boundary(shards, shard, tail, length, low, first, False)
     else:
         low = _bisect(shards, shard, length - 1, low, first, token)
     if last <= low:
         # The bracket's samples do not hold the token, so it is rare if it occurs: gallop to its end.
         if low >= high or _follower_of(shards, shard, low, length - 1) != token:
             return low, low
-        stride, last = FIRST_STRIDE, low + 1
+        stride, last = FIRST_LENGTH_STRIDE, low + 1
         while last + stride < high and _follower_of(shards, shard, last + stride - 1, length - 1) == token:
             last += stride
             stride *= 4
@@ -265,32 +265,32 @@ def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
 
 
 @compiled
-def sample_step(found: int, samples: int) -> int:
-    """The distance between samples that are spread evenly over a range, in 65536ths; see ``sampled``."""
-    return (found << 16) // samples if samples else 0
+def sample_step(num_matches: int, samples: int) -> int:
+    """The distance between samples that are spread evenly over a range, in 65536ths; see ``sample_index``."""
+    return (num_matches << 16) // samples if samples else 0
 
 
 @compiled
-def sampled(sample: int, step: int) -> int:
+def sample_index(sample: int, step: int) -> int:
     """Which match of a range a sample is. The first samples of a sorted range would all have small token ids."""
     return sample * step >> 16
 
 
 @compiled
-def sample_matches(shards: Shards, ranges: Ints, length: int, found: int, matches: Ints) -> None:
-    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``found``.
+def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
+    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``num_matches``.
 
     A column of ``matches`` for each: the place of the next token, and the end of the shard.
     """
     samples = matches.shape[1]
-    step, sample, before = sample_step(found, samples), 0, 0
+    step, sample, before = sample_step(num_matches, samples), 0, 0
     for shard in range(len(ranges)):
         low, high = ranges[shard, 0], ranges[shard, 1]
         first, start = shards.places[shard, SUFFIX] + low - before, shards.places[shard, TOKEN]
         before += high - low
         # Only loads, which all miss the caches: without branches they wait together.
-        while sample < samples and sampled(sample, step) < before:
-            matches[0, sample] = start + length + np.int64(shards.suffixes[first + sampled(sample, step)])
+        while sample < samples and sample_index(sample, step) < before:
+            matches[0, sample] = start + length + np.int64(shards.suffixes[first + sample_index(sample, step)])
             matches[1, sample] = start + shards.places[shard, TOKENS]
             sample += 1
 

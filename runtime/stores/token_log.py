@@ -1,10 +1,10 @@
-"""The look-up in a token log: the latest places after the last tokens of a context.
+"""Token logs: rings of tokens with hash chains, and the search for the latest matches of a context.
 
-Each place holds a token and the place before it that follows the same two tokens, so that the places after a pair
-are a chain, latest first, as compressors of the LZ family keep them. Several answers are appended at once, each in
-blocks of its own; once the ring is full, the oldest tokens are overwritten.
+Each place holds a token and the previous place that follows the same two tokens, so the places after a pair form a
+chain, latest first, as in LZ compressors. Several answers are appended at once, each in its own blocks; once the ring
+is full, the oldest tokens are overwritten.
 
-The drafter searches the history and predictions with it, and ``inspect`` shows and times the same search.
+The drafter searches the history and predictions with it, and ``inspect`` shows and times this search.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numba
 import numpy as np
 
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
-from hdtool.runtime.stores.model_store import mixed, sequence_hash
+from hdtool.runtime.stores.model_store import mix_hash, sequence_hash
 
-CHAINED = 2
+CHAIN_KEY_TOKENS = 2
 """How many last tokens the places of a chain follow."""
-BLOCK = 64
+LOG_BLOCK = 64
 """Places that an answer reserves at once; a power of two."""
-OVERLAP = 8
+OVERLAP_TOKENS = 8
 """Tokens before an answer, or before a block elsewhere, that are copied so that matches do not begin at its start."""
-SMALLEST, LARGEST = 1 << 16, 1 << 20
+INITIAL_LOG_PLACES, MAX_LOG_PLACES = 1 << 16, 1 << 20
 """Places of a ring when it is created, and after it has grown."""
-LARGEST_PLACE = (1 << 31) - (1 << 24)
+MAX_LOG_PLACE_NUMBER = (1 << 31) - (1 << 24)
 """Numbers of places have 32 bits: after so many tokens, a ring in memory begins anew."""
 NO_TOKEN = -1
 """Between answers."""
 NOBODY = -1
 """The owner of blocks that are never matched."""
-TOKEN, BEFORE = range(2)
-STALE = 64
+TOKEN, PREVIOUS = range(2)
+MAX_STALE_PLACES = 64
 """Places in a row, of tokens that other processes appended since ``end`` was read, that a look-up skips."""
 
 LOG = np.dtype(
@@ -62,12 +62,12 @@ LANE = np.dtype(
 class TokenLog(Uncopyable):
     """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
 
-    def __init__(self, most: int = LARGEST, size: int = SMALLEST) -> None:
-        self.most = most
+    def __init__(self, max_places: int = MAX_LOG_PLACES, size: int = INITIAL_LOG_PLACES) -> None:
+        self.max_places = max_places
         self.memory = np.zeros(1, LOG)
         self._end = np.zeros(1, np.int64)
         self._answers = 0
-        self._allocate(min(size, most))
+        self._allocate(min(size, max_places))
 
     def __len__(self) -> int:
         """Places in use."""
@@ -81,8 +81,8 @@ class TokenLog(Uncopyable):
         """Begin an answer after these tokens, of which the last few are copied; if ``learned``, all are appended."""
         self.grow()
         self._answers += 1
-        ids = np.asarray(tokens if learned else tokens[-OVERLAP:], np.int64)
-        start(self.memory, lane, self._answers, ids, min(CHAINED, len(ids)) if learned else len(ids))
+        ids = np.asarray(tokens if learned else tokens[-OVERLAP_TOKENS:], np.int64)
+        start(self.memory, lane, self._answers, ids, min(CHAIN_KEY_TOKENS, len(ids)) if learned else len(ids))
 
     def append(self, lane: Ints, tokens: Sequence[int] | Ints) -> None:
         append_all(self.memory, lane, np.asarray(tokens, np.int64))
@@ -97,7 +97,7 @@ class TokenLog(Uncopyable):
         return tokens[:before], tokens[before:]
 
     def discard(self, owner: int) -> None:
-        """Match the blocks of an answer no more."""
+        """Stop matching the blocks of an answer."""
         self._owners[self._owners == owner] = NOBODY
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class TokenLog(Uncopyable):
     def _allocate(self, size: int) -> None:
         self._places = np.full((size, 2), NO_TOKEN, np.int32)
         self._heads = np.full(size, -1, np.int32)
-        self._owners = np.full(size // BLOCK, NOBODY, np.int32)
+        self._owners = np.full(size // LOG_BLOCK, NOBODY, np.int32)
         self.memory["end_at"], self.memory["size"], self.memory["chains"] = self._end.ctypes.data, size, size
         self.memory["places"], self.memory["heads"] = self._places.ctypes.data, self._heads.ctypes.data
         self.memory["owners"] = self._owners.ctypes.data
@@ -115,18 +115,18 @@ class TokenLog(Uncopyable):
     def grow(self) -> None:
         """Double the ring once it is half full; places keep their numbers."""
         size, end = len(self._places), int(self._end[0])
-        if end > LARGEST_PLACE:
+        if end > MAX_LOG_PLACE_NUMBER:
             self.clear()
             return
-        if size >= self.most or 2 * end <= size:
+        if size >= self.max_places or 2 * end <= size:
             return
         places, owners = self._places, self._owners
         kept = np.arange(max(0, end - size), end)  # others may have appended more than half a ring since the last start
-        while size < self.most and 2 * end > size:
+        while size < self.max_places and 2 * end > size:
             size *= 2
         self._allocate(size)
         self._places[kept & (size - 1)] = places[kept & (len(places) - 1)]
-        kept = np.arange(kept[0] // BLOCK, end // BLOCK)
+        kept = np.arange(kept[0] // LOG_BLOCK, end // LOG_BLOCK)
         self._owners[kept & (len(self._owners) - 1)] = owners[kept & (len(owners) - 1)]
         link_all(self.memory, end)
 
@@ -143,7 +143,7 @@ def heads_of(log: Any) -> Ints:
 
 @compiled
 def owners_of(log: Any) -> Ints:
-    return array_at(log.owners, log.size // BLOCK, np.int32)
+    return array_at(log.owners, log.size // LOG_BLOCK, np.int32)
 
 
 @compiled
@@ -161,16 +161,16 @@ def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
 def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
     """The latest place of a chain below ``end``."""
     places, place = places_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
-    for _ in range(STALE):
+    for _ in range(MAX_STALE_PLACES):
         if place < end:
             return place
-        place = np.int64(places[place & (log.size - 1), BEFORE])
+        place = np.int64(places[place & (log.size - 1), PREVIOUS])
     return np.int64(-1)
 
 
 @compiled
 def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
-    """Reserve a block for an answer and append the tokens before it; the first ones are on no chain."""
+    """Reserve a block for an answer and append the tokens before it; the first ``unlinked`` ones are on no chain."""
     lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
     lane[0].first, lane[0].before = 0, unlinked
     for at in range(len(tokens)):
@@ -187,38 +187,38 @@ def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
 def finish(memory: Ints, lane: Ints) -> None:
     end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
-        end[0] = -(-(lane[0].place + 1) // BLOCK) * BLOCK  # owners are kept by whole blocks
+        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # owners are kept by whole blocks
     lane[0].stop = lane[0].place = 0
 
 
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
     """The tokens in the blocks of an answer, without copies, and how many of them are before it."""
-    log, own = memory[0], lane[0]
+    log, lane_record = memory[0], lane[0]
     places, owners, mask, end = places_of(log), owners_of(log), log.size - 1, end_of(log)
-    if own.stop == 0:
+    if lane_record.stop == 0:
         return np.empty(0, np.int32), 0
-    oldest = max(own.first, end - log.size)
+    oldest = max(lane_record.first, end - log.size)
     tokens, count = np.empty(end - oldest, np.int32), 0
     place = stop = np.int64(-1)
-    for block in range(oldest, end, BLOCK):
-        if owners[(block & mask) // BLOCK] != own.owner:
+    for block in range(oldest, end, LOG_BLOCK):
+        if owners[(block & mask) // LOG_BLOCK] != lane_record.owner:
             continue
         if stop != block:
-            place = np.int64(block if stop < 0 else block + OVERLAP)
-        stop = np.int64(block + BLOCK)
+            place = np.int64(block if stop < 0 else block + OVERLAP_TOKENS)
+        stop = np.int64(block + LOG_BLOCK)
         while place < stop and places[place & mask, TOKEN] >= 0:
             tokens[count] = places[place & mask, TOKEN]
             count += 1
             place += 1
-    before = own.before if oldest == own.first else OVERLAP
+    before = lane_record.before if oldest == lane_record.first else OVERLAP_TOKENS
     return tokens[:count], min(before, count)
 
 
 @compiled
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
     """Append a token to the answer of a lane."""
-    if lane.place + 1 >= lane.stop or lane.stop - BLOCK < end_of(log) - log.size:
+    if lane.place + 1 >= lane.stop or lane.stop - LOG_BLOCK < end_of(log) - log.size:
         _reserve(log, lane)
     places, place = places_of(log), lane.place
     if linked:
@@ -232,18 +232,18 @@ def _reserve(log: Any, lane: Any) -> None:
     """Reserve the next block; the last place of a block stays empty unless the next one continues it."""
     places, owners, end = places_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
     mask, first = log.size - 1, end[0]
-    for place in range(first, first + BLOCK):
-        places[place & mask, TOKEN], places[place & mask, BEFORE] = NO_TOKEN, -1
-    owners[(first & mask) // BLOCK] = lane.owner
-    end[0] = first + BLOCK
-    before, had, lane.place, lane.stop = lane.place, lane.stop, first, first + BLOCK
+    for place in range(first, first + LOG_BLOCK):
+        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = NO_TOKEN, -1
+    owners[(first & mask) // LOG_BLOCK] = lane.owner
+    end[0] = first + LOG_BLOCK
+    before, had, lane.place, lane.stop = lane.place, lane.stop, first, first + LOG_BLOCK
     if had == 0:
         lane.first = first
         return
     if had == first:
         lane.place = before
         return
-    kept = max(before - OVERLAP, had - BLOCK, end[0] - log.size)
+    kept = max(before - OVERLAP_TOKENS, had - LOG_BLOCK, end[0] - log.size)
     for place in range(kept, before):
         places[lane.place & mask, TOKEN] = places[place & mask, TOKEN]
         lane.place += 1
@@ -254,12 +254,12 @@ def link(log: Any, place: Any) -> None:
     """Put a place on the chain of the two tokens before it, if they are there."""
     places, mask = places_of(log), log.size - 1
     pair_hash = np.uint64(0)
-    for length in range(1, CHAINED + 1):
+    for length in range(1, CHAIN_KEY_TOKENS + 1):
         token = places[(place - length) & mask, TOKEN] if place >= length else np.int32(NO_TOKEN)
         if token < 0:
             return
-        pair_hash = mixed(pair_hash, token)
-    places[place & mask, BEFORE] = latest(log, pair_hash, place)
+        pair_hash = mix_hash(pair_hash, token)
+    places[place & mask, PREVIOUS] = latest(log, pair_hash, place)
     heads_of(log)[chain_of(log, pair_hash)] = place
 
 
@@ -269,19 +269,19 @@ def link_all(memory: Ints, end: int) -> None:
     log = memory[0]
     places, mask = places_of(log), log.size - 1
     for place in range(max(0, end - log.size), end):
-        places[place & mask, BEFORE] = -1
+        places[place & mask, PREVIOUS] = -1
         if places[place & mask, TOKEN] >= 0:
             link(log, place)
 
 
-LONGEST_MATCH = 32
+MAX_MATCH_TOKENS = 32
 """Tokens that a place is compared with."""
-MATCHES = 32
+MAX_MATCHES = 32
 """Places that are found at most after a context."""
 
 
 @compiled
-def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, lengths: Ints) -> int:
+def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_places: Ints, lengths: Ints) -> int:
     """Fill in the latest places of a chain that match ``tail``, and how many tokens match; return how many there are.
 
     Twice as many places are visited at most. Those of the answer ``owner`` are skipped.
@@ -290,19 +290,19 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, found: Ints, 
     if log.owners:
         owners = owners_of(log)
     start, oldest = latest(log, pair_hash, end), max(np.int64(0), end - log.size)
-    limits, most = (CHAINED, LONGEST_MATCH), len(found)
+    limits, max_matches = (CHAIN_KEY_TOKENS, MAX_MATCH_TOKENS), len(matched_places)
     return follow_chain(
         places[:, TOKEN],
-        places[:, BEFORE],
+        places[:, PREVIOUS],
         owners,
         owner,
         start,
         oldest,
         tail,
         limits,
-        most,
-        2 * most,
-        found,
+        max_matches,
+        2 * max_matches,
+        matched_places,
         lengths,
         0,
     )
@@ -318,9 +318,9 @@ def follow_chain(
     oldest: Any,
     tail: Ints,
     limits: tuple[int, int],
-    most: int,
+    max_matches: int,
     visits: int,
-    found: Ints,
+    matched_places: Ints,
     lengths: Ints,
     count: int,
 ) -> int:
@@ -330,12 +330,12 @@ def follow_chain(
     match, and how many do at most of a place that is added. At most so many places match and are visited. Where blocks
     have ``owners``, those of nobody and of ``owner`` are skipped. Returns the number of all places.
     """
-    (least, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
+    (min_length, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
     for _ in range(visits):
-        if place <= oldest or read == most or count == len(found):
+        if place <= oldest or read == max_matches or count == len(matched_places):
             break
-        whose = owners[(place & mask) // BLOCK] if has_owners else 0
+        whose = owners[(place & mask) // LOG_BLOCK] if has_owners else 0
         if whose != NOBODY and (whose != owner or not has_owners):
             length, longest_here = 0, min(np.int64(len(tail)), place - oldest)
             while length < longest_here:
@@ -343,10 +343,10 @@ def follow_chain(
                 if token < 0 or tokens[(place - 1 - length) & mask] != token:
                     break
                 length += 1
-            if length >= least:
+            if length >= min_length:
                 read += 1
                 if length <= longest:
-                    found[count], lengths[count] = place, length
+                    matched_places[count], lengths[count] = place, length
                     count += 1
         earlier = np.int64(before[place & mask])
         if earlier >= place:
@@ -358,9 +358,9 @@ def follow_chain(
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
     """The places that a draft after this context begins with, and how many tokens match there."""
-    found, lengths = np.empty(MATCHES, np.int64), np.empty(MATCHES, np.int64)
-    if len(tail) < CHAINED:
-        return found[:0], lengths[:0]
-    pair_hash = np.uint64(sequence_hash(tail, len(tail) - CHAINED, CHAINED))
-    count = search(memory[0], NOBODY, tail[-LONGEST_MATCH:], pair_hash, found, lengths)
-    return found[:count], lengths[:count]
+    matched_places, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
+    if len(tail) < CHAIN_KEY_TOKENS:
+        return matched_places[:0], lengths[:0]
+    pair_hash = np.uint64(sequence_hash(tail, len(tail) - CHAIN_KEY_TOKENS, CHAIN_KEY_TOKENS))
+    count = search(memory[0], NOBODY, tail[-MAX_MATCH_TOKENS:], pair_hash, matched_places, lengths)
+    return matched_places[:count], lengths[:count]

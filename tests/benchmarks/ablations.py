@@ -36,7 +36,7 @@ from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import Loaded, load
@@ -118,7 +118,7 @@ def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace
         if nodes:
             yield f"{title}, {nodes}", played.tokens_per_step
         else:
-            passes = sum(float(COST.of_passes(turn.nodes, turn.contexts).sum()) for turn in played.turns)
+            passes = sum(float(COST.seconds_of_passes(turn.nodes, turn.contexts).sum()) for turn in played.turns)
             yield f"{title}, chosen", played.tokens / passes
     contender = Contender("hd", ReplayConfig(("hd",), NODES[0], sources=sources).decoding("hd"))
     yield f"{title}, warm", warm(contender, conversations, stores).tokens_per_step
@@ -138,7 +138,7 @@ def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
             if len(asked) <= LONGEST_PROMPT:
                 sampling = SamplingConfig(temperature=options.temperature, seed=SEEDS + number)
                 budget = FixedBudget(nodes) if nodes else CostBudget(COST)
-                drafter = drafter_within(partial(_same, budget), config, stores, loaded.target)
+                drafter = drafter_with_budget(partial(_same, budget), config, stores, loaded.target)
                 steps = steps_of(loaded, drafter, asked, sampling, options.max_new_tokens)[1:]
                 tokens += sum(len(step.tokens) for step in steps)
                 passes += len(steps) if nodes else sum(COST.seconds(len(step.tree)) for step in steps)

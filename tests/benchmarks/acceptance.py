@@ -54,8 +54,8 @@ def main() -> None:
     greedy = Sampler(SamplingConfig(), [1])
     sampled = Sampler(SamplingConfig(temperature=1.0, top_k=50), [1])
     print(machine(CPU))
-    print(f"greedy acceptance: {microseconds(lambda: accept(tree, known, greedy, most=rows)):.1f} us")
-    print(f"by rankings, top-k 50: {microseconds(lambda: accept(tree, known, sampled, most=rows)):.1f} us")
+    print(f"greedy acceptance: {microseconds(lambda: accept(tree, known, greedy, max_tokens=rows)):.1f} us")
+    print(f"by rankings, top-k 50: {microseconds(lambda: accept(tree, known, sampled, max_tokens=rows)):.1f} us")
     print(f"input of the tree: {microseconds(lambda: step.fill(0, tree, rows, 100)):.1f} us")
     print(f"a move of the path: {microseconds(lambda: step.move(0, rows, 100, PATH)):.1f} us")
 

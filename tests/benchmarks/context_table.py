@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.hd_paper import LENGTH, SequenceTable
+from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, SequenceTable
 from hdtool.runtime.environment import machine
 from hdtool.runtime.stores.live_tables import ContextTable
 
@@ -57,7 +57,7 @@ def main() -> None:
     live.reset()
     paper.clear()
     words = np.array(first)
-    steps = np.lib.stride_tricks.sliding_window_view(words, LENGTH + 1)
+    steps = np.lib.stride_tricks.sliding_window_view(words, SEQUENCE_LENGTH + 1)
     singly = (
         one_by_one(lambda place: live.add(words[place : place + 1])),
         one_by_one(lambda place: paper.add(steps[place : place + 1])),

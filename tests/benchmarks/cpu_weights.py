@@ -31,10 +31,10 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
-from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_places
@@ -160,7 +160,7 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
 def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
     """The tokens, the seconds and the steps of an answer."""
     target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
-    drafter = drafter_within(
+    drafter = drafter_with_budget(
         partial(MeasuredBudget, target.log, MeasuredCosts(target.log, curve)), config, StoreSet(), target
     )
     started = CLOCK()
@@ -175,7 +175,7 @@ def answers(sides: dict[str, Side], questions: int, most: int) -> None:
     asked = [
         encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
     ]
-    curves = {name: cost_here(side.loaded.target) for name, side in sides.items()}
+    curves = {name: cost_curve_for(side.loaded.target) for name, side in sides.items()}
     for method in METHODS:
         totals = {name: [0.0, 0.0, 0.0] for name in sides}
         same = 0

@@ -32,8 +32,8 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import some_context
@@ -81,7 +81,7 @@ class VirtualEngine(RecordingEngine):
         super().__init__()
         self._mixture, self._random, self.milliseconds = mixture, np.random.default_rng(0), 0.0
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         verified, rows = super().verify(cache, trees, wants), len(trees[0]) + 1
         factor = self._random.normal(1.0, NOISE) if rows > 1 else 1.0
         taken = self._mixture.milliseconds(rows, self._mixture.overlap, factor)
@@ -106,7 +106,7 @@ def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequ
     for turns in conversations:
         engine = VirtualEngine(mixture)
         budget = VirtualBudget(engine.log, MeasuredCosts(engine.log, curve), overhead=0.0)
-        drafter = drafter_within(lambda budget=budget: budget, config, StoreSet())  # type: ignore[misc]
+        drafter = drafter_with_budget(lambda budget=budget: budget, config, StoreSet())  # type: ignore[misc]
         for turn in turns:
             engine.answer(turn)
             sampler, most = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)

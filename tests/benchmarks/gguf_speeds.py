@@ -31,7 +31,7 @@ from transformers.utils import logging
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
 from hdtool.runtime.tree import DraftTree
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    compute_with(options.threads)
+    set_num_threads(options.threads)
     clock = "wall clock" if options.threads > 1 else "CPU time"
     print(f"{machine(torch.device('cpu'))}; tokens per second of {clock}, and in brackets against llama.cpp\n")
     heads = [f"read {tokens}" for tokens in options.read] + [f"decode {options.decode}"]

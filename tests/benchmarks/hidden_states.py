@@ -21,7 +21,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
+from hdtool.runtime.drafters.hierarchy.tree import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.model.load import load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
@@ -54,7 +54,7 @@ def _rows(
         drafter.begin(turn.prompt)
         tokens, states = np.array([*turn.prompt, *turn.answer]), _states(model, [*turn.prompt, *turn.answer])
         for at, token in enumerate(turn.answer, len(turn.prompt)):
-            expand(drafter.address, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            expand(drafter.address, 0, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
             candidates = work["candidates"][: int(work["size"])].copy()
             classes = _classes(candidates, tokens[:at], states)
             yield work["chances"][: len(candidates)].copy(), classes, candidates == token

@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.stores.history_store import History, HistoryStore
-from hdtool.runtime.stores.token_log import LONGEST_MATCH, matches
+from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -148,8 +148,8 @@ def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
     store = HistoryStore.open(folder, MARK, MODEL)
 
     def tail(_: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        start = int(rng.integers(max(1, store.places - LONGEST_MATCH)))
-        return store.tokens(start, LONGEST_MATCH).astype(np.int64)
+        start = int(rng.integers(max(1, store.places - MAX_MATCH_TOKENS)))
+        return store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
     return (
         f"| {tokens:,} | {spent / count * 1e6:.2f} µs | {longest * 1e3:.0f} ms | {opened:.1f} ms "

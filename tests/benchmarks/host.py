@@ -34,7 +34,7 @@ from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime import answerer, loop, sequence
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, Together
+from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import NoDraft
@@ -64,7 +64,7 @@ MARKED: Sequence[tuple[object, str, str]] = (
     (NoDraft, "observe", "learn"),
     (FixedBudget, "nodes", "budget"),
     (MeasuredBudget, "nodes", "budget"),
-    (Together, "nodes", "budget"),
+    (SharedCosts, "nodes", "budget"),
     (Target, "verify", "masks, ids"),
     (Target, "commit", "commit"),
     (TextStream, "add", "text"),

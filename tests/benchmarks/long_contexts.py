@@ -23,12 +23,12 @@ from hdtool.builders.evaluation.contenders import load_shape
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
-from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -63,11 +63,11 @@ def answer(
 
 def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
     decoding = DecodeConfig(method="hd", max_new_tokens=options.tokens)
-    costs = MeasuredCosts(loaded.target.log, cost_here(loaded.target), only_timed_sizes=loaded.target.captures)
+    costs = MeasuredCosts(loaded.target.log, cost_curve_for(loaded.target), only_timed_sizes=loaded.target.captures)
     stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(None, None), model=loaded.checkpoint)
 
     def drafter() -> Drafter:
-        return drafter_within(lambda: MeasuredBudget(loaded.target.log, costs), decoding, stores, loaded.target)
+        return drafter_with_budget(lambda: MeasuredBudget(loaded.target.log, costs), decoding, stores, loaded.target)
 
     sampling = SamplingConfig(temperature=options.temperature)
     ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    compute_with(options.threads)
+    set_num_threads(options.threads)
     config = ModelConfig(options.model, device="cpu", activations=options.activations)
     loaded = load_shape(options.shape, config) if options.shape else load(config)
     print(f"{machine(torch.device('cpu'))}; {loaded.name}, {options.activations}, {options.tokens} tokens\n")

@@ -21,14 +21,14 @@ from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
 from hdtool.data.records import read_traces
 from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
-from hdtool.runtime.drafters.methods import MAKERS
+from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.known_answers import MT_BENCH, task_of
 
-GENEROUS = SuffixConfig(nodes_per_token=8.0, more_nodes=8.0, least_prob=0.0)
+GENEROUS = SuffixConfig(nodes_per_token=8.0, extra_nodes=8.0, min_prob=0.0)
 
 Conversations = Sequence[Sequence[RecordedTurn]]
 """For each conversation, its turns."""
@@ -45,12 +45,12 @@ def warm(contender: Contender, conversations: Conversations, stores: StoreSet) -
 @contextmanager
 def generous() -> Iterator[None]:
     """SuffixDecoding with the settings that bring it the most tokens."""
-    usual = MAKERS["suffix"]
-    MAKERS["suffix"] = lambda config, stores, budget, target: SuffixDecoding(budget(), GENEROUS)
+    usual = DRAFTER_FACTORIES["suffix"]
+    DRAFTER_FACTORIES["suffix"] = lambda config, stores, budget, target: SuffixDecoding(budget(), GENEROUS)
     try:
         yield
     finally:
-        MAKERS["suffix"] = usual
+        DRAFTER_FACTORIES["suffix"] = usual
 
 
 def groups_of(played: ReplayResult) -> dict[str, float]:

@@ -37,7 +37,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import LlamaCppContender
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.budget.measure_passes import cost_here
+from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, INT8
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
@@ -217,7 +217,7 @@ def answers(file: str, questions: int, most: int) -> None:
     asked = [
         encode_conversation(first.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
     ]
-    curves = {side: cost_here(loaded.target) for side, loaded in sides.items()}
+    curves = {side: cost_curve_for(loaded.target) for side, loaded in sides.items()}
     peer = LlamaCppContender(first, Path(file), most, lookup=False) if find_spec("llama_cpp") else None
     totals: dict[tuple[str, str], list[float]] = {}
     equal: dict[tuple[str, str], list[float]] = {}

@@ -19,7 +19,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, RECENCY, prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree import LEAST_LEFT, LEAST_PART, expand, feed
+from hdtool.runtime.drafters.hierarchy.tree import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
 
@@ -78,7 +78,7 @@ def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.
     for turn in turns:
         drafter.begin(turn.prompt)
         for token in turn.answer:
-            expand(at, 0, LEAST_LEFT, LEAST_PART, DRAFTING)
+            expand(at, 0, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
             size = int(work["size"])
             chances, recency = work["chances"][:size].copy(), work["recency"][:size].copy()
             yield chances, recency, work["candidates"][:size] == token

@@ -47,7 +47,7 @@ from hdtool.data.progress import bar
 from hdtool.data.prompts import Prompt, of_each_task, read_prompts, tasks_of
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.environment import compute_with, machine
+from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.load import Loaded, load
@@ -144,7 +144,7 @@ def entered(options: argparse.Namespace) -> Field:
     files = [*([own] if own else []), *options.llama_cpp_file]
     for file in options.llama_cpp_file:
         check_file(file)
-    compute_with(options.threads)
+    set_num_threads(options.threads)
     field_ = _with_hdtool(model, options)
     for file in files:
         check_same_model(file, field_.loaded)

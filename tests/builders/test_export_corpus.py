@@ -20,9 +20,9 @@ from hdtool.data import demo
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.config import ModelConfig, StoresConfig
-from hdtool.runtime.stores.history_files import MOST_BYTES, create_if_new
+from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.model_store import RANKED
+from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS
 
 TEXTS = ("One, two.\nThree, four!", "  a line\r\nwith 'quotes' \"and\" \\ and \u2028 é 漢字 🙂", "<|im_start|>x")
 SMILE = "🙂"
@@ -123,7 +123,7 @@ def test_kept_tokens(one: list[int], other: list[int], kept: int) -> None:
 
 def test_answers_of_a_history_come_first(tmp_path: Path, tokenizer: Any) -> None:
     folder, mark = tmp_path / "history", TokenizerFingerprint.of(tokenizer)
-    create_if_new(folder, mark, "model", MOST_BYTES)
+    create_if_new(folder, mark, "model", MAX_STORE_BYTES)
     answer = ids(tokenizer, TEXTS[0])
     assert HistoryStore(folder).append(answer, [1, 2])
     store = index(tmp_path / "store", tokenizer, [ids(tokenizer, "other")])
@@ -164,7 +164,7 @@ class TestRefusals:
         assert "name one with --model-db, --corpus-db or --history" in self.fault(capfd, out, *none)
         assert "holds no history store" in self.fault(capfd, out, "--history", str(tmp_path))
         mark, end = TokenizerFingerprint.of(tokenizer), len(tokenizer)
-        rankings = np.full((end, 2 * RANKED), -1, np.int32)
+        rankings = np.full((end, 2 * VOCABULARY_RANKING_TOKENS), -1, np.int32)
         build_model_store(tmp_path / "rankings", iter(()), mark, [], rankings=rankings)
         said = self.fault(capfd, out, "--model-db", str(tmp_path / "rankings"), "--corpus-db", "none")
         assert "no text is in" in said

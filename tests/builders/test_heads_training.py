@@ -38,7 +38,7 @@ from hdtool.data.records import Reading
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
-from hdtool.runtime.drafters.trained.proposal import BUCKETS
+from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from tests.support.families import VOCABULARY, model_of
@@ -88,7 +88,7 @@ def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     result = evaluate(found.heads.eval(), FrozenTarget(Target(model_of("llama"))), learned)
     assert min(result.top["1"]) > 0.3
     assert all(one <= five <= ten for one, five, ten in zip(*result.top.values(), strict=True))
-    assert np.array(result.odds).shape == (4, BUCKETS)
+    assert np.array(result.odds).shape == (4, PROB_BUCKETS)
     if kind != "amphista":
         assert not result.tree, "a static tree is of heads that draft in parallel"
         return

@@ -34,7 +34,7 @@ from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig, HeadsConfig
-from hdtool.runtime.config.building import MOST_HELD_OUT
+from hdtool.runtime.config.building import MAX_HELD_OUT
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
@@ -71,7 +71,7 @@ class TestSplit:
     def test_the_share_is_kept_and_bounded(self) -> None:
         openings = [opening_of(conversation(f"Question {number}")) for number in range(5000)]
         assert len(held_out(openings[:300], 0.1)) == 30
-        assert len(held_out(openings, 0.1)) == MOST_HELD_OUT
+        assert len(held_out(openings, 0.1)) == MAX_HELD_OUT
 
     def test_case_and_spaces_make_no_other_question(self) -> None:
         assert opening_of(conversation("What is DNA?")) == opening_of(conversation(" what  is dna?\n"))
@@ -238,7 +238,7 @@ class TestVerdict:
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home of its own, and measurements that take no time."""
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(measure_passes, "TIMES", 1)
+    monkeypatch.setattr(measure_passes, "REPETITIONS", 1)
 
 
 def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(

@@ -20,7 +20,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
-from hdtool.runtime.config.decoding import DRAFTER, MTP
+from hdtool.runtime.config.decoding import DRAFT_MODEL, MTP_DRAFTER
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
@@ -30,7 +30,7 @@ from tests.support.processes import HDTOOL, start
 
 SHIPPED = [name for name in METHODS if not name.endswith("hydra")]
 """Methods whose drafters are shipped with a demo model."""
-MODELS, DRAFTERS = {MTP: [str(demo.HYBRID)]}, {DRAFTER: ["--drafter", str(demo.MODEL)]}
+MODELS, DRAFTERS = {MTP_DRAFTER: [str(demo.HYBRID)]}, {DRAFT_MODEL: ["--drafter", str(demo.MODEL)]}
 """What else such methods are given."""
 
 pytestmark = pytest.mark.usefixtures("known_cost")

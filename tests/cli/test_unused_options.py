@@ -82,11 +82,11 @@ def test_the_table_says_what_the_drafters_use() -> None:
     def budget() -> Any:
         raise AskedError
 
-    for method, maker in drafters.MAKERS.items():
+    for method, maker in drafters.DRAFTER_FACTORIES.items():
         source = inspect.getsource(maker)
         assert ("budget()" in source) == (method in OPTION_METHODS["draft_tokens"]), method
     with pytest.raises(AskedError):
-        drafters.drafter_within(budget, DecodeConfig("hd"), _no_stores())
+        drafters.drafter_with_budget(budget, DecodeConfig("hd"), _no_stores())
 
 
 def _no_stores() -> Any:

@@ -15,7 +15,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.loop import ROOM, Loop, Request
+from hdtool.runtime.loop import RESERVED_POSITIONS, Loop, Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
@@ -128,8 +128,8 @@ def test_the_next_request_is_taken_only_when_a_slot_is_free() -> None:
 def test_an_answer_longer_than_the_room_of_its_slot() -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(5)
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=ROOM + 200)
-    assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, ROOM + 200))
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=RESERVED_POSITIONS + 200)
+    assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
     assert not torch.is_inference_mode_enabled()
 
 

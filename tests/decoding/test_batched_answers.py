@@ -92,11 +92,11 @@ def test_there_are_as_many_slots_as_drafters() -> None:
 def test_passes_are_timed_once_for_all_slots_and_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def note(*arguments: Any, batch: int = 1, really: Any = pass_times.seconds_of_trees) -> Any:
+    def note(*arguments: Any, batch: int = 1, really: Any = pass_times.time_tree_passes) -> Any:
         asked.append(batch)
         return really(*arguments, batch=batch)
 
-    monkeypatch.setattr(pass_times, "seconds_of_trees", note)
+    monkeypatch.setattr(pass_times, "time_tree_passes", note)
     target = Target(model_of("llama"))
     drafters = drafters_for(DecodeConfig(batch_size=4), target, StoreSet())
     assert asked == [4]

@@ -84,7 +84,7 @@ def test_a_walk_of_drawn_tokens_equals_choices_node_by_node(
     found: list[tuple[Accepted | None, list[int], bool]] = []
     for walks in (True, False):
         sampler = sampler_of(config, allowed, walks=walks)
-        accepted = accept(tree, Verified(logits), sampler, stops=stops, most=most)
+        accepted = accept(tree, Verified(logits), sampler, stops=stops, max_tokens=most)
         found.append((accepted, sampler.context, sampler.overflowed))
     assert found[0] == found[1]
 
@@ -94,9 +94,11 @@ def test_logits_that_are_not_finite_draw_nothing(allowed: list[int]) -> None:
     logits = torch.full((1, VOCABULARY), torch.nan)
     sampler = sampler_of(SamplingConfig(temperature=1.0), allowed, walks=True)
     with pytest.raises(ModelError, match="not numbers"):
-        accept(DraftTree.bare(3), Verified(logits), sampler, most=4)
+        accept(DraftTree.bare(3), Verified(logits), sampler, max_tokens=4)
     drafted = DraftTree.of(3, [5], [-1])
-    assert accept(drafted, Verified(logits.repeat(2, 1)), sampler, most=4) is None, "computed again without the draft"
+    assert accept(drafted, Verified(logits.repeat(2, 1)), sampler, max_tokens=4) is None, (
+        "computed again without the draft"
+    )
     assert sampler.overflowed
 
 
@@ -105,5 +107,5 @@ def test_tokens_that_are_certain_are_not_drawn() -> None:
     tree = DraftTree.of(3, [5, 6], [-1, 0])
     certain = DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array([5, 6, -1]))
     sampler = sampler_of(SamplingConfig(temperature=1.0, seed=2), range(VOCABULARY), walks=True)
-    accepted = accept(certain, Verified(logits), sampler, most=9)
+    accepted = accept(certain, Verified(logits), sampler, max_tokens=9)
     assert accepted and accepted.path == [0, 1] and accepted.tokens[:2] == [5, 6]

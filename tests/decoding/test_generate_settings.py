@@ -18,7 +18,7 @@ from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.generate_settings import REFUSED, WITHOUT_EFFECT, generate_options, generation_settings
+from hdtool.runtime.generate_settings import NEUTRAL_SETTINGS, REFUSED_SETTINGS, generate_options, generation_settings
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded, load
 
@@ -80,7 +80,7 @@ OF_HDTOOL = {"max_length", "max_new_tokens", "do_sample", "temperature"}
 """hdtool's own options: their defaults are its own, and documented."""
 
 NO_TOKEN_CHANGES = {
-    *WITHOUT_EFFECT,
+    *NEUTRAL_SETTINGS,
     # How keys and values are kept, how much is computed at once, what is reported.
     *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"),
     *("continuous_batching_config", "low_memory"),
@@ -118,10 +118,17 @@ def plain(demo: Loaded) -> list[int]:
 def test_every_field_is_classified() -> None:
     """A new field of the library fails here until it is classified."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    classes = [set(GREEDY), set(SAMPLED), set(REFUSED), HONOURED_ELSEWHERE, OF_HDTOOL, NO_TOKEN_CHANGES - set(REFUSED)]
+    classes = [
+        set(GREEDY),
+        set(SAMPLED),
+        set(REFUSED_SETTINGS),
+        HONOURED_ELSEWHERE,
+        OF_HDTOOL,
+        NO_TOKEN_CHANGES - set(REFUSED_SETTINGS),
+    ]
     assert fields - set().union(*classes) == set()
     assert sum(map(len, classes)) == len(set().union(*classes)), "each belongs to one class"
-    assert set(REFUSED_VALUES) == set(REFUSED)
+    assert set(REFUSED_VALUES) == set(REFUSED_SETTINGS)
 
 
 def generated(loaded: Loaded, ids: list[int], most: int = MOST, **options: Any) -> list[int]:
@@ -208,7 +215,7 @@ def test_options_not_given_are_the_defaults_of_generate(settings: dict[str, Any]
         ours.context.append(token)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_SETTINGS)
 def test_unsupported_settings_are_refused_by_name(name: str, loaded: Loaded) -> None:
     setattr(loaded.target.model.generation_config, name, REFUSED_VALUES[name])
     with pytest.raises(

@@ -46,7 +46,7 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS
 
 MOST = 120
@@ -203,7 +203,7 @@ class TestCertainTokens:
         usual = compute_tree
 
         def counted(*given: Any) -> tuple[int, bool]:
-            rows.append(int((given[5] != OPEN).sum()))  # the only token that may follow each row
+            rows.append(int((given[5] != UNDETERMINED).sum()))  # the only token that may follow each row
             return usual(*given)
 
         monkeypatch.setattr(tree_pass, "compute_tree", counted)
@@ -273,7 +273,7 @@ class TestCertainTokens:
         tree = replace(DraftTree.of(1, [first], [-1]), certain=np.array([first, first]))
         logits = torch.full((2, compiler.vocabulary), -torch.inf)
         logits[0, first], logits[1, first] = 0.0, torch.nan
-        accepted = accept(tree, Verified(logits), sampler, most=9)
+        accepted = accept(tree, Verified(logits), sampler, max_tokens=9)
         assert accepted is not None
         assert (accepted.path, accepted.tokens) == ([], [first])
 
@@ -350,7 +350,7 @@ class TestTrees:
             assert oracle.validate_tokens(paths[-1]) == len(paths[-1])
         assert found.certain is not None
         for path, certain in zip(paths, found.certain.tolist(), strict=True):
-            if certain != OPEN:
+            if certain != UNDETERMINED:
                 after = compiler.guide(grammar)
                 after.extend([*answer, *path])
                 allowed = (~after.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()

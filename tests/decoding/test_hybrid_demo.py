@@ -22,7 +22,7 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.prompt_reader import LONG, TAIL, PrefixCache, PromptReader
+from hdtool.runtime.prompt_reader import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCache, PromptReader
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
@@ -174,14 +174,14 @@ def test_the_next_turn_goes_on_from_the_states(hybrid: Loaded) -> None:
 def test_a_long_prompt_with_another_end_goes_on_from_before_it(hybrid: Loaded, is_later: bool) -> None:
     """Templates change the end of a prompt in the next turn, be it a first turn or a later one."""
     tokens = [token for prompt in encoded(hybrid, 16) for token in prompt]
-    begun = is_later * tokens[: LONG // 2]
+    begun = is_later * tokens[: MIN_TAIL_PROMPT // 2]
     if begun:
         answer(hybrid, begun, 8)
-    prompt = [*begun, *tokens[-LONG - 50 :]]
+    prompt = [*begun, *tokens[-MIN_TAIL_PROMPT - 50 :]]
     assert answer(hybrid, prompt, 8)[0].cached_tokens == len(begun)
-    other = [*prompt[: -TAIL // 2], *tokens[:20]]
+    other = [*prompt[: -TAIL_TOKENS // 2], *tokens[:20]]
     steps = answer(hybrid, other, 30, drafter(hybrid, "hd"))
-    assert steps[0].cached_tokens == len(prompt) - TAIL
+    assert steps[0].cached_tokens == len(prompt) - TAIL_TOKENS
     assert said(steps) == by_the_library(hybrid, other, GREEDY, 30)
 
 

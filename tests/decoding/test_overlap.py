@@ -9,11 +9,11 @@ import pytest
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.answerer import decode, decode_batch
-from hdtool.runtime.budget.measure_passes import seconds_of_trees
+from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.static_steps import CaptureMaker, never
@@ -36,7 +36,7 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         verified = super().verify(cache, trees, wants)
         self.notes.append("started")
         return verified
@@ -105,7 +105,7 @@ def test_passes_for_another_cache_between_two_steps_change_nothing(meanwhile: st
 
     def pause() -> None:
         if meanwhile == "a measurement":
-            seconds_of_trees(target, [0, 3], times=1, patience=1.0)
+            time_tree_passes(target, [0, 3], times=1, patience=1.0)
             return
         if meanwhile == "a change of the model":  # it is proved and captured again
             model.register_forward_hook(lambda *_: None)

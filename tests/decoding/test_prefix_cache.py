@@ -23,7 +23,7 @@ from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
 from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import LEAST, PrefixCache, PromptReader, common
+from hdtool.runtime.prompt_reader import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -87,11 +87,11 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
         other = [*prompt[:known], *prompt_of(23)]
         verified, cached = read(target, cache, other, slot=int(is_running))
         assert_same_logits(verified.logits[0], plain_logits(target.model, other))
-        shared = common(prompt, other[:-1])
+        shared = common_prefix(prompt, other[:-1])
         if family in HYBRIDS:
             assert cached in states_after(length, most, shared) if target.continues else not cached
         else:
-            assert cached == (shared - 1 if shared >= (LEAST if is_running else 2) else 0)
+            assert cached == (shared - 1 if shared >= (MIN_CACHED_PREFIX if is_running else 2) else 0)
         if is_running:  # what is copied from stays
             last = target.verify(cache, [DraftTree.bare(3), DraftTree.bare(4)])
             for found, context in zip(last, ([*prompt, 3], [*other, 4]), strict=True):
@@ -104,7 +104,7 @@ def states_after(length: int, most: int, shared: int) -> list[int]:
     """Where a prompt may go on if its states were kept at the end of each piece: there, or at its start."""
     ends = [*range(most, length, most), length][-MOST_SNAPSHOTS:]
     found = max((end for end in ends if end <= shared), default=0)
-    return [found] if found >= LEAST else [0, found]
+    return [found] if found >= MIN_CACHED_PREFIX else [0, found]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -148,8 +148,8 @@ def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
     assert [has(prompt) for prompt in prompts] == [True, False, True]
     keep(kept, [*prompts[2], 1])
     assert kept.bytes == 2 * size and has(prompts[0]), "a context that begins another one is not kept beside it"
-    keep(kept, prompt_of(LEAST - 1))
-    assert not has(prompt_of(LEAST - 1)) and kept.bytes == 2 * size
+    keep(kept, prompt_of(MIN_CACHED_PREFIX - 1))
+    assert not has(prompt_of(MIN_CACHED_PREFIX - 1)) and kept.bytes == 2 * size
     small = PrefixCache(size - 1)
     keep(small, prompts[0])
     assert small.bytes == 0
@@ -232,7 +232,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
 def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
     family: str, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "PIECE", 7)
+    monkeypatch.setattr(prompt_reader, "PREFILL_CHUNK", 7)
     model = model_of(family)
     one = OneSequence(Target(model, CAPTURES[capture]))
     context = prompt_of(50)

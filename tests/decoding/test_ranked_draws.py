@@ -15,7 +15,7 @@ from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import MAX_RANKED
-from hdtool.runtime.sampling.draws import ALL_TOKENS, NAMES, NOT_FINITE, UNKNOWN, Draws, draw_row
+from hdtool.runtime.sampling.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, Draws, draw_row
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.walks import draw_ranked, ranked_for
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -31,7 +31,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 def sampler_of(name: str, context: list[int]) -> Sampler:
     """One with the processors of ``generate``."""
     options = TRUNCATIONS[name]
-    made = [kind(options[option]) for kind, option in NAMES.items() if option in options]
+    made = [kind(options[option]) for kind, option in WARPER_OPTIONS.items() if option in options]
     return Sampler(SamplingConfig(temperature=0.8, seed=3), context, processors=LogitsProcessorList(made))
 
 
@@ -70,31 +70,31 @@ def test_what_the_highest_scores_decide_is_what_all_scores_decide(
     draws = Draws(np.uint64(seed), np.float32(temperature), top_k, top_p, min_p)
     tokens, scores = ranking(row, most)
     found = draw_ranked(7, vocabulary, tokens, scores, draws)
-    assert found in (UNKNOWN, draw_row(7, row, ALL_TOKENS, draws))
+    assert found in (UNDECIDED, draw_row(7, row, ALL_TOKENS, draws))
     if most >= vocabulary and not top_k:
-        assert (found == UNKNOWN) == (top_p < 1)
+        assert (found == UNDECIDED) == (top_p < 1)
 
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
 def test_the_highest_scores_decide_where_others_are_removed(name: str) -> None:
     sampler = sampler_of(name, [0])
-    assert sampler.draws and sampler.most_ranked == ranked_for(sampler.draws) <= MAX_RANKED
+    assert sampler.draws and sampler.max_ranked == ranked_for(sampler.draws) <= MAX_RANKED
     for position in range(200):
         row = zipf(position)
-        found = draw_ranked(position, VOCABULARY, *ranking(row, sampler.most_ranked), sampler.draws)
+        found = draw_ranked(position, VOCABULARY, *ranking(row, sampler.max_ranked), sampler.draws)
         assert found == draw_row(position, row, ALL_TOKENS, sampler.draws)
 
 
 def test_other_draws_read_their_row() -> None:
     for sampling in (SamplingConfig(temperature=0.7), SamplingConfig(temperature=1.0, top_p=0.9)):
         sampler = Sampler(sampling, [0])
-        assert sampler.draws_by_row and not sampler.most_ranked
+        assert sampler.draws_by_row and not sampler.max_ranked
         row = torch.from_numpy(zipf(1))
         wrong = row.flip(0)[None]
         known = sampler.chooser(wrong, first=row.numpy())
         assert known(0) == Sampler(sampling, [0]).chooser(row[None])(0)
     penalised = Sampler(SamplingConfig(temperature=0.7, repetition_penalty=1.2), [0])
-    assert not penalised.draws_by_row and not penalised.most_ranked
+    assert not penalised.draws_by_row and not penalised.max_ranked
 
 
 def test_rows_that_are_not_finite_are_noticed() -> None:
@@ -120,7 +120,7 @@ def test_acceptance_by_rankings_equals_that_by_all_logits(name: str, most: int) 
         )
         known = Verified(logits, ranked=(rankings[0], rankings[1]))
         found, expected = (
-            accept(tree, verified, sampler, stops=(5,), most=3)
+            accept(tree, verified, sampler, stops=(5,), max_tokens=3)
             for verified, sampler in zip((known, Verified(logits)), samplers, strict=True)
         )
         assert found == expected and samplers[0].context == samplers[1].context

@@ -15,7 +15,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.text_stream import before_stop, cut
+from hdtool.runtime.text_stream import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)
 QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")
@@ -35,7 +35,7 @@ def test_what_is_shown_ends_before_the_first_stop_string(pieces: list[str], stop
     whole = "".join(pieces)
     places = [whole.find(stop) for stop in stops if stop in whole]
     expected = whole[: min(places)] if places else whole
-    assert "".join(text for text, _ in shown) == cut(whole, stops) == expected
+    assert "".join(text for text, _ in shown) == cut_at_stop(whole, stops) == expected
     assert read == pieces, "the steps behind the text are counted to their end"
     of_characters = [SourceName(number % 3) for number, piece in enumerate(pieces) for _ in piece]
     assert [found for text, found in shown for _ in text] == of_characters[: len(expected)]
@@ -56,7 +56,7 @@ def test_an_answer_is_the_plain_one_up_to_its_stop_string(
     for record in records:
         (answer,) = plain.answers(Prompt.from_text(record["prompt"]))
         whole = "".join(answer)
-        assert record["text"] == cut(whole, ["self", "\n"]) != whole
+        assert record["text"] == cut_at_stop(whole, ["self", "\n"]) != whole
         assert record["finish"] == "stop"
         assert answer.output_ids[: record["tokens"]] == record["output_ids"]
         # It ends with the very token that completes the stop string.

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.data import demo
-from hdtool.runtime.text_stream import UNFINISHED, TextStream, bytes_of, text_of
+from hdtool.runtime.text_stream import REPLACEMENT, TextStream, bytes_of, text_of
 
 
 @cache
@@ -66,7 +66,7 @@ def test_a_part_of_a_character_has_bytes_of_its_own() -> None:
     for tokenizer in (byte_level(), sentence_pieces()):
         ids = tokenizer("世", add_special_tokens=False)["input_ids"]
         assert b"".join(bytes_of(tokenizer, id_) for id_ in ids[-3:]) == "世".encode()
-        assert UNFINISHED.encode() not in map(partial(bytes_of, tokenizer), ids)
+        assert REPLACEMENT.encode() not in map(partial(bytes_of, tokenizer), ids)
 
 
 def test_no_half_characters_are_shown() -> None:
@@ -93,7 +93,7 @@ class Redecoding:
         self.ids += ids
         known = text_of(self.tokenizer, self.ids[self.start : self.read])
         fresh = text_of(self.tokenizer, self.ids[self.start :])[len(known) :]
-        if not fresh or fresh.endswith(UNFINISHED):
+        if not fresh or fresh.endswith(REPLACEMENT):
             return ""
         self.start, self.read = self.read, len(self.ids)
         return fresh

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hdtool.runtime.sampling import draws
-from hdtool.runtime.sampling.draws import MOST_BY_MAXIMA, UNKNOWN, ExponentialRace, Truncation, allowed_scores
+from hdtool.runtime.sampling.draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
 
 POSITION = 3
 
@@ -53,7 +53,7 @@ def drawn_after(made: list[LogitsProcessor], race: ExponentialRace, scores: torc
     vocabulary=st.sampled_from([1, 2, 40, 300, 5000]),
     spread=st.sampled_from([0.1, 1.0, 3.0, 9.0]),
     temperature=st.none() | st.floats(0.2, 2.0),
-    top_k=st.none() | st.sampled_from([1, 2, 39, 50, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1, 400]),
+    top_k=st.none() | st.sampled_from([1, 2, 39, 50, MAX_TOP_K_BY_MAXIMA, MAX_TOP_K_BY_MAXIMA + 1, 400]),
     top_p=st.none() | st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.95, 0.999]),
     min_p=st.none() | st.floats(0, 0.9),
 )
@@ -81,7 +81,7 @@ def test_the_draw_is_that_of_the_processors(
     size=st.integers(-2, 2),
     share=st.sampled_from([0.01, 0.3, 0.9]),
     temperature=st.none() | st.floats(0.2, 2.0),
-    top_k=st.none() | st.sampled_from([1, 2, 50, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1]),
+    top_k=st.none() | st.sampled_from([1, 2, 50, MAX_TOP_K_BY_MAXIMA, MAX_TOP_K_BY_MAXIMA + 1]),
     top_p=st.none() | st.sampled_from([1e-6, 0.5, 0.95]),
     min_p=st.none() | st.floats(0, 0.9),
 )
@@ -111,7 +111,7 @@ def test_a_draw_among_allowed_tokens_is_that_under_the_mask(
     masked = torch.from_numpy(np.where(allowed, scores, np.float32(-np.inf)))
     assert drawn == drawn_after(made, race, masked)
     winner = draws.winner(race, POSITION, scores)
-    assert winner in (UNKNOWN, drawn) or not allowed[winner], "no mask changes it"
+    assert winner in (UNDECIDED, drawn) or not allowed[winner], "no mask changes it"
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf])
@@ -162,7 +162,7 @@ def test_the_most_probable_token_is_drawn_whatever_is_forbidden_and_others_depen
     scores[40] = 0.0
     scores[:50] = 1e-3  # fifty others are more probable than any of the second half
     drawn = [Truncation(top_k=50).winner(ExponentialRace(seed), POSITION, scores) for seed in range(50)]
-    assert max(drawn) < 50 and UNKNOWN in drawn
+    assert max(drawn) < 50 and UNDECIDED in drawn
 
 
 def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:
@@ -177,7 +177,7 @@ def test_what_comes_before_the_truncation_is_left_to_the_processors() -> None:
     assert Truncation.at_end_of([finite, top_p]) == ([finite], Truncation(top_p=0.8))
 
 
-@pytest.mark.parametrize("top_k", [0, 1, MOST_BY_MAXIMA, MOST_BY_MAXIMA + 1, 10**12])
+@pytest.mark.parametrize("top_k", [0, 1, MAX_TOP_K_BY_MAXIMA, MAX_TOP_K_BY_MAXIMA + 1, 10**12])
 def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a draw of the same kind, whose time and memory do not depend on k."""
     compiled: list[int] = []
@@ -189,7 +189,7 @@ def test_what_a_draw_uses_is_compiled_before(top_k: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(draws, "draw_row", noted)
     Truncation(top_k=top_k).compile(ExponentialRace(0))
-    assert compiled == [top_k if top_k <= MOST_BY_MAXIMA else 0]
+    assert compiled == [top_k if top_k <= MAX_TOP_K_BY_MAXIMA else 0]
 
 
 def test_a_changed_processor_is_left_to_itself() -> None:

@@ -50,7 +50,9 @@ def seconds_of(turn: RecordedTurn) -> float:
     contender = Contender("hd", DecodeConfig(method="hd"), STEEP)
     (replayed,) = play(contender, [turn], StoreSet()).turns
     nodes = replayed.nodes[1:]
-    return float(STEEP.of_passes(nodes, np.zeros(len(nodes))).sum() / (STEEP.seconds(0) * (len(turn.answer) - 1)))
+    return float(
+        STEEP.seconds_of_passes(nodes, np.zeros(len(nodes))).sum() / (STEEP.seconds(0) * (len(turn.answer) - 1))
+    )
 
 
 def test_an_answer_that_seems_predictable_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:

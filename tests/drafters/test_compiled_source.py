@@ -8,11 +8,11 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import RESTART, Prior, Source, contribute, record_at, work_at
+from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.token_log import LONGEST_MATCH
+from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 NUMBER = SourceName.LOOKAHEAD.value
 COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.int64, 1), ("count", np.int64, 1)])
@@ -21,7 +21,7 @@ COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.
 def find(at: int, node: int) -> int:
     """The next number follows every number."""
     counter, work = record_at(at, NUMBER, COUNTER), work_at(at)
-    counter.token[0] = work.tails[node, LONGEST_MATCH - 1] + 1
+    counter.token[0] = work.tails[node, MAX_MATCH_TOKENS - 1] + 1
     return 2
 
 
@@ -36,7 +36,7 @@ def move(at: int, token: int, emitted: int) -> None:
     counter.restarts += token == RESTART
 
 
-COUNTING = Source(SourceName.LOOKAHEAD, 2, Prior(1, 0.3, 0.5, 0.5, 0.5), find, weigh, move)
+COUNTING = CompiledSource(SourceName.LOOKAHEAD, 2, Prior(1, 0.3, 0.5, 0.5, 0.5), find, weigh, move)
 
 
 def test_it_drafts_learns_and_follows() -> None:

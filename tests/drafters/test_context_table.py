@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.runtime.drafters.hierarchy.matches import (
-    FOUND,
-    LONGEST_SHORT,
-    PLACES,
-    PLACES_BELOW,
+    MATCH_RECORD,
+    MAX_NODE_MATCHES,
+    MAX_ROOT_MATCHES,
+    MAX_SHORT_ORDER,
     add_short_matches,
     find_matches,
-    level_of,
+    order_of_match,
 )
-from hdtool.runtime.stores.live_tables import CHAINS, LONG, WINDOW, ContextTable, latest_place
+from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, CONTEXT_WINDOW, LONG_CHAIN, ContextTable, latest_place
 from hdtool.runtime.stores.model_store import sequence_hash
-from hdtool.runtime.stores.token_log import LONGEST_MATCH
+from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 Places = list[tuple[int, int]]
 
@@ -28,12 +28,14 @@ class Finder:
 
     def __init__(self, table: ContextTable) -> None:
         self._table = table.memory[0]
-        self._found = np.zeros(1, FOUND)
+        self._found = np.zeros(1, MATCH_RECORD)
 
     def find(self, tail: list[int], *, node: int = 0, short: bool = False) -> Places:
         """What followed, and the n-gram order of the match, in the order in which they were found."""
-        padded = np.array([-1] * LONGEST_MATCH + tail, np.int64)[-LONGEST_MATCH:]
-        hashes = [int(sequence_hash(padded, LONGEST_MATCH - size, size)) for size in range(CHAINS[LONG] + 1)]
+        padded = np.array([-1] * MAX_MATCH_TOKENS + tail, np.int64)[-MAX_MATCH_TOKENS:]
+        hashes = [
+            int(sequence_hash(padded, MAX_MATCH_TOKENS - size, size)) for size in range(CHAIN_LENGTHS[LONG_CHAIN] + 1)
+        ]
         marks = np.array(hashes, np.uint64)
         find_matches(self._table, self._found[0], node, node - 1, padded, marks)
         if short:
@@ -48,7 +50,7 @@ def latest(context: list[int], tail: list[int], least: int, most: int) -> Places
     found: Places = []
     for place in range(len(context) - 1, 0, -1):
         length = 0
-        while length < min(LONGEST_MATCH, place, len(tail)) and context[place - 1 - length] == tail[-1 - length]:
+        while length < min(MAX_MATCH_TOKENS, place, len(tail)) and context[place - 1 - length] == tail[-1 - length]:
             length += 1
         if length >= least and len(found) < most:
             found.append((place, length))
@@ -56,7 +58,7 @@ def latest(context: list[int], tail: list[int], least: int, most: int) -> Places
 
 
 def followers(context: list[int], places: Places) -> Places:
-    return [(context[place], level_of(length)) for place, length in places]
+    return [(context[place], order_of_match(length)) for place, length in places]
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=10))
@@ -64,10 +66,12 @@ def test_followers_are_those_of_the_latest_places(context: list[int], tail: list
     table = ContextTable()
     table.read(context)
     for asked in (tail, context):
-        long = latest(context, asked, CHAINS[LONG], PLACES)
+        long = latest(context, asked, CHAIN_LENGTHS[LONG_CHAIN], MAX_ROOT_MATCHES)
         assert Finder(table).find(asked) == followers(context, long)
-        short = [(at, length) for at, length in latest(context, asked, 1, PLACES) if length <= LONGEST_SHORT]
-        assert Finder(table).find(asked, short=True) == followers(context, [*long, *short][:PLACES])
+        short = [
+            (at, length) for at, length in latest(context, asked, 1, MAX_ROOT_MATCHES) if length <= MAX_SHORT_ORDER
+        ]
+        assert Finder(table).find(asked, short=True) == followers(context, [*long, *short][:MAX_ROOT_MATCHES])
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), min_size=1, max_size=4), st.booleans())
@@ -76,35 +80,39 @@ def test_nodes_inherit_what_their_tokens_continue(context: list[int], path: list
     table.read(context)
     finder, tail = Finder(table), list(context)
     finder.find(tail, short=short)
-    expected = latest(context, tail, CHAINS[LONG], PLACES)
+    expected = latest(context, tail, CHAIN_LENGTHS[LONG_CHAIN], MAX_ROOT_MATCHES)
     if short:
-        shorter = latest(context, tail, 1, PLACES)
-        expected = [*expected, *((at, length) for at, length in shorter if length < CHAINS[LONG])][:PLACES]
+        shorter = latest(context, tail, 1, MAX_ROOT_MATCHES)
+        expected = [*expected, *((at, length) for at, length in shorter if length < CHAIN_LENGTHS[LONG_CHAIN])][
+            :MAX_ROOT_MATCHES
+        ]
     for node, token in enumerate(path, start=1):
         tail = [*tail, token]
         expected = [
-            (at + 1, min(LONGEST_MATCH, length + 1))
+            (at + 1, min(MAX_MATCH_TOKENS, length + 1))
             for at, length in expected
             if context[at] == token and at + 1 < len(context)
         ]
-        expected = expected or latest(context, tail, 1, PLACES_BELOW)
+        expected = expected or latest(context, tail, 1, MAX_NODE_MATCHES)
         assert finder.find(tail, node=node) == followers(context, expected)
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 2 * WINDOW), st.integers(0, 10**6))
+@given(st.integers(0, 2 * CONTEXT_WINDOW), st.integers(0, 10**6))
 def test_what_is_too_old_is_forgotten(before: int, seed: int) -> None:
-    context = np.random.default_rng(seed).integers(0, 40, before + WINDOW).tolist()
+    context = np.random.default_rng(seed).integers(0, 40, before + CONTEXT_WINDOW).tolist()
     table = ContextTable()
     table.read(context)
-    kept = context[-WINDOW:]
+    kept = context[-CONTEXT_WINDOW:]
     rare = [50_000, 60_000, 70_000]
     table.add([*rare, 1, *rare])
     assert Finder(table).find(rare) == [(1, 3)]
-    for start in (0, 1, WINDOW // 2):
+    for start in (0, 1, CONTEXT_WINDOW // 2):
         tail = kept[start + 20 : start + 23]
-        context = [*kept, *rare, 1, *rare][-WINDOW:]
-        assert Finder(table).find(tail) == followers(context, latest(context, tail, CHAINS[LONG], PLACES))
+        context = [*kept, *rare, 1, *rare][-CONTEXT_WINDOW:]
+        assert Finder(table).find(tail) == followers(
+            context, latest(context, tail, CHAIN_LENGTHS[LONG_CHAIN], MAX_ROOT_MATCHES)
+        )
 
 
 def test_the_next_turn_reads_only_what_is_new() -> None:
@@ -121,7 +129,7 @@ def test_the_next_turn_reads_only_what_is_new() -> None:
 
 
 def test_a_long_conversation_is_continued_by_what_is_left_of_it() -> None:
-    context = np.random.default_rng(1).integers(0, 1000, WINDOW + 5000).tolist()
+    context = np.random.default_rng(1).integers(0, 1000, CONTEXT_WINDOW + 5000).tolist()
     table = ContextTable()
     table.read(context)
     assert table.read([*context, 1]) == 1
@@ -145,8 +153,8 @@ def test_the_latest_place_of_a_token_is_found(context: list[int], token: int) ->
 
 def test_the_latest_place_is_within_the_window() -> None:
     table = ContextTable()
-    table.read([7, *[1, 2] * (WINDOW // 2)])
+    table.read([7, *[1, 2] * (CONTEXT_WINDOW // 2)])
     assert latest_place(table.memory[0], 7) == -1, "the ring no longer holds it"
-    assert latest_place(table.memory[0], 1) == WINDOW - 1
+    assert latest_place(table.memory[0], 1) == CONTEXT_WINDOW - 1
     table.reset()
     assert latest_place(table.memory[0], 1) == -1

@@ -20,7 +20,7 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.pace import FixedPace
-from hdtool.runtime.drafters.trained.proposal import LOADED
+from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.loop import Request
@@ -117,7 +117,9 @@ def test_the_drafters_of_a_batch_share_one_model() -> None:
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     config = DecodeConfig("hd+drafter", draft_tokens=6, batch_size=3, drafter=str(demo.MODEL))
     drafters: list[Any] = list(drafters_for(config, target, stores))
-    assert {id(drafter._trained.module._model) for drafter in drafters} == {id(LOADED[target][str(demo.MODEL)])}
+    assert {id(drafter._trained.module._model) for drafter in drafters} == {
+        id(LOADED_BY_TARGET[target][str(demo.MODEL)])
+    }
     asked = (
         Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
         for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))

@@ -7,7 +7,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import MANY, bucket_of
+from hdtool.runtime.drafters.hierarchy.candidates import MANY_TOKENS, evidence_bucket
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
@@ -28,7 +28,7 @@ def test_the_example_is_what_the_drafter_computes() -> None:
         return number
 
     assert f"`{' '.join(map(str, CONVERSATION))}`" in example
-    hierarchy, bucket = Hierarchy(budget=FixedBudget(2)), bucket_of(2, MANY)
+    hierarchy, bucket = Hierarchy(budget=FixedBudget(2)), evidence_bucket(2, MANY_TOKENS)
     hierarchy.begin(CONVERSATION)
     weight = on_page(float(hierarchy.weights(SourceName.CONTEXT)[1, bucket]))
     second = on_page(weight / 2)

@@ -16,10 +16,10 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.pace import LOSS, TRIAL_STEPS, FixedPace, TrainedGate
+from hdtool.runtime.drafters.trained.pace import MAX_TRIAL_LOSS, TRIAL_STEPS, FixedPace, TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter, Unread
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from tests.support.decoding import run, said
@@ -45,7 +45,7 @@ def test_trials_lose_little(drafting: tuple[float, float]) -> None:
     gate, without = TrainedGate(), (1.8, 1.0)
     best = max(drafting[0] / drafting[1], 1.8)
     speed(gate, 1000, drafting, without)
-    assert speed(gate, 2000, drafting, without) > (1 - 2 * LOSS) * best
+    assert speed(gate, 2000, drafting, without) > (1 - 2 * MAX_TRIAL_LOSS) * best
 
 
 def test_a_drafter_that_costs_much_is_switched_off_in_the_first_answer() -> None:
@@ -132,10 +132,10 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
 def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "LONG_PAUSE", 4)
     monkeypatch.setattr(sequential, "READ_AFTER_PAUSE", 3)
-    read = list[Unread]()
+    read = list[QueuedTokens]()
     take = AcceptedTokens.take
 
-    def taking(queue: AcceptedTokens) -> Unread:
+    def taking(queue: AcceptedTokens) -> QueuedTokens:
         read.append(take(queue))
         return read[-1]
 

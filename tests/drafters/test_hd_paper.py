@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
-from hdtool.runtime.drafters.hd_paper import LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
+from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
@@ -24,7 +24,7 @@ from tests.support.trees import check_integrity, path_to, tokens_to, trees
 Sequences = list[list[int]]
 
 texts = st.lists(st.integers(0, 3), max_size=60)
-rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=LENGTH), max_size=12)
+rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=SEQUENCE_LENGTH), max_size=12)
 
 
 class SlowTable:
@@ -40,8 +40,8 @@ class SlowTable:
         self.kept[key] = [follows, *others][: self.per_key]
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        for start in range(len(tokens) - LENGTH):
-            self.add(list(tokens[start : start + LENGTH + 1]))
+        for start in range(len(tokens) - SEQUENCE_LENGTH):
+            self.add(list(tokens[start : start + SEQUENCE_LENGTH + 1]))
 
 
 class FewPhrases:
@@ -52,7 +52,7 @@ class FewPhrases:
 
     def phrases_after(self, token: int, most: int) -> tuple[Any, Any]:
         found = self.phrases.get(token, [])[:most]
-        return np.array(found, np.int32).reshape(-1, LENGTH), np.zeros(len(found))
+        return np.array(found, np.int32).reshape(-1, SEQUENCE_LENGTH), np.zeros(len(found))
 
 
 class FewTexts:
@@ -70,7 +70,9 @@ class FewTexts:
 
 
 def padded(sequences: Sequences) -> Any:
-    return np.array([row + [NO_TOKEN] * (LENGTH - len(row)) for row in sequences], np.int32).reshape(-1, LENGTH)
+    return np.array([row + [NO_TOKEN] * (SEQUENCE_LENGTH - len(row)) for row in sequences], np.int32).reshape(
+        -1, SEQUENCE_LENGTH
+    )
 
 
 def paths(tree: DraftTree) -> dict[tuple[int, ...], int]:
@@ -165,9 +167,9 @@ def test_a_tree_falls_apart_into_its_sequences(tree: DraftTree, most: int) -> No
     expected = []
     for node in range(len(tree)):
         depth = len(path_to(tree, node))
-        if depth == LENGTH or (depth < LENGTH and node not in tree.parents):
+        if depth == SEQUENCE_LENGTH or (depth < SEQUENCE_LENGTH and node not in tree.parents):
             expected.append(tokens_to(tree, node)[1:])
-    found = sequences_of(tree.tokens, tree.parents, LENGTH, most)
+    found = sequences_of(tree.tokens, tree.parents, SEQUENCE_LENGTH, most)
     assert found.tolist() == padded(expected[:most]).tolist()
 
 
@@ -195,7 +197,7 @@ def slow_draft(context: list[int], order: str, most: int) -> dict[tuple[int, ...
                 trie = Trie(LARGEST_TREE)
                 trie.add(padded(TEXTS.get(suffix, [])), 0, wanted=100)
                 tokens, parents, _ = trie.nodes()
-                for row in sequences_of(tokens, parents, LENGTH, most).tolist():
+                for row in sequences_of(tokens, parents, SEQUENCE_LENGTH, most).tolist():
                     fetched.append(([token for token in row if token != NO_TOKEN], SourceName.CORPUS))
     return united(fetched, most)
 

@@ -19,9 +19,16 @@ from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads, best_of
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads, topk_tokens
 from hdtool.runtime.drafters.heads.state import FixedPass
-from hdtool.runtime.drafters.trained.proposal import BUCKETS, Calibration, Proposal, best_paths, bucket_of, centre_of
+from hdtool.runtime.drafters.trained.proposal import (
+    PROB_BUCKETS,
+    Calibration,
+    Proposal,
+    best_paths,
+    bucket_center,
+    prob_bucket,
+)
 from hdtool.runtime.model import families as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
@@ -80,7 +87,7 @@ def test_captured_passes_equal_others(config: HeadsConfig) -> None:
         logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
         if FixedPass.fits(new):
             best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
-            expected, likely = best_of(logits, 10, heads.token_ids)
+            expected, likely = topk_tokens(logits, 10, heads.token_ids)
             np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
             assert (best == expected.numpy()).mean() > 0.99  # equals may stand in another order
         else:
@@ -288,15 +295,15 @@ def test_the_static_tree_holds_the_commonest_paths() -> None:
 
 def test_buckets_follow_the_probabilities() -> None:
     likely = np.array([1.0, 0.97, 0.9, 0.6, 0.5, 0.2, 0.01, 1e-9])
-    buckets = bucket_of(likely)
-    assert (np.diff(buckets) > 0).all() and buckets[0] == 0 and buckets[-1] < BUCKETS
+    buckets = prob_bucket(likely)
+    assert (np.diff(buckets) > 0).all() and buckets[0] == 0 and buckets[-1] < PROB_BUCKETS
     middle = likely[1:-1]
-    assert (np.abs(np.log2(centre_of(bucket_of(middle)) / middle)) < 0.6).all()
+    assert (np.abs(np.log2(bucket_center(prob_bucket(middle)) / middle)) < 0.6).all()
 
 
 def test_calibration_follows_the_acceptance_rate() -> None:
     calibration = Calibration(None, 1)
-    boastful = bucket_of(np.array([0.9, 0.05]))
+    boastful = prob_bucket(np.array([0.9, 0.05]))
     for turn in range(400):
         calibration.update(0, boastful, np.array([turn % 10 == 0, turn % 10 == 1]))
     found = calibration(boastful[None])[0]

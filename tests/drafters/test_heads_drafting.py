@@ -14,7 +14,7 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
-from hdtool.runtime.budget.measure_passes import NODES
+from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
@@ -146,7 +146,9 @@ class Priced(MeasuredBudget):
     """Every pass of the target costs a second, and every draft ten."""
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target.log, Unlearning(target.log, CostCurve(NODES, ((1e3,) * len(NODES),), (0,))))
+        super().__init__(
+            target.log, Unlearning(target.log, CostCurve(MEASURED_NODES, ((1e3,) * len(MEASURED_NODES),), (0,)))
+        )
 
     def set_draft_seconds(self, seconds: float) -> None:
         super().set_draft_seconds(10.0)

@@ -234,7 +234,7 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
 def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     @dataclass
     class Switch:
-        most: int
+        max_nodes: int
 
         def nodes(self, probs: Probs) -> int:
             return len(probs)
@@ -251,7 +251,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
             assert hierarchy is busy or len(hierarchy.draft(context)) == 0
             hierarchy.observe(Accepted([], [token]), NO_LOGITS)
     assert len(idle.table) == 6 and len(busy.table) == 15
-    switch.most = 16
+    switch.max_nodes = 16
     assert idle.draft(context).tokens.tolist() == busy.draft(context).tokens.tolist()
     for source in WEIGHTS:
         np.testing.assert_array_equal(idle.weights(source), busy.weights(source))

@@ -125,7 +125,7 @@ def test_drafters_of_one_model_share_a_history_unless_there_is_none() -> None:
 @given(st.lists(st.lists(st.integers(0, 4), max_size=200), max_size=6), st.integers(6, 9))
 def test_a_small_ring_runs_over(answers: list[list[int]], bits: int) -> None:
     """Whatever is overwritten while two answers are appended in turn, trees stay whole."""
-    history = History(most=1 << bits)
+    history = History(max_tokens=1 << bits)
     drafters = drafting(history), drafting(history)
     contexts: list[list[int]] = [[0], [1]]
     for number, answer in enumerate(answers):

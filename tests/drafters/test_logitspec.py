@@ -15,8 +15,8 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
-from hdtool.runtime.drafter import PRIOR_WEIGHT, NodeCalibration
-from hdtool.runtime.drafters.logitspec import FOLLOWED, LONGEST, UNRANKED, LogitSpec, look_up
+from hdtool.runtime.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
+from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import for_topk, topk
 from hdtool.runtime.source_names import SourceName
@@ -31,7 +31,7 @@ def slow_look_up(words: list[int], tail: list[int], wanted: int) -> list[int]:
     best: tuple[int, int, int] = (0, 0, 0)
     for end in range(len(words) - 1):
         length = 0
-        while length < min(LONGEST, end + 1, len(tail)) and words[end - length] == tail[-1 - length]:
+        while length < min(MAX_MATCH, end + 1, len(tail)) and words[end - length] == tail[-1 - length]:
             length += 1
         known = min(wanted, len(words) - 1 - end)
         if length and (length, known, end) > best:
@@ -51,7 +51,7 @@ def test_look_ups_equal_slow_ones(words: list[int], order: list[int], count: int
     candidates = [token for token in order if token != words[-1]][:count]
     ranks = np.full(7, UNRANKED)
     rows, _ = look_up(np.array(words), np.array(candidates, np.int64), np.array(depths), ranks)
-    expected = [slow_look_up(words, words, FOLLOWED)]
+    expected = [slow_look_up(words, words, CONTINUATION_LENGTH)]
     for token, depth in zip(candidates, depths, strict=False):
         expected.append([token, *slow_look_up(words, [*words, token], depth - 1)])
     assert [[token for token in row if token != NO_TOKEN] for row in rows.tolist()] == expected
@@ -139,7 +139,7 @@ def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, 
     for node, above in enumerate(tree.parents.tolist()):
         if above == ROOT or above in path:
             at = int(kind[node]), depths[node]
-            taken, asked = rates.get(at, (prior[at[0]] * PRIOR_WEIGHT, PRIOR_WEIGHT))
+            taken, asked = rates.get(at, (prior[at[0]] * CALIBRATION_PRIOR_WEIGHT, CALIBRATION_PRIOR_WEIGHT))
             rates[at] = taken + (node in path), asked + 1
     expected: list[float] = []
     for node, above in enumerate(tree.parents.tolist()):

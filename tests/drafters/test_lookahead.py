@@ -57,7 +57,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
     window = Window(branch.nodes()[0].tolist())
     assert set(window.rows[0]) <= set(prompt)
     one.prefill(prompt, room=80)
-    accepted = accept(DraftTree.bare(prompt[-1]), one.verified, sampler, most=80)
+    accepted = accept(DraftTree.bare(prompt[-1]), one.verified, sampler, max_tokens=80)
     for _ in range(12):
         context = list(sampler.context)
         root = context[-1]
@@ -66,7 +66,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         check_integrity(tree)
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = one.verify(tree)
-        accepted = accept(tree, one.verified, sampler, most=80)
+        accepted = accept(tree, one.verified, sampler, max_tokens=80)
         assert accepted
         one.commit(accepted.path)
 
@@ -96,7 +96,7 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
         rows = min(rows + 1, length - 1)
     columns = width + length - 1 - rows
     tokens, parents = branch.nodes()
-    assert len(tokens) == len(parents) == columns * rows - 1 <= branch.most
+    assert len(tokens) == len(parents) == columns * rows - 1 <= branch.max_nodes
     tree = DraftTree.of(9, tokens.tolist(), parents.tolist())
     check_integrity(tree)
     for row in range(rows):
@@ -133,7 +133,9 @@ def test_argmax_is_the_choice_of_greedy_sampling(dtype: torch.dtype) -> None:
     assert [int(argmax(row)) for row in logits] == expected
     assert argmax(logits[:0]).tolist() == []
     for kind in (logits, logits.clone().requires_grad_(), logits.T.clone().T):
-        steps = (accept(DraftTree.bare(1), Verified(row[None]), Sampler(SamplingConfig(), [1]), most=1) for row in kind)
+        steps = (
+            accept(DraftTree.bare(1), Verified(row[None]), Sampler(SamplingConfig(), [1]), max_tokens=1) for row in kind
+        )
         assert [step.tokens for step in steps if step] == [[token] for token in expected]
 
 

@@ -77,7 +77,7 @@ def test_no_step_waits_for_the_compiler(chosen: tuple[str, ...]) -> None:
 
 
 def made_by(maker: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    monkeypatch.setitem(methods.MAKERS, "ar", maker)
+    monkeypatch.setitem(methods.DRAFTER_FACTORIES, "ar", maker)
     target: Any = None
     return drafter_for(DecodeConfig("ar"), target, StoreSet())
 
@@ -93,7 +93,7 @@ def test_whoever_waits_for_a_drafter_is_told_why(
                 thread.join()
         return drafter
 
-    monkeypatch.setattr(methods, "PATIENCE", 0.01)
+    monkeypatch.setattr(methods, "MAX_TIMING_SECONDS", 0.01)
     assert made_by(slow, monkeypatch) is drafter
     assert capsys.readouterr().err.startswith("preparing the drafter for this machine; ")
 

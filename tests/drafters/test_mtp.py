@@ -20,8 +20,15 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
-from hdtool.runtime.drafters.trained.mtp import NAME, IteratedMtp, load_mtp, mtp_drafter, mtp_layers_of, patterns_of
-from hdtool.runtime.drafters.trained.proposal import LOADED
+from hdtool.runtime.drafters.trained.mtp import (
+    MTP_CACHE_NAME,
+    IteratedMtp,
+    load_mtp,
+    mtp_drafter,
+    mtp_layers_of,
+    patterns_of,
+)
+from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.engine import Verified
@@ -215,7 +222,7 @@ def test_layers_that_overflow_change_no_token(kind: str, layers: int, tmp_path: 
     plain = said(run(target, prompt_of(20), SamplingConfig(), most=20))
     for method in METHODS:
         drafter = drafter_of(method, target)
-        for parameter in LOADED[target][NAME].own.parameters():
+        for parameter in LOADED_BY_TARGET[target][MTP_CACHE_NAME].own.parameters():
             parameter.fill_(torch.nan)
         assert said(run(target, prompt_of(20), SamplingConfig(), most=20, drafter=drafter)) == plain
 

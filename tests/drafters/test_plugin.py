@@ -18,8 +18,8 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.evidence import LONGEST_CHAIN
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.load import load_tokenizer
@@ -61,7 +61,7 @@ def test_its_chain_becomes_a_path_and_its_other_tokens_branches(plugin: SourceNa
     assert 9 in tree.tokens[tree.parents == -1] and 10 in tree.tokens[tree.parents == -1]
     depths = tree.depths[1:]
     assert all(token - 8 in (depth, depth + 1) for token, depth in zip(tree.tokens, depths, strict=True))
-    assert depths.max() <= LONGEST_CHAIN
+    assert depths.max() <= MAX_PLUGIN_POSITIONS
 
 
 def test_its_weight_is_learned_and_its_time_measured(plugin: SourceName) -> None:
@@ -120,7 +120,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
     number = register(Source("oracle", "X", evidence=oracle))
     try:
         config = DecodeConfig(method="hd", draft_tokens=8, sources="oracle")
-        drafter = drafter_within(lambda: FixedBudget(8), config, StoreSet(), target)
+        drafter = drafter_with_budget(lambda: FixedBudget(8), config, StoreSet(), target)
         stats = Stats()
         steps = list(stats.counted(iter(run(target, prompt, sampling, 24, drafter=drafter)), drafter))
         assert said(steps) == plain

@@ -18,10 +18,10 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.published import racer
-from hdtool.runtime.drafters.published.racer import LENGTH, NODES, NgramTrie, Racer
+from hdtool.runtime.drafters.published.racer import MAX_TRIE_NODES, NGRAM_LENGTH, NgramTrie, Racer
 from hdtool.runtime.drafters.published.suffix_automaton import TOKENS_AHEAD, SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
-from hdtool.runtime.drafters.published.token_recycling import BEST, CHILDREN, TokenRecycling
+from hdtool.runtime.drafters.published.token_recycling import CHILDREN, RECYCLED_PER_TOKEN, TokenRecycling
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -93,8 +93,8 @@ def test_suffix_drafts_the_tree_with_the_most_expected_tokens(text: list[int], c
         length: tree_of_match(
             text,
             text[-length:],
-            min(most, int(config.nodes_per_token * length + config.more_nodes)),
-            config.least_prob,
+            min(most, int(config.nodes_per_token * length + config.extra_nodes)),
+            config.min_prob,
         )
         for length in range(1, longest_match(text) + 1)
     }
@@ -176,7 +176,7 @@ def test_the_tree_of_token_recycling_is_that_of_its_paper() -> None:
 def test_the_breadths_of_racer_are_halved() -> None:
     drafter = Racer(FixedBudget(40))
     drafter.begin([0])
-    tokens = list(range(1, 1 + BEST))
+    tokens = list(range(1, 1 + RECYCLED_PER_TOKEN))
     drafter.observe(Accepted([], [1]), logits_of({0: tokens}, 1))
     tree = drafter.draft([0, 1])
     for token in [*tokens, 1]:
@@ -192,18 +192,18 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: i
     trie.add(text[:20], 0)
     trie.add(text, 20)
     rows, lengths = trie.after(text, most)
-    grams = [text[start : start + LENGTH] for start in range(len(text) - LENGTH + 1)]
-    counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, LENGTH + 1))
+    grams = [text[start : start + NGRAM_LENGTH] for start in range(len(text) - NGRAM_LENGTH + 1)]
+    counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, NGRAM_LENGTH + 1))
     expected: list[int] = []
-    for length in range(min(len(text), LENGTH - 1), racer.SHORTEST_MATCH - 1, -1):
+    for length in range(min(len(text), NGRAM_LENGTH - 1), racer.SHORTEST_MATCH - 1, -1):
         match = tuple(text[-length:])
         expected += [count for gram, count in counts.items() if len(gram) > length and gram[:length] == match]
     found = []
     for row, size in zip(rows.tolist(), lengths.tolist(), strict=True):
-        assert row[size:] == [-1] * (LENGTH - size)
+        assert row[size:] == [-1] * (NGRAM_LENGTH - size)
         path = tuple(row[:size])
         found.append(
-            {counts[(*text[-n:], *path)] for n in range(2, LENGTH - size + 1) if (*text[-n:], *path) in counts}
+            {counts[(*text[-n:], *path)] for n in range(2, NGRAM_LENGTH - size + 1) if (*text[-n:], *path) in counts}
         )
     best = sorted(expected, reverse=True)[:most]
     assert len(found) == len(best)
@@ -213,21 +213,21 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: i
 def test_a_full_trie_forgets_what_was_used_least_recently() -> None:
     trie = NgramTrie()
     kept = [5, 6, 7, 8, 9, 5, 6, 7, 8, 10]
-    for start in range(11, 3 * NODES, LENGTH):
-        trie.add(list(range(start, start + LENGTH)), 0)
+    for start in range(11, 3 * MAX_TRIE_NODES, NGRAM_LENGTH):
+        trie.add(list(range(start, start + NGRAM_LENGTH)), 0)
         trie.add(kept, 0)
         rows, _ = trie.after(kept[:4], 8)
         assert kept[4:] in [row[: len(kept) - 4] for row in rows.tolist()]
     rows, _ = trie.after([11, 12, 13], 8)
     assert not len(rows)
     memory = trie.memory[0]
-    assert memory["size"] == NODES
+    assert memory["size"] == MAX_TRIE_NODES
     ring, node = set(), int(memory["later"][0])
     while node:
         ring.add(node)
         node = int(memory["later"][node])
-    assert len(ring) == NODES - 1
-    children = np.bincount(memory["parents"][1:], minlength=NODES)
+    assert len(ring) == MAX_TRIE_NODES - 1
+    children = np.bincount(memory["parents"][1:], minlength=MAX_TRIE_NODES)
     assert children[memory["later"][0]] == 0, "the oldest node is a leaf"
 
 

@@ -11,7 +11,7 @@ from hdtool.builders.stores.build import build_model_store
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.candidates import DISTANCES, distance_class
+from hdtool.runtime.drafters.hierarchy.candidates import DISTANCE_CLASSES, distance_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -51,4 +51,4 @@ def test_without_the_conversation_as_a_source_there_is_no_recency(store: ModelSt
 
 def test_distances_have_classes_by_doubling() -> None:
     assert [distance_class(n) for n in (1, 2, 3, 4, 7, 8, 1023, 1024, 10**6)] == [1, 2, 2, 3, 3, 4, 10, 11, 11]
-    assert distance_class(10**9) == DISTANCES - 1
+    assert distance_class(10**9) == DISTANCE_CLASSES - 1

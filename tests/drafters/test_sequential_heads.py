@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, Trained
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.pace import FixedPace
-from hdtool.runtime.drafters.trained.proposal import BUCKETS
+from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, methods_with_drafters, trained_drafter
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
 from hdtool.runtime.loop import Request
@@ -223,7 +223,7 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     """Rankings deeper than the evaluation knows are calibrated like its last head."""
     target = Target(model_of("llama"))
     saved = random_for(target, SEQUENTIAL["mtp with a draft vocabulary"])
-    odds = [[share] * BUCKETS for share in (0.09, 0.05, 0.02)]
+    odds = [[share] * PROB_BUCKETS for share in (0.09, 0.05, 0.02)]
     judged = EvalResult(odds=odds)
     for measured in (False, True):
         drafter = sequential_drafter(replace(saved, judged=judged), target, is_measured=measured)

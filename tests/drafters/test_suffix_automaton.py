@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.drafters.published.suffix_automaton import LAST, NONE, START, SuffixAutomaton, advance, after
+from hdtool.runtime.drafters.published.suffix_automaton import (
+    LAST_STATE,
+    NO_STATE,
+    START_STATE,
+    SuffixAutomaton,
+    advance,
+    after,
+)
 
 words = st.lists(st.integers(0, 3), max_size=30)
 texts = st.lists(words, max_size=4)
@@ -34,9 +41,9 @@ def counted(texts: list[list[int]]) -> Counter[tuple[int, ...]]:
 
 
 def state_of(automaton: SuffixAutomaton, word: tuple[int, ...]) -> int:
-    state: Any = START
+    state: Any = START_STATE
     for token in word:
-        if state != NONE:
+        if state != NO_STATE:
             state = after(automaton.arrays, state, token)
     return int(state)
 
@@ -52,12 +59,12 @@ def test_it_counts_each_substring(texts: list[list[int]]) -> None:
         assert tuple(joined[end - len(word) : end]) == word
         firsts = {one for one in expected if one[:-1] == word}
         edge, seen = automaton.arrays.edges[state], set()
-        while edge != NONE:
+        while edge != NO_STATE:
             seen.add((*word, int(automaton.arrays.labels[edge])))
             edge = automaton.arrays.nexts[edge]
         assert seen == firsts
     for word in ((0, 1, 2, 3), (3, 3, 3), (2,)):
-        assert (state_of(automaton, word) != NONE) == (word in expected)
+        assert (state_of(automaton, word) != NO_STATE) == (word in expected)
 
 
 @given(words)
@@ -68,8 +75,8 @@ def test_links_are_the_matches_of_the_end(text: list[int]) -> None:
     for length in range(1, len(text) + 1):
         times = counts[tuple(text[-length:])]
         by_count[times] = max(by_count.get(times, 0), length)
-    state, found = int(automaton.arrays.sizes[LAST]), {}
-    while state > START:
+    state, found = int(automaton.arrays.sizes[LAST_STATE]), {}
+    while state > START_STATE:
         found[int(automaton.arrays.counts[state])] = int(automaton.arrays.lengths[state])
         state = int(automaton.arrays.links[state])
     assert found == by_count
@@ -78,7 +85,7 @@ def test_links_are_the_matches_of_the_end(text: list[int]) -> None:
 @given(texts, words)
 def test_another_text_is_followed_by_its_longest_suffix(texts: list[list[int]], other: list[int]) -> None:
     automaton, known = automaton_of(texts), counted(texts)
-    state, matched = advance(automaton.arrays, START, 0, np.array(other, np.int64))
+    state, matched = advance(automaton.arrays, START_STATE, 0, np.array(other, np.int64))
     longest = max((size for size in range(1, len(other) + 1) if tuple(other[-size:]) in known), default=0)
     assert matched == longest
     assert state == state_of(automaton, tuple(other[len(other) - longest :]))
@@ -88,6 +95,6 @@ def test_nothing_is_left_after_clearing() -> None:
     automaton = automaton_of([[1, 2, 3, 1, 2]])
     automaton.clear()
     automaton.extend([2, 3])
-    assert state_of(automaton, (1,)) == NONE
+    assert state_of(automaton, (1,)) == NO_STATE
     assert automaton.arrays.counts[state_of(automaton, (2, 3))] == 1
     assert len(automaton) == 2

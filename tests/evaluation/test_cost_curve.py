@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.data.errors import CostError
-from hdtool.runtime.budget.cost_curve import LARGEST_CHOSEN, CostCurve
+from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve
 from hdtool.runtime.budget.node_budget import STEP_OVERHEAD, CostBudget
 
 CURVE = CostCurve((0, 8, 32), ((20.0, 22.0, 24.0), (30.0, 32.0, 46.0)), (0, 1000), "a device", "a model", "bfloat16")
@@ -44,7 +44,7 @@ def test_extrapolated_costs_do_not_decrease() -> None:
 @given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 3000)), min_size=1, max_size=20))
 def test_costs_of_many_passes_equal_single_ones(passes: list[tuple[int, int]]) -> None:
     nodes, contexts = zip(*passes, strict=True)
-    assert CURVE.of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
+    assert CURVE.seconds_of_passes(nodes, contexts).tolist() == [CURVE.seconds(*one) for one in passes]
 
 
 def test_a_curve_is_saved_completely(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
 def slowest_choice(probs: list[float], curve: CostCurve, context: int) -> int:
     rates = [
         (1 + sum(probs[:size])) / (curve.seconds(size, context) + STEP_OVERHEAD)
-        for size in range(min(len(probs), LARGEST_CHOSEN) + 1)
+        for size in range(min(len(probs), MAX_CHOSEN_NODES) + 1)
     ]
     return rates.index(max(rates))
 
@@ -156,7 +156,7 @@ def test_where_nothing_pays_drafting_rests() -> None:
     asked = 0
     for step in range(300):
         budget.start_step(step)
-        if budget.most:
+        if budget.max_nodes:
             asked += 1
             assert budget.nodes(np.array([0.5, 0.5])) == 0
     assert 3 < asked < 30

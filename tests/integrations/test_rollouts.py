@@ -14,7 +14,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.integrations.rollouts import MOST_ANSWERS, TAIL, Rollouts
+from hdtool.runtime.integrations.rollouts import MAX_ANSWERS, TAIL, Rollouts
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
@@ -103,10 +103,10 @@ class TestBounds:
 
     def test_the_oldest_answer_of_a_prompt_goes_first(self) -> None:
         kept = Rollouts(10_000)
-        for answer in range(MOST_ANSWERS + 2):
+        for answer in range(MAX_ANSWERS + 2):
             kept.add([1], [answer])
-        assert kept.tokens == MOST_ANSWERS
-        assert kept.prediction([1])[::2] == list(range(2, MOST_ANSWERS + 2))
+        assert kept.tokens == MAX_ANSWERS
+        assert kept.prediction([1])[::2] == list(range(2, MAX_ANSWERS + 2))
 
     def test_an_answer_longer_than_all_that_is_kept_is_cut(self) -> None:
         kept = Rollouts(3)

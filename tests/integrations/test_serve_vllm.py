@@ -24,7 +24,7 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm import speculator as repair
-from hdtool.runtime.integrations.vllm.launch import HOOK, Launch, Settings, require_hook
+from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, VllmSettings, require_hook
 from hdtool.runtime.integrations.vllm_plugin import PROPOSER
 from hdtool.runtime.model.load import load_tokenizer
 from tests.support.vllm_batch import worker
@@ -72,12 +72,12 @@ def test_a_worker_opens_the_stores_of_the_command() -> None:
     assert additional["hdtool"] == {
         "model_db": MODEL_STORE, "corpus_db": "none", "min_draft_prob": 0.5, "context_mib": 1
     }  # fmt: skip
-    settings = Settings.of(additional, speculation["num_speculative_tokens"])
+    settings = VllmSettings.of(additional, speculation["num_speculative_tokens"])
     assert settings.serving == VllmConfig(3, 0.5, 1)
     drafter = worker(additional).drafter
     assert (drafter.store_set.model is None, drafter.store_set.corpus is None) == (False, True)
     assert drafter.min_probability.floor(1) == 0.5
-    assert drafter.most == 1
+    assert drafter.max_tables == 1
 
 
 def test_a_worker_drafts_in_vllms_form() -> None:
@@ -95,8 +95,8 @@ def test_a_worker_drafts_in_vllms_form() -> None:
 def test_settings_are_spread_over_drafted_tokens() -> None:
     """As vLLM's kernel on GPUs does it: 0 as a temperature means greedy, and is replaced."""
     settings, ends = torch.tensor([0.5, 0.0, 2.0, 7.0]), torch.tensor([2, 3, 3, 5], dtype=torch.int32)
-    assert repair.expanded(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
-    assert repair.expanded(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
+    assert repair.expand_settings(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
+    assert repair.expand_settings(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
 
 
 def test_an_empty_batch_is_not_processed() -> None:
@@ -132,7 +132,7 @@ def test_invalid_options(options: list[str], said: str) -> None:
 )
 def test_invalid_settings(hdtool: object) -> None:
     with pytest.raises(OptionError):
-        Settings.of({"hdtool": hdtool}, 8)
+        VllmSettings.of({"hdtool": hdtool}, 8)
 
 
 def test_stores_are_checked_before_vllm_starts(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_what_goes_wrong_is_one_line(
 def test_a_vllm_that_would_not_draft_is_refused_before_it_starts(
     has_hook: bool, environment: dict[str, str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hook = tmp_path / "vllm" / HOOK
+    hook = tmp_path / "vllm" / HOOK_FILE
     hook.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
     if has_hook:

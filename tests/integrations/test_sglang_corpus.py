@@ -8,7 +8,7 @@ import pytest
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.integrations.sglang import PADDING, VARIABLE, HierarchyCorpus, Settings
+from hdtool.runtime.integrations.sglang import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
 from hdtool.runtime.stores.history_store import History
 
 NODES, VOCABULARY = 6, 100
@@ -33,7 +33,7 @@ def test_a_tree_starts_at_the_last_token_and_follows_the_context() -> None:
 
 def test_what_nothing_is_drafted_for_is_padded_below_the_root() -> None:
     tokens, masks = corpus().batch_get(["a"], [[1, 2, 3]], [3])
-    assert tokens.tolist() == [3, *[PADDING] * (NODES - 1)]
+    assert tokens.tolist() == [3, *[PADDING_TOKEN] * (NODES - 1)]
     expected = np.eye(NODES, dtype=int)
     expected[:, 0] = 1
     assert masks.reshape(NODES, NODES).tolist() == expected.tolist()
@@ -69,7 +69,7 @@ def test_finished_answers_are_drafted_from_and_stay_after_a_flush() -> None:
 def test_tokens_without_an_embedding_are_not_drafted() -> None:
     one = corpus(vocabulary=14)
     one.begin("a", [*SAID, 11])
-    assert drafts(one.batch_get(["a"], [[12]], [12]))[0] == [12, 13, *[PADDING] * 4]
+    assert drafts(one.batch_get(["a"], [[12]], [12]))[0] == [12, 13, *[PADDING_TOKEN] * 4]
 
 
 def test_corpora_of_sglang_are_refused() -> None:
@@ -79,16 +79,16 @@ def test_corpora_of_sglang_are_refused() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}'])
 def test_wrong_settings_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=VARIABLE):
-        Settings.of({VARIABLE: text})
+    with pytest.raises(OptionError, match=SETTINGS_VARIABLE):
+        SglangSettings.of({SETTINGS_VARIABLE: text})
 
 
 def test_sources_from_logits_are_refused() -> None:
     with pytest.raises(OptionError, match="sources of method hd"):
-        Settings.of({VARIABLE: '{"sources": "last-logits"}'})
+        SglangSettings.of({SETTINGS_VARIABLE: '{"sources": "last-logits"}'})
 
 
 def test_settings_are_read() -> None:
-    settings = Settings.of({VARIABLE: '{"corpus_db": "none", "history": "none"}'})
+    settings = SglangSettings.of({SETTINGS_VARIABLE: '{"corpus_db": "none", "history": "none"}'})
     assert (settings.stores.corpus_db, settings.decoding.history) == ("none", "none")
-    assert Settings.of({}).decoding.history == "memory"
+    assert SglangSettings.of({}).decoding.history == "memory"

@@ -129,7 +129,7 @@ def test_memory_for_context_tables_has_a_bound() -> None:
     contexts = [[number, *SAID, *SAID[:3]] for number in range(1, 6)]
     asked = engine(*contexts, context_mib=2)
     drafts = asked.drafts()
-    assert len(asked.drafter) == asked.drafter.most == sum(map(bool, drafts))
+    assert len(asked.drafter) == asked.drafter.max_tables == sum(map(bool, drafts))
     assert asked.drafter.nbytes <= 2 << 20
     assert drafts == asked.drafts(), "those that have a table keep it"
 

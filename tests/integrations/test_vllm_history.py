@@ -22,8 +22,8 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import finished_answers
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE
-from hdtool.runtime.integrations.vllm.finished_answers import appends
-from hdtool.runtime.integrations.vllm.launch import Launch, Settings
+from hdtool.runtime.integrations.vllm.finished_answers import appends_history
+from hdtool.runtime.integrations.vllm.launch import Launch, VllmSettings
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, HistoryStore
@@ -90,8 +90,8 @@ def test_an_answer_is_kept_whole_and_of_its_prompt_the_last_tokens_alone(tmp_pat
 
 
 def test_answers_are_kept_without_a_further_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_answers, "LONGEST", 0.05)
-    monkeypatch.setattr(finished_answers, "CHECKED", 0.02)
+    monkeypatch.setattr(finished_answers, "MAX_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(finished_answers, "CHECK_SECONDS", 0.02)
     asked = lasting(tmp_path / "past")
     answered(asked, (PROMPT, ANSWER))
     stop = time.monotonic() + 10
@@ -157,7 +157,7 @@ def test_the_store_keeps_its_bound(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_answers, "CHECKED", 0.001)
+    monkeypatch.setattr(finished_answers, "CHECK_SECONDS", 0.001)
     whole = {(number + 500, *ANSWER, number) for number in range(1000)}
     before = 0
     for kill in range(4):
@@ -187,7 +187,7 @@ def test_a_kill_leaves_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_workers_whose_drafts_are_discarded_append_nothing(tmp_path: Path) -> None:
     def of(tensors: int, stages: int, workers: int) -> list[int]:
         sizes = {"tensor_parallel_size": tensors, "pipeline_parallel_size": stages}
-        return [rank for rank in range(workers) if appends(type("Parallel", (), {"rank": rank, **sizes}))]
+        return [rank for rank in range(workers) if appends_history(type("Parallel", (), {"rank": rank, **sizes}))]
 
     assert (of(1, 1, 1), of(4, 1, 4), of(2, 3, 6)) == ([0], [0], [4])
     settings = {"hdtool": {**NOWHERE["hdtool"], "history": str(tmp_path / "past")}}
@@ -223,9 +223,9 @@ def worker_of(launch: Launch, *served: str) -> Engine:
 
 def test_the_command_names_the_folder_for_workers_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launch = launched("--served-model-name", "acme", "other")
-    settings = Settings.of(launch._additional, 8)
+    settings = VllmSettings.of(launch._additional, 8)
     assert (settings.serving.history, settings.tenant) == (str(tmp_path / "past"), "acme")
-    assert Settings.of(launched()._additional, 8).tenant == "", "nobody, and not the name that vLLM gives the model"
+    assert VllmSettings.of(launched()._additional, 8).tenant == "", "nobody, and not the name that vLLM gives the model"
     assert launched(history="home")._additional["hdtool"]["history"] == "home"
     assert "history" not in launched(history="memory")._additional["hdtool"]
     command = ["serve", "--engine", "vllm", MODEL, "--history", "past", "--served-model-name", "acme"]
@@ -352,4 +352,4 @@ def test_a_model_whose_weights_are_elsewhere_has_no_history(tmp_path: Path) -> N
 @pytest.mark.parametrize("history", [False, 3, "", None])
 def test_invalid_histories(history: object) -> None:
     with pytest.raises(OptionError, match="history must be a folder"):
-        Settings.of({"hdtool": {"history": history}}, 8)
+        VllmSettings.of({"hdtool": {"history": history}}, 8)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hdtool.runtime.integrations.vllm.chain import LOWEST, NO_DRAFT_ABOVE, MinProbability
+from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
 
 
 def estimated(
@@ -53,7 +53,7 @@ def test_the_minimum_probability_maximizes_tokens_per_second() -> None:
 
 
 def test_the_prior_depends_on_the_batch() -> None:
-    assert MinProbability().floor(1) == LOWEST
+    assert MinProbability().floor(1) == MIN_FLOOR
     assert MinProbability().floor(8) < 0.1
     assert MinProbability().floor(256) == 0.5
 

@@ -16,7 +16,7 @@ import torch
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import VllmConfig
 from hdtool.runtime.integrations import vllm_plugin
-from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, send_all
+from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, without_min_prob
 from tests.support.vllm_batch import worker_config
 
 SLOTS, LONGEST, MOST = 4, 256, 4
@@ -71,7 +71,7 @@ def test_rows_are_drafted_for_from_their_own_slots_and_short_drafts_are_filled_u
 
 def test_requests_grow_change_slots_and_are_drafted_for_as_in_v1() -> None:
     """A hundred steps of requests that come and go, against the same drafter with V1's tokens on the host."""
-    chance, runner, v1 = random.Random(7), Runner(), open_drafter(worker_config(NO_STORES), send_all)
+    chance, runner, v1 = random.Random(7), Runner(), open_drafter(worker_config(NO_STORES), without_min_prob)
     states = runner._states
     running: dict[str, tuple[int, list[int]]] = {}
     drafted: set[str] = set()
@@ -124,8 +124,8 @@ def test_a_dummy_run_touches_nothing() -> None:
 
 
 def test_v2_sends_each_probable_draft_unless_a_minimum_is_given() -> None:
-    assert send_all(VllmConfig(MOST)).min_draft_prob == pytest.approx(0.02)
-    assert send_all(VllmConfig(MOST, 0.5)).min_draft_prob == 0.5
+    assert without_min_prob(VllmConfig(MOST)).min_draft_prob == pytest.approx(0.02)
+    assert without_min_prob(VllmConfig(MOST, 0.5)).min_draft_prob == 0.5
 
 
 def test_split_prompts_are_refused() -> None:
@@ -138,7 +138,10 @@ def configured(method: str, model: str) -> Any:
     return SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=model))
 
 
-OURS, THEIRS = configured(vllm_plugin.METHOD, vllm_plugin.PROPOSER), configured(vllm_plugin.METHOD, "their.Drafter")
+OURS, THEIRS = (
+    configured(vllm_plugin.CUSTOM_CLASS_METHOD, vllm_plugin.PROPOSER),
+    configured(vllm_plugin.CUSTOM_CLASS_METHOD, "their.Drafter"),
+)
 
 
 @pytest.fixture
@@ -147,7 +150,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class Config:
         def _get_v2_model_runner_unsupported_features(self) -> list[str]:
-            return [vllm_plugin.REFUSED, "dual batch overlap"]
+            return [vllm_plugin.REFUSED_FEATURE, "dual batch overlap"]
 
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
@@ -184,7 +187,7 @@ def test_the_plugin_admits_our_drafter_alone(vllm: dict[str, Any]) -> None:
     unsupported = vllm["vllm.config.vllm"].VllmConfig._get_v2_model_runner_unsupported_features
     build = vllm["vllm.v1.worker.gpu.spec_decode"].init_speculator
     assert unsupported(OURS) == ["dual batch overlap"]
-    assert unsupported(THEIRS) == [vllm_plugin.REFUSED, "dual batch overlap"]
+    assert unsupported(THEIRS) == [vllm_plugin.REFUSED_FEATURE, "dual batch overlap"]
     assert build(THEIRS, None, None) == "theirs"
     assert isinstance(build(worker_config(NO_STORES), torch.device("cpu"), None), HierarchySpeculator)
 

@@ -16,8 +16,8 @@ import torch
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_within
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
@@ -27,7 +27,7 @@ from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import OPEN, DraftTree
+from hdtool.runtime.tree import UNDETERMINED, DraftTree
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY
 from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
@@ -35,7 +35,7 @@ from tests.support.oracle import assert_same_logits, generated, plain_logits, pr
 from tests.support.trees import LyingDrafter, tokens_to
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
-CERTAIN = replace(TREE, certain=np.array([OPEN, 5, OPEN, 3, 8, OPEN, 1], np.int64))
+CERTAIN = replace(TREE, certain=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
 LENGTHS = (1, 2, 31, 64, PROMPT_CHUNK, PROMPT_CHUNK + 1, 3 * PROMPT_CHUNK + 9)
 
 
@@ -105,7 +105,7 @@ def hidden_of_passes(target: Target) -> Iterator[torch.Tensor]:
         one = after(target, prompt_of(length))
         yield given(one.verified)
         for tree in (LARGE, CERTAIN, TREE):
-            one.verify(tree, Want(walk=True))
+            one.verify(tree, PassOptions(walk=True))
             kept.append(given(one.verified))
             yield kept[-1].clone()
         one.commit([1, 3])
@@ -242,7 +242,7 @@ def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     _, fused = both("qwen3")
     prompt = prompt_of(12) * 3
     plain = said(run(fused, prompt, SamplingConfig()))
-    drafter = drafter_within(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
+    drafter = drafter_with_budget(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
     assert said(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
 
 
@@ -374,13 +374,13 @@ def test_no_pass_compiles_anything() -> None:
     before = signatures()
     one = after(target, prompt_of(PROMPT_CHUNK + 5))
     for tree in (TREE, DraftTree.bare(1), CERTAIN):
-        for want in (Want(), Want(walk=True), Want(rank=True)):
+        for want in (PassOptions(), PassOptions(walk=True), PassOptions(rank=True)):
             one.verify(tree, want)
     cache = target.allocate(2)
     for slot in range(2):
         target.prefill(cache, slot, prompt_of(9), room=9)
     for trees in ([TREE], [TREE, DraftTree.bare(1)], [CERTAIN, TREE]):
-        target.verify(cache, trees, [Want(walk=True, rank=True)] * len(trees))
+        target.verify(cache, trees, [PassOptions(walk=True, rank=True)] * len(trees))
     assert signatures() == before
     assert {"compute_layers", "compute_pass", "compute_tree", "compute_trees"} <= before.keys()
 

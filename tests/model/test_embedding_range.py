@@ -15,7 +15,7 @@ from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
@@ -61,7 +61,7 @@ def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: Capt
     prompt = prompt_of(20)
     plain = answer(Target(model_of("llama"), never), prompt)
     target = Target(model_of("llama"), layout)
-    drafter = drafter_within(lambda: FixedBudget(16), DecodeConfig(method=method), store_set, target)
+    drafter = drafter_with_budget(lambda: FixedBudget(16), DecodeConfig(method=method), store_set, target)
     for _ in range(2):
         assert answer(target, prompt, drafter) == plain
     (both,) = {

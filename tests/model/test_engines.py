@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import Engine, Want
+from hdtool.runtime.engine import Engine, PassOptions
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.compact_layers import compact_weights
@@ -113,7 +113,7 @@ def test_each_node_of_a_tree_has_the_logits_of_its_path(engine: tuple[Target, An
     def check(tree: DraftTree, length: int) -> None:
         context = prompt_of(length)
         target.prefill(cache, 0, context, room=64)
-        (verified,) = target.verify(cache, [tree], [Want(walk=True, rank=True)])
+        (verified,) = target.verify(cache, [tree], [PassOptions(walk=True, rank=True)])
         target.wait()
         for node in range(-1, len(tree)):
             assert_same_logits(verified.logits[node + 1], plain_logits(model, [*context, *tokens_to(tree, node)]))

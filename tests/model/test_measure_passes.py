@@ -14,8 +14,8 @@ from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
-from hdtool.runtime.budget.cost_curve import LARGEST_CHOSEN, CostCurve
-from hdtool.runtime.budget.measure_passes import cost_of_passes, lengths_for, save_at_home
+from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve
+from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import device_name, fingerprint
@@ -35,20 +35,20 @@ def embedded() -> Loaded:
 
 @pytest.fixture(autouse=True)
 def quick_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_times, "TIMES", 1)
+    monkeypatch.setattr(pass_times, "REPETITIONS", 1)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def test_contexts_are_powers_of_two_within_the_limit(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     assert embedded.target.context_limit(1) == 1024
-    assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512)  # a draft needs a place as well
-    assert lengths_for(embedded, CostConfig((300, 7, 300, 1023))) == (7, 300, 1023)
+    assert context_lengths_for(embedded, CostConfig()) == (64, 128, 256, 512)  # a draft needs a place as well
+    assert context_lengths_for(embedded, CostConfig((300, 7, 300, 1023))) == (7, 300, 1023)
     with pytest.raises(OptionError, match="contexts holds 1,024, but the context of hdtool-demo ends at 1,024 tokens"):
-        lengths_for(embedded, CostConfig((64, 1024)))
+        context_lengths_for(embedded, CostConfig((64, 1024)))
     monkeypatch.setattr(Target, "context_limit", lambda target, length: 48)
-    assert lengths_for(embedded, CostConfig()) == (32,)
+    assert context_lengths_for(embedded, CostConfig()) == (32,)
     monkeypatch.setattr(Target, "context_limit", lambda target, length: None)
-    assert lengths_for(embedded, CostConfig()) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert context_lengths_for(embedded, CostConfig()) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +61,20 @@ def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeyp
 
     monkeypatch.setattr(Target, "verify", noted)
     told: list[int] = []
-    curve = cost_of_passes(embedded, [5, 33], told.append)
-    assert curve.nodes[0] == 0 and curve.nodes[-1] == LARGEST_CHOSEN
+    curve = measure_cost_curve(embedded, [5, 33], told.append)
+    assert curve.nodes[0] == 0 and curve.nodes[-1] == MAX_CHOSEN_NODES
     assert seen == [(length, size) for length in (5, 33) for size in curve.nodes]
     assert (curve.contexts, curve.model, curve.dtype) == ((5, 33), embedded.name, "float32")
     assert told == [1, 2]
 
 
 def test_the_longest_context_leaves_room_for_a_draft(embedded: Loaded) -> None:
-    (times,) = cost_of_passes(embedded, [1023]).milliseconds
+    (times,) = measure_cost_curve(embedded, [1023]).milliseconds
     assert min(times) > 0
 
 
 def test_a_saved_curve_is_reused(embedded: Loaded) -> None:
-    curve = cost_of_passes(embedded, [8])
+    curve = measure_cost_curve(embedded, [8])
     target = embedded.target
     save_at_home(target, curve)
     computed = "float32-own-products-compact-fused"

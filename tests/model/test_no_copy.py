@@ -14,7 +14,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.rankings import Rankings
-from hdtool.runtime.drafters.methods import drafter_within
+from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -56,6 +56,6 @@ def test_a_store_set_can_be_pickled() -> None:
     )
     for again in (copy.deepcopy(store_set), pickle.loads(pickle.dumps(store_set))):
         assert again.corpus is not store_set.corpus
-        drafter = drafter_within(FixedBudget, DecodeConfig("hd"), again)
+        drafter = drafter_with_budget(FixedBudget, DecodeConfig("hd"), again)
         drafter.begin([1, 2, 3])
         assert drafter.draft([1, 2, 3]).root == 3

@@ -11,16 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts, cost_of
-from hdtool.runtime.budget.measure_passes import NODES, cost_here, save_at_home, saved_at_home, seconds_of_trees
+from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts, estimated_cost
+from hdtool.runtime.budget.measure_passes import (
+    MEASURED_NODES,
+    cost_curve_for,
+    save_at_home,
+    saved_at_home,
+    time_tree_passes,
+)
 from hdtool.runtime.budget.node_budget import (
     FixedBudget,
     MeasuredBudget,
     Probs,
     SharedBudget,
+    SharedCosts,
     SmoothedSeconds,
-    Together,
-    nodes_of_all,
+    choose_all_nodes,
 )
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import draft_many
@@ -51,7 +57,7 @@ def budget_of(costs: list[float], *, is_confirmed: bool = True) -> tuple[Measure
 
 
 def curve_of(*costs: list[float], contexts: tuple[int, ...] = (0,)) -> CostCurve:
-    return CostCurve(NODES, tuple(tuple(1e3 * seconds for seconds in row) for row in costs), contexts)
+    return CostCurve(MEASURED_NODES, tuple(tuple(1e3 * seconds for seconds in row) for row in costs), contexts)
 
 
 FLAT = [1.0] * len(PASS_SIZES)
@@ -75,17 +81,17 @@ def test_pauses_of_drafting_grow_while_it_does_not_pay() -> None:
     budget, log = budget_of(STEEP)
     asked = []
     for step in range(400):
-        if budget.most:
+        if budget.max_nodes:
             asked.append(step)
             assert budget.nodes(np.array([0.1])) == 0
         log.add(1.0, 0)
     assert 3 < len(asked) < 30
     assert max(np.diff(asked)) > 40
-    while not budget.most:
+    while not budget.max_nodes:
         log.add(1.0, 0)
     budget.nodes(np.full(20, 0.99))
     log.add(1.0, 0)
-    assert budget.most, "what paid once is tried again at once"
+    assert budget.max_nodes, "what paid once is tried again at once"
 
 
 def test_estimated_costs_follow_measured_passes() -> None:
@@ -96,7 +102,7 @@ def test_estimated_costs_follow_measured_passes() -> None:
     sent = 7
     for _ in range(200):
         log.add(3.0 if sent else 1.0, sent)
-        sent = budget.nodes(probs) if budget.most else 0
+        sent = budget.nodes(probs) if budget.max_nodes else 0
     assert sent == 0
 
 
@@ -122,7 +128,7 @@ def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
 
 def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     target = Target(model_of("llama"))
-    taken = seconds_of_trees(target, [0, 3, 64], 2, 1.0)
+    taken = time_tree_passes(target, [0, 3, 64], 2, 1.0)
     assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
     drafter = drafter_for(DecodeConfig("hd"), target, StoreSet())
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
@@ -134,16 +140,16 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     target = Target(model_of("llama"))
     assert not saved_at_home(target)
-    assert len(cost_here(target).nodes) == len(PASS_SIZES)
+    assert len(cost_curve_for(target).nodes) == len(PASS_SIZES)
     curve = curve_of(FLAT, STEEP, contexts=(64, 256))
     save_at_home(target, curve)
     before = target.log.passes
-    assert cost_here(target) == curve
+    assert cost_curve_for(target) == curve
     assert target.log.passes == before, "nothing is measured that is known"
-    assert cost_here(target, batch=2) != curve, "in a batch passes cost something else"
+    assert cost_curve_for(target, batch=2) != curve, "in a batch passes cost something else"
     (file,) = [path for path in tmp_path.rglob("*.json") if path.parent.name != "quick"]
     file.write_text("{}")
-    assert cost_here(target) != curve
+    assert cost_curve_for(target) != curve
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and "measure it again" in line
 
@@ -151,15 +157,15 @@ def test_a_saved_curve_is_used_and_a_damaged_file_is_noted(
 def test_a_quick_measurement_is_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
     target = Target(model_of("llama"))
-    curve, measured = cost_here(target), target.log.passes
-    assert cost_here(target) == curve and target.log.passes == measured
+    curve, measured = cost_curve_for(target), target.log.passes
+    assert cost_curve_for(target) == curve and target.log.passes == measured
     (file,) = tmp_path.rglob("*.json")
     os.utime(file, (1e9, 1e9))
-    cost_here(target)
+    cost_curve_for(target)
     assert target.log.passes > measured
     file.write_text("{}")
     measured = target.log.passes
-    cost_here(target)
+    cost_curve_for(target)
     assert target.log.passes > measured
 
 
@@ -170,13 +176,13 @@ def test_the_quick_measurement_knows_what_a_longer_context_adds(
     model = model_of("llama")
     monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
-    curve = cost_here(target)
+    curve = cost_curve_for(target)
     short, long = curve.contexts
     assert short < 1000 < long < 2048
     assert all(after >= before for before, after in zip(*curve.milliseconds, strict=True))
     assert target.cache.capacity < long, "the cache of answers does not grow with it"
     monkeypatch.setattr(model.config, "max_position_embeddings", 256)
-    assert cost_here(Target(model)).contexts == (short,)
+    assert cost_curve_for(Target(model)).contexts == (short,)
 
 
 def test_costs_follow_the_length_of_the_context() -> None:
@@ -191,9 +197,9 @@ def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
     log = PassLog()
     budgets = together_by(log, {4: curve_of(FLAT, STEEP, contexts=(0, 1000))}, 4, pads=False)
     probs = [np.full(8, 0.3)] * 4
-    assert nodes_of_all(budgets, probs) == [8] * 4
+    assert choose_all_nodes(budgets, probs) == [8] * 4
     log.context = 1000
-    assert nodes_of_all(budgets, probs) == [0] * 4
+    assert choose_all_nodes(budgets, probs) == [0] * 4
 
 
 def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +208,8 @@ def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkey
     monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
     of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
-    monkeypatch.setattr("hdtool.runtime.budget.measure_passes.LONG_BYTES", 1200 * of_token)
-    found = [cost_here(target, batch).contexts for batch in (1, 2, 4, 5)]
+    monkeypatch.setattr("hdtool.runtime.budget.measure_passes.LONG_CONTEXT_BYTES", 1200 * of_token)
+    found = [cost_curve_for(target, batch).contexts for batch in (1, 2, 4, 5)]
     assert [contexts[1:] for contexts in found] == [(1200,), (600,), (300,), ()]
 
 
@@ -214,7 +220,7 @@ def shared(costs: list[float], slots: int, log: PassLog) -> list[SharedBudget]:
 def together_by(
     log: PassLog, curves: dict[int, CostCurve], slots: int, *, is_confirmed: bool = True, pads: bool = True
 ) -> list[SharedBudget]:
-    together = Together(log, curves, pads=pads)
+    together = SharedCosts(log, curves, pads=pads)
     if is_confirmed:
         for size in curves:
             confirmed(together.costs(size))
@@ -226,11 +232,11 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
     """Nodes are free and bring half a token; plain steps take a second, and each draft 0.4 or 0.6 of the batch's."""
     for seconds, rests in ((0.4, False), (0.6, True)):
         log = PassLog()
-        budgets = shared([1.0] * len(NODES), slots, log)
+        budgets = shared([1.0] * len(MEASURED_NODES), slots, log)
         awake = 0
         for _ in range(40):
             for budget in budgets:
-                if budget.most:
+                if budget.max_nodes:
                     awake += 1
                     budget.set_draft_seconds(seconds / slots)
                     budget.nodes(np.array([0.5]))
@@ -245,7 +251,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     budgets = together_by(log, {4: curve_of(costs)}, 4, is_confirmed=False)
     sizes = []
     for _ in range(12):
-        sizes.append(max([budget.nodes(np.full(3, 0.9)) if budget.most else 0 for budget in budgets][1:]))
+        sizes.append(max([budget.nodes(np.full(3, 0.9)) if budget.max_nodes else 0 for budget in budgets][1:]))
         log.add(4.1 if sizes[-1] else 0.5, sizes[-1], 4)
     assert 0 in sizes[:2]
     assert sizes[-6:] == [0] * 6
@@ -253,7 +259,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
 
 def test_a_pass_of_few_trees_says_nothing_about_many() -> None:
     log = PassLog()
-    costs = Together(log, {8: curve_of(FLAT)}).costs(8)
+    costs = SharedCosts(log, {8: curve_of(FLAT)}).costs(8)
     before = cost_of_plain(costs)
     log.add(before / 5, 0, 4)
     costs.update()
@@ -264,7 +270,7 @@ def test_a_pass_of_few_trees_says_nothing_about_many() -> None:
 
 
 def cost_of_plain(costs: MeasuredCosts) -> float:
-    return float(cost_of(costs._own, 0))
+    return float(estimated_cost(costs._own, 0))
 
 
 def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
@@ -312,21 +318,21 @@ CHEAPER = [4.0 if rows < 4 else 4 + (rows - 4) / 2 for rows in PASS_SIZES]
 
 def test_without_padding_the_most_probable_nodes_of_all_trees_are_verified() -> None:
     probs = [np.array(row) for row in ([0.9, 0.8, 0.7, 0.6], [0.4, 0.3], [0.95], [0.2])]
-    assert nodes_of_all(by_rows(CHEAPER, 4), probs) == [3, 0, 1, 0]
-    assert nodes_of_all(by_rows(LINEAR, 4), probs) == [0, 0, 0, 0]
-    assert nodes_of_all(by_rows(FLAT, 4), probs) == [4, 2, 1, 1]
+    assert choose_all_nodes(by_rows(CHEAPER, 4), probs) == [3, 0, 1, 0]
+    assert choose_all_nodes(by_rows(LINEAR, 4), probs) == [0, 0, 0, 0]
+    assert choose_all_nodes(by_rows(FLAT, 4), probs) == [4, 2, 1, 1]
 
 
 def test_no_larger_pass_is_chosen_than_is_known() -> None:
     for slots in (3, 60, 64, 80):
-        sizes = nodes_of_all(by_rows(FLAT, slots), [np.full(40, 0.9)] * slots)
+        sizes = choose_all_nodes(by_rows(FLAT, slots), [np.full(40, 0.9)] * slots)
         assert sum(sizes) == max(0, PASS_SIZES[-1] - slots)
 
 
 def test_equal_probabilities_do_not_enlarge_the_pass() -> None:
     """Eight rows cost as much as four; a ninth one doubles the pass."""
     costs = [1.0 if rows <= 8 else 2.0 + rows for rows in PASS_SIZES]
-    sizes = nodes_of_all(by_rows(costs, 4), [np.full(6, 0.5)] * 4)
+    sizes = choose_all_nodes(by_rows(costs, 4), [np.full(6, 0.5)] * 4)
     assert sum(sizes) == 4
 
 
@@ -341,13 +347,13 @@ def test_no_other_nodes_bring_more_tokens_per_second(
     trees = [np.sort(np.array(tree))[::-1] for tree in probs]
     budgets = by_rows([plain + sum(rises[: place + 1]) for place in range(len(PASS_SIZES))], len(trees))
     costs = budgets[0].together.costs(1)._own
-    sizes = nodes_of_all(budgets, trees)
+    sizes = choose_all_nodes(budgets, trees)
     rate = [
-        (len(trees) + gain) / cost_of(costs, len(trees) - 1 + nodes)
+        (len(trees) + gain) / estimated_cost(costs, len(trees) - 1 + nodes)
         for nodes, gain in enumerate(np.cumsum([0.0, *np.sort(np.concatenate(trees))[::-1]]))
     ]
     expected = len(trees) + sum(float(tree[:size].sum()) for tree, size in zip(trees, sizes, strict=True))
-    found = expected / cost_of(costs, len(trees) - 1 + sum(sizes))
+    found = expected / estimated_cost(costs, len(trees) - 1 + sum(sizes))
     assert found >= max(rate) * (1 - 1e-9)
 
 
@@ -356,12 +362,12 @@ def test_a_sequence_whose_drafts_bring_nothing_pauses_alone() -> None:
     budgets = by_rows(CHEAPER, 4, log)
     awake = np.zeros(4, np.int64)
     for _ in range(60):
-        drafting = [place for place, budget in enumerate(budgets) if budget.most]
+        drafting = [place for place, budget in enumerate(budgets) if budget.max_nodes]
         awake[drafting] += 1
         for place in drafting:
             budgets[place].set_draft_seconds(0.1)
         probs = [np.full(3, 0.9 if place == 1 else 0.1) for place in drafting]
-        sizes = nodes_of_all([budgets[place] for place in drafting], probs)
+        sizes = choose_all_nodes([budgets[place] for place in drafting], probs)
         log.add(5.0, 3 + sum(sizes), 4)
     assert awake[1] == 60
     assert max(awake[[0, 2, 3]]) < 20
@@ -388,11 +394,11 @@ def test_drafts_that_only_look_dear_are_tried() -> None:
     probs = np.full(3, 0.3)
     slow = [1.0, *[4.0] * (len(PASS_SIZES) - 1)]
     alone, log = budget_of(slow, is_confirmed=False)
-    found = verified(lambda: alone.nodes(probs) if alone.most else 0, log, lambda nodes: 1.0, 60)
+    found = verified(lambda: alone.nodes(probs) if alone.max_nodes else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
     log = PassLog()
     (one,) = together_by(log, {1: curve_of(slow)}, 1, is_confirmed=False)
-    found = verified(lambda: one.nodes(probs) if one.most else 0, log, lambda nodes: 1.0, 60)
+    found = verified(lambda: one.nodes(probs) if one.max_nodes else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
 
 
@@ -400,15 +406,17 @@ def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
     """Drafts seem to bring 1.3 tokens for the time of one, but a plain pass takes half of that time."""
     budget, log = budget_of(FLAT, is_confirmed=False)
     probs = np.full(3, 0.1)
-    found = verified(lambda: budget.nodes(probs) if budget.most else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200)
+    found = verified(
+        lambda: budget.nodes(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200
+    )
     assert found[-100:].count(0) > 90
 
 
 def test_costs_that_passes_confirm_are_not_tried_again() -> None:
     steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
-    rises = dict(zip(NODES, STEEP, strict=True))
-    found = verified(lambda: steep.nodes(probs) if steep.most else 0, log, rises.__getitem__, 400)
+    rises = dict(zip(MEASURED_NODES, STEEP, strict=True))
+    found = verified(lambda: steep.nodes(probs) if steep.max_nodes else 0, log, rises.__getitem__, 400)
     assert 3 <= sum(map(bool, found)) <= 9, "three for each size that may pay"
     flat, log = budget_of(FLAT, is_confirmed=False)
     found = verified(lambda: flat.nodes(probs), log, lambda nodes: 1.0, 400)
@@ -420,7 +428,7 @@ def test_costs_that_passes_confirm_are_not_tried_again() -> None:
 
 def test_a_batch_learns_from_passes_with_as_many_trees() -> None:
     log = PassLog()
-    together = Together(log, {1: curve_of(FLAT), 4: curve_of(FLAT)})
+    together = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)})
     for slots, learns in ((1, 1), (3, 4), (4, 4)):
         before = {size: together.costs(size)._own["corrections"][0] for size in (1, 4)}
         log.add(2.0, 0, slots)
@@ -434,7 +442,7 @@ def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
     budget, _ = budget_of([3.0, *[1.0] * 3, *[9.0] * (len(PASS_SIZES) - 4)])
     budget.set_draft_seconds(0.5)
     for _ in range(8):
-        if budget.most:
+        if budget.max_nodes:
             budget.nodes(np.array([0.2]))
     assert budget._own["saved"] < 0 or budget._own["pause"] > 0
 
@@ -507,7 +515,7 @@ def test_timed_passes_verify_different_tokens(batch: int, monkeypatch: pytest.Mo
         return verify(target, cache, trees)
 
     monkeypatch.setattr(Target, "verify", noted)
-    seconds_of_trees(Target(model_of("qwen3_moe")), [0, 15], 2, 60.0, batch=batch)
+    time_tree_passes(Target(model_of("qwen3_moe")), [0, 15], 2, 60.0, batch=batch)
     large = [tree for tree in seen if len(tree) == 15]
     assert len(large) == 2 * batch
     assert all(len(set(tree.tokens.tolist())) > 8 for tree in large)

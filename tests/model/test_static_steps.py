@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified, Want
+from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.static_steps import (
@@ -489,7 +489,11 @@ def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
     for slot, length in enumerate((9, 20, 3)):
         target.prefill(cache, slot, prompt_of(length))
     for wanted in (8, 61, 0):
-        found = target.verify(cache, [tree_of(size) for size in (6, 0, 20)], [Want(), Want(most_ranked=wanted), Want()])
+        found = target.verify(
+            cache,
+            [tree_of(size) for size in (6, 0, 20)],
+            [PassOptions(), PassOptions(max_ranked=wanted), PassOptions()],
+        )
         target.wait()
         for verified in found:
             assert (verified.ranked is not None) == (wanted > 0)

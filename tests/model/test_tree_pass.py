@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hdtool.runtime.accept import accept
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
+from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
@@ -23,7 +23,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache import kv_cache
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.tree import OPEN, ROOT, DraftTree
+from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 from tests.support import fused
 from tests.support.decoding import run, said
 from tests.support.families import VOCABULARY
@@ -33,7 +33,7 @@ from tests.support.oracle import assert_same_logits, prompt_of
 from tests.support.trees import LyingDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
-WALK, RANK, BOTH = Want(walk=True), Want(rank=True), Want(walk=True, rank=True)
+WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(rank=True), PassOptions(walk=True, rank=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def one() -> Iterator[OneSequence]:
         yield after(both()[1], CONTEXT, room=200)
 
 
-def compiled(one: OneSequence, tree: DraftTree, want: Want = LOGITS_ALONE) -> Verified:
+def compiled(one: OneSequence, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> Verified:
     """The outcome of a pass, which compiled code has computed."""
     before = passes_of(one)
     one.verify(tree, want)
@@ -89,14 +89,14 @@ def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most:
     assert found.walk
     samplers = Sampler(SamplingConfig(), CONTEXT), Sampler(SamplingConfig(), CONTEXT)
     outcomes = found, Verified(found.logits)
-    accepted = [accept(tree, outcome, own, most=most) for outcome, own in zip(outcomes, samplers, strict=True)]
+    accepted = [accept(tree, outcome, own, max_tokens=most) for outcome, own in zip(outcomes, samplers, strict=True)]
     assert accepted[0] == accepted[1]
     assert samplers[0].context == samplers[1].context
 
 
 @given(tree=trees(VOCABULARY, most=12), data=st.data())
 def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: DraftTree, data: st.DataObject) -> None:
-    of_row = st.sampled_from([OPEN, 3, VOCABULARY - 1])
+    of_row = st.sampled_from([UNDETERMINED, 3, VOCABULARY - 1])
     certain = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
     expected = one.verify(tree).clone()
     one.verify(tree).fill_(torch.nan)
@@ -105,17 +105,19 @@ def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: Dra
     node = ROOT
     for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
         row = node + 1
-        assert token == (int(expected[row].argmax()) if certain[row] == OPEN else certain[row])
+        assert token == (int(expected[row].argmax()) if certain[row] == UNDETERMINED else certain[row])
         assert child == (ROOT if (drafted := tree.child(node, token)) is None else drafted)
         node = child
     for row, token in enumerate(certain):
-        if token == OPEN:
+        if token == UNDETERMINED:
             assert torch.equal(found.logits[row], expected[row])
         else:
             assert found.logits[row, token] == 0
 
 
-@pytest.mark.parametrize("certain", [[OPEN] * 7, [5] * 7, [5, 8, OPEN, 3, OPEN, OPEN, 1]])
+@pytest.mark.parametrize(
+    "certain", [[UNDETERMINED] * 7, [5] * 7, [5, 8, UNDETERMINED, 3, UNDETERMINED, UNDETERMINED, 1]]
+)
 def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain: list[int]) -> None:
     weights = one.target.model.model.layers[-1].mlp.down_proj.weight
     before = weights.data.clone()
@@ -125,7 +127,7 @@ def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain:
         assert found.walk
         assert found.walk.tokens == [] and not found.walk.finite
         sampler = Sampler(SamplingConfig(), CONTEXT)
-        assert accept(TREE, found, sampler, most=9) is None
+        assert accept(TREE, found, sampler, max_tokens=9) is None
     finally:
         weights.data.copy_(before)
 
@@ -137,7 +139,7 @@ def test_an_overflow_shows_in_its_own_row_without_logits(one: OneSequence) -> No
     logits, scratch = torch.empty(3, VOCABULARY), torch.empty(hidden.numel())
     shape, ends = table.shape_of(1, 3), table.ends(3)
     ends[pass_kernel.NORMED], ends[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
-    certain = np.array([4, 5, OPEN])
+    certain = np.array([4, 5, UNDETERMINED])
     pass_kernel._write_open_logits(shape, ends, certain, hidden.data_ptr(), scratch.data_ptr())
     assert logits[0, 4] == 0 and logits[1, 5].isnan()
     with torch.inference_mode():
@@ -193,7 +195,7 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
 def test_rankings_are_those_of_the_logits(one: OneSequence, tree: DraftTree, certain: bool, most: int) -> None:
     rows = [row for row in range(len(tree) + 1) if not certain or row % 3 != 1]
     if certain:
-        tree = with_certain(tree, [3 if row % 3 == 1 else OPEN for row in range(len(tree) + 1)])
+        tree = with_certain(tree, [3 if row % 3 == 1 else UNDETERMINED for row in range(len(tree) + 1)])
     found = compiled(one, tree, RANK)
     assert found.maxima is not None
     tokens, scores = topk(found.rankable(), most)
@@ -229,9 +231,9 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     cache = target.allocate(3)
     for slot, (tree, length, _) in enumerate(drawn):
         target.prefill(cache, slot, prompt_of(length), room=20)
-        drafted.append(with_certain(tree, [OPEN, *[5] * len(tree)]) if certain and slot != 1 else tree)
+        drafted.append(with_certain(tree, [UNDETERMINED, *[5] * len(tree)]) if certain and slot != 1 else tree)
     before = passes_of(one)
-    verified = target.verify(cache, drafted, [Want(walks, rank) for _, _, walks in drawn])
+    verified = target.verify(cache, drafted, [PassOptions(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
     assert target.log.context == sum(length for _, length, _ in drawn) // len(drawn)
     rows_computed = fused.compiled(target)._passes[3]._record["shape"][0, TOTAL_ROWS]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.integrations.server.engine import EngineError, Job, OverloadError, Scheduler, Tenants
+from hdtool.runtime.integrations.server.engine import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
 from hdtool.runtime.model.load import Loaded
 
 
@@ -19,8 +19,8 @@ def nothing(*given: Any) -> Any:
 def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -> None:
     decoding = DecodeConfig(method="ar", batch_size=2)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
-    first, second, third = (Job("", nothing, nothing) for _ in range(3))
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    first, second, third = (AnswerJob("", nothing, nothing) for _ in range(3))
     engine.submit([first, second])
     with pytest.raises(OverloadError):
         engine.submit([third])
@@ -32,7 +32,7 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
-    engine = Scheduler(loaded.target, tenants, decoding, most_waiting=2, prefix_bytes=0)
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
 
     def fail(tenant: str) -> Any:
         raise MemoryError("no memory")
@@ -41,7 +41,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
     told: Queue[Any] = Queue()
     engine.start()
     try:
-        engine.submit([Job("", nothing, told.put)])
+        engine.submit([AnswerJob("", nothing, told.put)])
         error = told.get(timeout=20)
         assert isinstance(error, EngineError) and str(error) == "no memory"
     finally:

@@ -14,7 +14,13 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
-from hdtool.runtime.integrations.server.preparation import Preparer, Prompt, Quotes, quoted_forms, without_line_numbers
+from hdtool.runtime.integrations.server.preparation import (
+    PreparedPrompt,
+    Preparer,
+    Quotes,
+    quoted_forms,
+    without_line_numbers,
+)
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.model.load import Loaded
@@ -64,7 +70,7 @@ def response(content: str) -> ChatRequest:
     return ResponsesRequest.read(json.dumps({"input": items, "tools": [tool]}).encode()).chat()
 
 
-def prepared(loaded: Loaded, body: ChatRequest, method: str = "hd") -> Prompt:
+def prepared(loaded: Loaded, body: ChatRequest, method: str = "hd") -> PreparedPrompt:
     preparer = Preparer(loaded, DecodeConfig(method=method), SamplingConfig())
     (choice,) = preparer.chat(body, "")
     return choice.prompt
@@ -126,7 +132,7 @@ def test_a_message_is_encoded_once_for_each_owner(loaded: Loaded, monkeypatch: p
         return encode_text(tokenizer, text, special=special)
 
     monkeypatch.setattr("hdtool.runtime.integrations.server.preparation.encode_text", encode)
-    quotes = Quotes(loaded.tokenizer, most_characters=3 * len(FILE))
+    quotes = Quotes(loaded.tokenizer, max_characters=3 * len(FILE))
     messages = [{"role": "tool", "content": FILE}]
     first = quotes.tokens(messages, "one", in_json=True)
     assert quotes.tokens(messages, "one", in_json=True) == first and len(encoded) == 1

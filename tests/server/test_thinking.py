@@ -17,7 +17,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.integrations.server.answers import AnswerText
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
-from hdtool.runtime.integrations.server.preparation import Choice, Prompt
+from hdtool.runtime.integrations.server.preparation import PreparedChoice, PreparedPrompt
 from hdtool.runtime.integrations.server.requests import NO_TOOLS, ToolChoice
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
@@ -88,7 +88,7 @@ def answer(tokenizer: PreTrainedTokenizerBase, said: str, **prompt: Any) -> list
     """What the steps of an answer with this text add, a token each."""
     ids = encode_text(tokenizer, said, special=False)
     fields: dict[str, Any] = {"tools": NO_TOOLS, "text": PROMPT} | prompt
-    choice = Choice(Prompt([1], 99, **fields), cast(Any, None), (), (), None, None)
+    choice = PreparedChoice(PreparedPrompt([1], 99, **fields), cast(Any, None), (), (), None, None)
     reader = AnswerText(tokenizer, choice, frozenset())
     last = len(ids) - 1
     return [reader.add(_step([token], Finish.STOP if place == last else None)) for place, token in enumerate(ids)]

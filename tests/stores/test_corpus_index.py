@@ -18,17 +18,17 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import damaged
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import (
-    DEPTH,
+    CONTINUATION_DEPTH,
     LONGEST_CONTEXT,
     LONGEST_RANGE,
     MATCH_SAMPLES,
-    SAMPLES,
+    MAX_SAMPLES,
     CorpusIndex,
+    count_followers,
     narrow,
     range_record,
     read_samples,
     size_of,
-    tally,
 )
 from hdtool.runtime.stores.inspect_store import continuations
 from tests.support.stores import Documents, index_of
@@ -47,7 +47,7 @@ def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[
         if places:
             follows: Counter[tuple[int, ...]] = Counter()
             for ids, at in places:
-                for depth in range(1, DEPTH + 1):
+                for depth in range(1, CONTINUATION_DEPTH + 1):
                     if at + depth <= len(ids):
                         follows[tuple(ids[at : at + depth])] += 1
             return length, follows
@@ -70,7 +70,7 @@ def test_continuations_are_those_of_the_documents(
         if not any(documents):
             return
         index = index_of(tmp_path_factory.mktemp("index"), documents, vocabulary, shard_bytes)
-        found = index.after(context, most=10_000)
+        found = index.after(context, max_nodes=10_000)
         matched, follows = brute_force(documents, context)
         assert found.matched == matched
         paths: dict[int, tuple[int, ...]] = {-1: ()}
@@ -81,7 +81,7 @@ def test_continuations_are_those_of_the_documents(
             seen[paths[node]] = int(found.counts[node])
         assert seen == dict(follows)
         assert list(found.counts) == sorted(found.counts, reverse=True)
-        short = index.after(context, most=3)
+        short = index.after(context, max_nodes=3)
         assert list(short.tokens) == list(found.tokens[:3])
 
     check()
@@ -103,7 +103,7 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
         index = index_of(tmp_path_factory.mktemp("index"), documents, 4, shard_bytes)
         record, _places = range_record(index.shards)
         ranges = record[0]
-        tokens, counts = np.empty(SAMPLES, np.int64), np.empty(SAMPLES, np.int64)
+        tokens, counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
         tail = np.full(LONGEST_CONTEXT, -1, np.int64)
         for number, token in enumerate(context, 1):
             tail = np.append(tail[1:], token)
@@ -113,14 +113,14 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
                 if not node and fewest and (found := size_of(ranges, 0, order)):
                     read_samples(index.tokens, ranges, 0, order, found, fewest)
         for order in range(1, LONGEST_RANGE + 1):
-            expected = index.after(context[-order:], most=10_000)
+            expected = index.after(context[-order:], max_nodes=10_000)
             found = size_of(ranges, 1, order)
             if order > len(context) or expected.matched < order:
                 assert found == 0
                 continue
-            assert found == expected.found
-            read_samples(index.tokens, ranges, 1, order, found, SAMPLES)
-            distinct = tally(ranges, 1, order, tokens, counts)
+            assert found == expected.num_matches
+            read_samples(index.tokens, ranges, 1, order, found, MAX_SAMPLES)
+            distinct = count_followers(ranges, 1, order, tokens, counts)
             first = np.flatnonzero(expected.parents < 0)
             shown = dict(zip(expected.tokens[first].tolist(), expected.counts[first].tolist(), strict=True))
             assert dict(zip(tokens[:distinct].tolist(), counts[:distinct].tolist(), strict=True)) == shown
@@ -170,7 +170,7 @@ def test_more_matches_than_are_read_are_sampled_over_their_whole_range(tmp_path:
     for shard_bytes in (1 << 20, 1 << 9):
         index = index_of(tmp_path / str(shard_bytes), documents, 10, shard_bytes)
         found = index.after([9])
-        assert found.found == len(documents)
+        assert found.num_matches == len(documents)
         first = {int(token): int(count) for token, count in zip(found.tokens[:2], found.counts[:2], strict=True)}
         assert first == {2: len(documents) // 2, 3: len(documents) // 2}
 

@@ -41,17 +41,26 @@ from hdtool.data.stores.manifest import (
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST, Document, Source
 from hdtool.runtime.stores import history_files, history_store
-from hdtool.runtime.stores.history_files import FEWEST, SMALLEST
+from hdtool.runtime.stores.history_files import MIN_STORE_PLACES, NEW_STORE_PLACES
 from hdtool.runtime.stores.history_records import PLACES_PER_CONVERSATION
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 from hdtool.runtime.stores.model_store import sequence_hash
-from hdtool.runtime.stores.token_log import BEFORE, MATCHES, OVERLAP, TOKEN, end_of, latest, matches, places_of
+from hdtool.runtime.stores.token_log import (
+    MAX_MATCHES,
+    OVERLAP_TOKENS,
+    PREVIOUS,
+    TOKEN,
+    end_of,
+    latest,
+    matches,
+    places_of,
+)
 
 VOCABULARY = 60_000
 MARK = TokenizerFingerprint("test", VOCABULARY)
 MODEL = "0123456789abcdef"
-SMALL = 12 * FEWEST
+SMALL = 12 * MIN_STORE_PLACES
 """A bound in bytes of as many places as a store has at least."""
 PLANTED = [54_321, 12_345, 54_123]
 
@@ -82,7 +91,7 @@ def on_chain(store: HistoryStore, first: int, second: int) -> list[int]:
     while place > 0:
         if [int(places[(place - back) & mask, TOKEN]) for back in (2, 1)] == [first, second]:
             followers.append(int(places[place & mask, TOKEN]))
-        place = int(places[place & mask, BEFORE])
+        place = int(places[place & mask, PREVIOUS])
     return followers
 
 
@@ -105,7 +114,7 @@ def test_what_was_said_is_found_again(tmp_path: Path) -> None:
 
 
 def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 4 * SMALLEST)
+    store = opened(tmp_path, most_bytes=12 * 4 * NEW_STORE_PLACES)
     address, sizes, said = store.log.ctypes.data, set(), []
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -113,8 +122,8 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
         assert store.append(answer, answer[:3])
         said.append(answer)
         sizes.add(int(store.log["size"][0]))
-    assert sizes == {SMALLEST, 2 * SMALLEST, 4 * SMALLEST}
-    assert store.nbytes <= 12 * 4 * SMALLEST
+    assert sizes == {NEW_STORE_PLACES, 2 * NEW_STORE_PLACES, 4 * NEW_STORE_PLACES}
+    assert store.nbytes <= 12 * 4 * NEW_STORE_PLACES
     assert store.log.ctypes.data == address
     kept = held(store)
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
@@ -124,7 +133,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 12
-    monkeypatch.setattr(history_files, "SMALLEST", size)
+    monkeypatch.setattr(history_files, "NEW_STORE_PLACES", size)
     store, other = opened(tmp_path, most_bytes=12 * 4 * size), opened(tmp_path)
     said: list[list[int]] = []
 
@@ -162,28 +171,28 @@ def no_room(*_: object) -> None:
 
 def test_an_answer_that_is_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
     store = opened(tmp_path, most_bytes=SMALL)
-    answer = list(range(3 * FEWEST))
+    answer = list(range(3 * MIN_STORE_PLACES))
     assert store.append(answer, [7])
     (kept,) = held(store)
-    assert kept == answer[-len(kept) :] and len(kept) > FEWEST // 3
+    assert kept == answer[-len(kept) :] and len(kept) > MIN_STORE_PLACES // 3
 
 
 def test_short_answers_do_not_outgrow_the_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * SMALLEST)
+    store = opened(tmp_path, most_bytes=12 * 2 * NEW_STORE_PLACES)
     for number in range(3000):
         assert store.append([number, 1], [])
-    assert store.nbytes <= 12 * 2 * SMALLEST
+    assert store.nbytes <= 12 * 2 * NEW_STORE_PLACES
     assert held(store)[-1] == [2999, 1]
 
 
 def test_another_bound_makes_the_store_anew(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * FEWEST)
+    store = opened(tmp_path, most_bytes=12 * 2 * MIN_STORE_PLACES)
     for number in range(40):
         store.append([number] * 5, [])
     smaller = opened(tmp_path, most_bytes=SMALL)
     kept = held(smaller)
     assert kept == [[number] * 5 for number in range(40 - len(kept), 40)]
-    assert int(smaller.log["size"][0]) == FEWEST
+    assert int(smaller.log["size"][0]) == MIN_STORE_PLACES
     store.refresh()
     assert held(store) == kept
     with pytest.raises(StoreError, match="takes 1 to"):
@@ -215,7 +224,7 @@ def test_a_store_equals_a_list(actions: list[Any]) -> None:
                 said += [tokens] if tokens else []
             kept = held(store)
             assert kept == said[len(said) - len(kept) :]
-            assert sum(map(len, kept)) >= min(sum(map(len, said)), FEWEST // 3)
+            assert sum(map(len, kept)) >= min(sum(map(len, said)), MIN_STORE_PLACES // 3)
             said = kept
             for tail in [(0, 0), (1, 2), (3, 1)]:
                 after = {
@@ -445,7 +454,7 @@ def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
         drop_conversations(folder, source="secret")
         return manifest
 
-    monkeypatch.setattr(history_store, "sweep_if_killed", lambda folder: None)
+    monkeypatch.setattr(history_store, "delete_leftovers", lambda folder: None)
     monkeypatch.setattr(history_files, "read_history_manifest", then_dropped)
     assert HistoryStore(tmp_path).append([7, 8, 9], [], "public")
     assert held(opened(tmp_path))[-1] == [7, 8, 9]
@@ -522,7 +531,7 @@ def test_a_store_that_was_deleted_is_one_warning(tmp_path: Path) -> None:
 
 def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
-    every = [[number, 1, 2, 3] for number in range(SMALLEST // PLACES_PER_CONVERSATION + 100)]
+    every = [[number, 1, 2, 3] for number in range(NEW_STORE_PLACES // PLACES_PER_CONVERSATION + 100)]
     assert all(store.append(answer, []) for answer in every)
     assert held(store) == every
 
@@ -592,7 +601,7 @@ def test_a_disk_that_takes_no_more_is_one_warning(tmp_path: Path, file_limit: No
 def test_a_disk_that_is_almost_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(history_store, "CHECKED", 0.0)
+    monkeypatch.setattr(history_store, "ROOM_CHECK_SECONDS", 0.0)
     assert store.append([1, 2, 3], [])
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="1 MiB free") as caught:
         patched.setattr(history_store, "disk_usage", lambda _: usage)
@@ -728,7 +737,10 @@ def test_a_store_is_described(tmp_path: Path) -> None:
     assert [(each["name"], each["share"]) for each in shown["sources"]] == [("public", 0.3), ("secret", 0.7)]
     assert shown["oldest"] <= shown["newest"] and json.dumps(shown)
     # Of the 50 matches, those at the latest places are found, as in a draft.
-    assert [path for _, path, _ in history_continuations(store, [3, 1, 2])][:2] == [[50 - MATCHES], [51 - MATCHES]]
+    assert [path for _, path, _ in history_continuations(store, [3, 1, 2])][:2] == [
+        [50 - MAX_MATCHES],
+        [51 - MAX_MATCHES],
+    ]
     assert set(history_latency(store)) == {"lookup_us_p50", "lookup_us_p99"}
     assert description(opened(tmp_path / "empty"))["oldest"] is None
 
@@ -780,7 +792,7 @@ def test_a_finished_answer_moves_to_the_store(tmp_path: Path) -> None:
     assert not (history.answers._owners == owner).any(), "it is not matched twice"
     assert lane["owner"][0] == 0
     assert history.store and held(history.store) == [tokens]
-    assert history.store.conversations()[0].before == OVERLAP
+    assert history.store.conversations()[0].before == OVERLAP_TOKENS
     assert found(history.store, 1118, 1119) == [0]
     history.start(other, prompt, 20)  # ends the answer before it
     assert len(held(history.store)) == 2

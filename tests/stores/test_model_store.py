@@ -25,19 +25,19 @@ from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import damaged
 from hdtool.data.stores.store_files import Document, Source, token_type
 from hdtool.runtime.stores.model_store import (
+    KEY_TOTAL,
     KEY_WIDTH,
     LONGEST_PREFIX,
-    LONGEST_PROBE,
-    MODEL,
-    PHRASE,
-    TOTAL,
+    MAX_PROBES,
+    MODEL_RECORD,
+    PHRASE_TOKENS,
     ModelRecord,
     ModelStore,
-    find,
-    halves,
-    known_as,
-    mixed,
+    find_key,
+    lookup_hash,
+    mix_hash,
     slot_of,
+    split_hash,
 )
 from tests.support.stores import build
 
@@ -79,7 +79,7 @@ class Oracle:
         return found
 
     def phrases(self, token: int) -> Rows:
-        return self.rows(self.kept[PHRASE - 1], (token,))[: self.per_key]
+        return self.rows(self.kept[PHRASE_TOKENS - 1], (token,))[: self.per_key]
 
     def rows(self, kept: dict[tuple[int, ...], int], head: tuple[int, ...]) -> Rows:
         return [(ids[len(head) :], count) for ids, count in kept.items() if ids[: len(head)] == head]
@@ -118,7 +118,7 @@ def ngrams_in(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, 
             tokens = tuple(np.frombuffer(key[1:], ">u4").tolist())
             total, distinct, followers, counts = msgpack.unpackb(value)
             wide = token_type(store.vocabulary).newbyteorder("<")
-            followers = np.frombuffer(followers, wide).reshape(-1, PHRASE if key[0] > LONGEST_PREFIX else 1)
+            followers = np.frombuffer(followers, wide).reshape(-1, PHRASE_TOKENS if key[0] > LONGEST_PREFIX else 1)
             rows = list(zip(map(tuple, followers.tolist()), np.frombuffer(counts, "<u4").tolist(), strict=True))
             if key[0] > LONGEST_PREFIX:
                 phrases[tokens[0]] = rows
@@ -142,7 +142,7 @@ def test_lookups_equal_counting(
     monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
     token = st.integers(vocabulary - 3, vocabulary - 1)
     documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
-        lambda documents: max(map(len, documents)) > PHRASE
+        lambda documents: max(map(len, documents)) > PHRASE_TOKENS
     )
 
     @settings(max_examples=examples)
@@ -305,7 +305,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
 
 def hash_of(token: int) -> np.uint64:
     """The hash of a prefix of one token; compiled code returns it as a plain integer."""
-    return np.uint64(mixed(np.uint64(0), token))
+    return np.uint64(mix_hash(np.uint64(0), token))
 
 
 def crowded(count: int, bits: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -315,38 +315,38 @@ def crowded(count: int, bits: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def test_a_table_grows_until_every_search_is_short() -> None:
-    heads = crowded(LONGEST_PROBE + 50, 10)
+    heads = crowded(MAX_PROBES + 50, 10)
     keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
     assert table_size(len(heads)) <= 1 << 10
     slots = _table(keys, [heads[:40], heads[40:]])
     assert table_size(len(heads)) < len(slots) <= table_size(len(heads)) << DOUBLINGS
     for number, (token,) in enumerate(heads.tolist()):
-        assert find(slots, keys, hash_of(token)) == number
+        assert find_key(slots, keys, hash_of(token)) == number
 
 
 def test_equal_hashes_do_not_grow_a_table_for_ever() -> None:
-    heads = np.full((2 * LONGEST_PROBE, 1), 7)
+    heads = np.full((2 * MAX_PROBES, 1), 7)
     keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
     slots = _table(keys, [heads])
     assert len(slots) == table_size(len(heads)) << DOUBLINGS
-    assert np.count_nonzero(slots >= 0) == LONGEST_PROBE
-    assert find(slots, keys, hash_of(7)) == 0
+    assert np.count_nonzero(slots >= 0) == MAX_PROBES
+    assert find_key(slots, keys, hash_of(7)) == 0
 
 
 def test_a_full_table_is_not_read_to_its_end() -> None:
     """In a table without a free slot, a key is found as far as a search goes, and not after that."""
     mark = hash_of(7)
     keys = np.zeros((2, KEY_WIDTH), np.int32)
-    keys[1, :2] = halves(mark)
+    keys[1, :2] = split_hash(mark)
     start, mask = slot_of(mark, (1 << 12) - 1), (1 << 12) - 1
-    for distance, found in ((0, 1), (LONGEST_PROBE - 1, 1), (LONGEST_PROBE, -1), (mask, -1)):
+    for distance, found in ((0, 1), (MAX_PROBES - 1, 1), (MAX_PROBES, -1), (mask, -1)):
         slots = np.zeros(1 << 12, np.int32)
         slots[(start + distance) & mask] = 1
-        assert find(slots, keys, mark) == found
-        record = np.zeros(1, MODEL)
+        assert find_key(slots, keys, mark) == found
+        record = np.zeros(1, MODEL_RECORD)
         record["slots"], record["keys"] = (slots.ctypes.data, len(slots)), (keys.ctypes.data, len(keys))
-        keys[1, [TOTAL]] = 3
-        assert known_as(record[0], mark)[2] == (3 if found > 0 else 0)
+        keys[1, [KEY_TOTAL]] = 3
+        assert lookup_hash(record[0], mark)[2] == (3 if found > 0 else 0)
 
 
 def test_phrases_stay_within_their_limit_whatever_the_heads_hold(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_opened_anew(
     kind: str, reader: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builds finish between the reading of the manifest and that of the files, at each of the steps."""
-    monkeypatch.setattr(runtime_stores, "LOOKUPS", 5)
+    monkeypatch.setattr(runtime_stores, "TIMED_LOOKUPS", 5)
     folder = tmp_path / "store"
     build(kind, folder)
     build("model", tmp_path / "next", 1)  # compiled before
@@ -534,7 +534,7 @@ def test_a_hostile_store_works_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runtime_stores, "LOOKUPS", 5)
+    monkeypatch.setattr(runtime_stores, "TIMED_LOOKUPS", 5)
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
     outcomes = set()
 

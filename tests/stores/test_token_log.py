@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.token_log import (
-    BLOCK,
-    CHAINED,
-    LARGEST_PLACE,
-    MATCHES,
-    OVERLAP,
+    CHAIN_KEY_TOKENS,
+    LOG_BLOCK,
+    MAX_LOG_PLACE_NUMBER,
+    MAX_MATCHES,
+    OVERLAP_TOKENS,
     TOKEN,
     TokenLog,
     matches,
@@ -34,8 +34,8 @@ class Answer:
 
     def __init__(self, log: TokenLog, lane: Any, tokens: list[int], learned: bool) -> None:
         log.start(lane, tokens, learned=learned)
-        copied = tokens if learned else tokens[-OVERLAP:]
-        split = min(CHAINED, len(copied)) if learned else len(copied)
+        copied = tokens if learned else tokens[-OVERLAP_TOKENS:]
+        split = min(CHAIN_KEY_TOKENS, len(copied)) if learned else len(copied)
         self.before, self.tokens = copied[:split], copied[split:]
 
 
@@ -63,7 +63,7 @@ def check_answer(log: TokenLog, lane: Any, answer: Answer, started: bool) -> Non
     if len(before) + len(tokens) == len(answer.before) + len(answer.tokens):
         assert tokens.tolist() == whole and before.tolist() == (answer.before if started else [])
     else:
-        assert len(log) >= log.most - BLOCK or not started, "only a full ring forgets"
+        assert len(log) >= log.max_places - LOG_BLOCK or not started, "only a full ring forgets"
 
 
 def check_places(log: TokenLog) -> None:
@@ -85,14 +85,14 @@ def check_places(log: TokenLog) -> None:
 @settings(max_examples=60)
 @given(ACTIONS)
 def test_interleaved_answers_are_found_and_given_back(actions: list[Action]) -> None:
-    run(TokenLog(most=1 << 10, size=1 << 8), actions)
+    run(TokenLog(max_places=1 << 10, size=1 << 8), actions)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=200), min_size=1, max_size=12))
 def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list[int]]) -> None:
     """The places found are those of a brute-force search of the answers that are kept."""
-    log = TokenLog(most=1 << 14, size=1 << 7)
+    log = TokenLog(max_places=1 << 14, size=1 << 7)
     lane = log.lane()
     for tokens in answers:
         log.start(lane, [])
@@ -103,16 +103,16 @@ def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list
         expected = [
             tokens[at]
             for tokens in reversed(answers)
-            for at in range(len(tokens) - 1, CHAINED - 1, -1)
-            if tuple(tokens[at - CHAINED : at]) == tail
+            for at in range(len(tokens) - 1, CHAIN_KEY_TOKENS - 1, -1)
+            if tuple(tokens[at - CHAIN_KEY_TOKENS : at]) == tail
         ]
         ring = places_of(log.memory[0])
-        assert [int(ring[place, TOKEN]) for place in found.tolist()] == expected[:MATCHES]
-        assert (lengths == CHAINED).all()
+        assert [int(ring[place, TOKEN]) for place in found.tolist()] == expected[:MAX_MATCHES]
+        assert (lengths == CHAIN_KEY_TOKENS).all()
 
 
 def test_a_ring_that_wrapped_before_it_grows_keeps_the_latest_tokens() -> None:
-    log = TokenLog(most=1 << 10, size=1 << 8)
+    log = TokenLog(max_places=1 << 10, size=1 << 8)
     lane, other = log.lane(), log.lane()
     log.start(lane, [])
     tokens = (np.arange(600) % 251).tolist()
@@ -139,10 +139,10 @@ def test_a_discarded_answer_has_no_owner() -> None:
 def test_a_ring_begins_anew_before_the_numbers_of_its_places_run_out() -> None:
     log = TokenLog()
     lane = log.lane()
-    log._end[0] = LARGEST_PLACE + BLOCK
+    log._end[0] = MAX_LOG_PLACE_NUMBER + LOG_BLOCK
     log.start(lane, [1, 2])
     log.append(lane, [3, 4, 5])
     log.finish(lane)
-    assert len(log) == BLOCK
+    assert len(log) == LOG_BLOCK
     found, _ = matches(log.memory, np.array([2, 3], np.int64))
     assert [int(places_of(log.memory[0])[place, TOKEN]) for place in found] == [4]

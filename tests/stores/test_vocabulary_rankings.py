@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.model_store import RANKED, ModelStore
+from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import VOCABULARY, model_of
@@ -52,9 +52,9 @@ def test_they_are_the_rankings_of_the_model(family: str) -> None:
     for token in (0, 5, VOCABULARY - 1):
         with torch.inference_mode():
             probs = model_of(family)(input_ids=torch.tensor([[3, token]])).logits[0, -1].softmax(-1)
-        best = probs.topk(RANKED)
-        assert rows[token, :RANKED].tolist() == best.indices.tolist()
-        assert np.allclose(rows[token, RANKED:] / WHOLE, best.values, atol=2e-6)
+        best = probs.topk(VOCABULARY_RANKING_TOKENS)
+        assert rows[token, :VOCABULARY_RANKING_TOKENS].tolist() == best.indices.tolist()
+        assert np.allclose(rows[token, VOCABULARY_RANKING_TOKENS:] / WHOLE, best.values, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
@@ -70,7 +70,7 @@ def test_they_are_drafted_from_the_first_step_on(family: str, recycles: bool, tm
         of_rankings = first.tokens[(first.parents == -1) & (first.sources == SourceName.RECYCLED)]
         best = ModelStore(tmp_path).rankings
         assert best is not None and len(of_rankings)
-        assert set(of_rankings.tolist()) <= set(best[first.root, :RANKED].tolist())
+        assert set(of_rankings.tolist()) <= set(best[first.root, :VOCABULARY_RANKING_TOKENS].tolist())
 
 
 def test_without_them_nothing_is_drafted_of_unknown_tokens(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, MtpHeads, SavedHeads, new_heads
-from hdtool.runtime.drafters.heads.modules import EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
+from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.model.target import Target
 
@@ -171,4 +171,4 @@ def _turned(part: Numbers, place: int) -> Numbers:
 
 
 def _normed(state: Numbers, weight: Numbers) -> Numbers:
-    return np.asarray(state / np.sqrt(np.mean(state**2) + EPSILON) * weight)
+    return np.asarray(state / np.sqrt(np.mean(state**2) + NORM_EPSILON) * weight)

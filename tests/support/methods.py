@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from hdtool.data import demo
 from hdtool.runtime.config import METHODS
-from hdtool.runtime.config.decoding import DRAFTER
+from hdtool.runtime.config.decoding import DRAFT_MODEL
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods with heads that are shipped with it."""
 WITHOUT_MODEL = tuple(name for name, method in METHODS.items() if not method.trained or name in SHIPPED)
-OF_DEMO = tuple(name for name in METHODS if name in WITHOUT_MODEL or METHODS[name].trained == DRAFTER)
+OF_DEMO = tuple(name for name in METHODS if name in WITHOUT_MODEL or METHODS[name].trained == DRAFT_MODEL)
 """Those and the methods with a draft model, which may be the model itself."""
 
 
 def drafter_for(method: str) -> str | None:
     """The draft model that a method needs."""
-    return str(demo.MODEL) if METHODS[method].trained == DRAFTER else None
+    return str(demo.MODEL) if METHODS[method].trained == DRAFT_MODEL else None

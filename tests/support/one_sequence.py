@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ALONE, Verified, Want
+from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.prompt_reader import PrefixCache, PromptReader
 from hdtool.runtime.tree import DraftTree
@@ -43,7 +43,7 @@ class OneSequence:
         self.verified = verified
         return verified.logits
 
-    def verify(self, tree: DraftTree, want: Want = LOGITS_ALONE) -> torch.Tensor:
+    def verify(self, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> torch.Tensor:
         """The logits of the root and each node; ``verified`` has what was wanted beside them."""
         self.verified = self.target.verify(self.cache, [tree], [want])[0]
         self.target.wait()

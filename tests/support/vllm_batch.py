@@ -11,7 +11,7 @@ from hdtool.data import demo
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm_plugin import METHOD, PROPOSER
+from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PROPOSER
 from hdtool.runtime.stores.store_set import StoreSet
 
 MODEL = str(demo.MODEL)
@@ -58,7 +58,7 @@ def worker_config(
     return SimpleNamespace(
         model_config=described,
         parallel_config=SimpleNamespace(**{"rank": 0, **sizes, **parallel}),
-        speculative_config=SimpleNamespace(method=METHOD, model=PROPOSER, num_speculative_tokens=4),
+        speculative_config=SimpleNamespace(method=CUSTOM_CLASS_METHOD, model=PROPOSER, num_speculative_tokens=4),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         additional_config=additional or {},
         device_config=SimpleNamespace(device_type="cuda"),

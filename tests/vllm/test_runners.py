@@ -72,9 +72,9 @@ def test_the_functions_that_the_plugin_wraps_are_as_it_expects() -> None:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 
-    factory = inspect.signature(getattr(spec_decode, vllm_plugin.FACTORY))
+    factory = inspect.signature(getattr(spec_decode, vllm_plugin.FACTORY_FUNCTION))
     assert list(factory.parameters) == ["vllm_config", "device", "req_states"]
-    check = inspect.signature(getattr(VllmConfig, vllm_plugin.UNSUPPORTED))
+    check = inspect.signature(getattr(VllmConfig, vllm_plugin.CHECK_FUNCTION))
     assert list(check.parameters) == ["self"]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of drafting heads: a folder with ``config.json`` and safetensors, bound to one target model."""
+"""Checkpoints of drafting heads (``config.json`` and safetensors, bound to one model), Hydra heads and MTP layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hdtool.data.output_files import OutputFile, json_with, safetensors_metadata
 from hdtool.runtime.config import TAKE_HEADS, HeadsConfig
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER
 from hdtool.runtime.drafters.heads.modules import (
-    EPSILON,
+    NORM_EPSILON,
     AdaptationLayer,
-    Attended,
+    AttentionInputs,
     Heads,
     HeadsShape,
     Norm,
@@ -45,7 +45,7 @@ class HydraHeads(Heads):
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
         super().__init__(shape, config, config.heads)
-        self.token_norm = Norm(shape.embedding, EPSILON)
+        self.token_norm = Norm(shape.embedding, NORM_EPSILON)
         self.steps = nn.ModuleList(
             nn.ModuleList(
                 zero_linear(shape.width + (0 if layer else (head + 1) * shape.embedding), shape.width)
@@ -60,8 +60,8 @@ class HydraHeads(Heads):
         before = self.stages(hidden, embedded)[-1][rows, columns]
         normed, last = self.token_norm(embedded), embedded.shape[1] - 1
         path = [normed[rows, (columns + ahead).clamp_max(last)] for ahead in range(self.config.heads)]
-        found = [self.state(head, before, torch.cat(path[: head + 1], dim=-1)) for head in range(self.config.heads)]
-        return torch.stack(found, dim=1)
+        outputs = [self.state(head, before, torch.cat(path[: head + 1], dim=-1)) for head in range(self.config.heads)]
+        return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
         """The states of a head ``[rows, width]`` from those before the path, and the path's normed embeddings."""
@@ -106,13 +106,13 @@ class MtpHeads(Heads):
         """Each step reads the hidden states that the step before it gave, as drafting does (EAGLE-3, 2025)."""
         length = hidden.shape[1]
         rotary = self.rotary(slice(length), length, hidden)
-        steps = Steps(length, hidden.device)
-        states, found = hidden, []
+        steps = TrainingSteps(length, hidden.device)
+        states, outputs = hidden, []
         for step in range(self.config.heads):
             states = self.layer.attending(states, embedded, rotary, steps.attended)
-            found.append(states[rows, (columns + step).clamp_max(length - 1)])
+            outputs.append(states[rows, (columns + step).clamp_max(length - 1)])
             states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
-        return torch.stack(found, dim=1)
+        return torch.stack(outputs, dim=1)
 
     def shapes(self) -> list[LayerShape]:
         """The shapes of what the layer keeps of a position."""
@@ -125,14 +125,14 @@ class MtpHeads(Heads):
     ) -> torch.Tensor:
         """Hidden states ``[1, tokens, width]`` after embedded tokens, each with the hidden state before it."""
 
-        def attended(keys: torch.Tensor, values: torch.Tensor) -> Attended:
+        def attended(keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
             return *cache.update(keys, values, 0), mask
 
         rotary = self.rotary(positions[0] - 1, cache.capacity, hidden)
         return self.layer.attending(hidden, embedded, rotary, attended)
 
 
-class Steps:
+class TrainingSteps:
     """Attention in training: what the later positions of a draft see.
 
     In step ``s``, a position is the ``s``-th one of a draft. It attends to the positions before the draft as step 0
@@ -144,7 +144,7 @@ class Steps:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def attended(self, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+    def attended(self, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
         self._keys.append(keys)
         self._values.append(values)
         step = len(self._keys) - 1
@@ -153,9 +153,9 @@ class Steps:
         return torch.cat(self._keys, dim=-2), torch.cat(self._values, dim=-2), torch.cat(masks, dim=-1)
 
 
-FORMAT = 1
-SETTINGS, WEIGHTS = "config.json", "heads.safetensors"
-KEYS = ("model", "target", "heads", "shape", "judged", "training")
+HEADS_FORMAT = 1
+SETTINGS_FILE, WEIGHTS_FILE = "config.json", "heads.safetensors"
+SETTINGS_KEYS = ("model", "target", "heads", "shape", "judged", "training")
 """Keys of the settings besides the format."""
 METADATA = {"format": "pt", "writer": "hdtool"}
 """Metadata of the weights."""
@@ -206,7 +206,7 @@ class SavedHeads:
         from safetensors.torch import save
 
         settings = {
-            "format": FORMAT,
+            "format": HEADS_FORMAT,
             "model": self.model,
             "target": self.target,
             "heads": asdict(self.heads.config),
@@ -227,19 +227,19 @@ def _for_file(weight: torch.Tensor) -> torch.Tensor:
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
     """The two output files of a folder; existing ones are replaced only if hdtool wrote them."""
-    is_settings = json_with(KEYS, FORMAT)
+    is_settings = json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
         # Earlier versions wrote no metadata.
-        settings = folder / SETTINGS
+        settings = folder / SETTINGS_FILE
         return safetensors_metadata(path).get("writer") == METADATA["writer"] or (
             settings.is_file() and is_settings(settings)
         )
 
     advice = "make room, choose another --out, or move it away, and run the command again"
     return (
-        OutputFile(folder / WEIGHTS, "a file of drafting heads", is_weights, HeadsError, advice),
-        OutputFile(folder / SETTINGS, "the settings of drafting heads", is_settings, HeadsError, advice),
+        OutputFile(folder / WEIGHTS_FILE, "a file of drafting heads", is_weights, HeadsError, advice),
+        OutputFile(folder / SETTINGS_FILE, "the settings of drafting heads", is_settings, HeadsError, advice),
     )
 
 
@@ -247,20 +247,20 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     """Load the heads of a folder; raise if they were trained on another model."""
     from safetensors.torch import load_file
 
-    settings = settings_of(folder)
-    if (found := fingerprint(model)) != settings["target"]:
+    settings = read_settings(folder)
+    if (model_fingerprint := fingerprint(model)) != settings["target"]:
         raise HeadsError(
             f"the heads in {folder} were trained on another model ({settings['model']}, {settings['target']}; "
-            f"this one is {found}): train some for this one with hdtool train-heads"
+            f"this one is {model_fingerprint}): train some for this one with hdtool train-heads"
         )
     try:
         config = HeadsConfig.of_checkpoint(settings["heads"])
         heads = ARCHITECTURES[config.kind](HeadsShape(**settings["shape"]), config)
-        heads.load_state_dict(load_file(folder / WEIGHTS))
+        heads.load_state_dict(load_file(folder / WEIGHTS_FILE))
         _check_token_ids(heads)
         judged = EvalResult(**settings["judged"])
     except FileNotFoundError:
-        raise HeadsError(f"{folder / WEIGHTS} is missing: train the heads again with hdtool train-heads") from None
+        raise HeadsError(f"{folder / WEIGHTS_FILE} is missing: train the heads again with hdtool train-heads") from None
     except Exception as error:  # damaged files raise many kinds
         raise HeadsError(
             f"{folder} cannot be read ({reason_of(error)}): train the heads again with hdtool train-heads"
@@ -292,8 +292,8 @@ def new_heads(
     ``token_ids`` are those of the draft vocabulary, if ``config`` has one.
     """
     settings = model.config.get_text_config(decoder=True)
-    own = int(getattr(settings, "num_attention_heads", 1))
-    attention = next(number for number in range(min(own, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
+    target_heads = int(getattr(settings, "num_attention_heads", 1))
+    attention = next(number for number in range(min(target_heads, hidden // 2), 0, -1) if hidden % (2 * number) == 0)
     mlp = config.mlp or getattr(settings, "intermediate_size", None) or 4 * hidden
     shape = HeadsShape(hidden, vocabulary, embedding_width(model), attention, int(mlp))
     heads = ARCHITECTURES[config.kind](shape, config)
@@ -351,19 +351,20 @@ def _low_rank_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, to
     return left, sizes, right.T
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise HeadsError(
             f"{folder} holds no heads: train some with hdtool train-heads, or name the folder of some with --heads"
         ) from None
     except (OSError, ValueError) as error:
-        raise HeadsError(f"{folder / SETTINGS} cannot be read ({error}): train the heads again") from None
-    found = settings.get("format") if isinstance(settings, dict) else None
-    if found != FORMAT or not set(KEYS) <= settings.keys():
+        raise HeadsError(f"{folder / SETTINGS_FILE} cannot be read ({error}): train the heads again") from None
+    format_number = settings.get("format") if isinstance(settings, dict) else None
+    if format_number != HEADS_FORMAT or not set(SETTINGS_KEYS) <= settings.keys():
         raise HeadsError(
-            f"{folder / SETTINGS} has a format that this hdtool does not read ({found}, not {FORMAT}): train the heads "
+            f"{folder / SETTINGS_FILE} has a format that this hdtool does not read "
+            f"({format_number}, not {HEADS_FORMAT}): train the heads "
             "again with hdtool train-heads"
         )
     return dict(settings)
@@ -380,15 +381,15 @@ def _formatted(value: Any, depth: int = 0) -> str:
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
     """The first of the folders that holds heads for the method."""
     wanted = kinds_for(method)
-    places = _places(folders, model)
+    places = _heads_folders(folders, model)
     kinds = [kind_of(place) for place in places]
     for place, kind in zip(places, kinds, strict=True):
         if kind in wanted:
             return load_heads(place, model)
     if folders:
-        found = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
+        available = ", ".join(f"{kind} heads in {place}" for kind, place in zip(kinds, places, strict=True))
         raise HeadsError(
-            f"method {method} needs {' or '.join(wanted)} heads (found: {found}): name a folder that holds some"
+            f"method {method} needs {' or '.join(wanted)} heads (found: {available}): name a folder that holds some"
         )
     option = "" if wanted[0] == AMPHISTA else f" --kind {wanted[0]}"
     raise HeadsError(
@@ -399,7 +400,7 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
     """The methods for which there are heads."""
-    kinds = {kind_of(place) for place in _places(folders, model)}
+    kinds = {kind_of(place) for place in _heads_folders(folders, model)}
     return {method for method in TAKE_HEADS if kinds & set(kinds_for(method))}
 
 
@@ -415,14 +416,14 @@ def method_of(kind: str) -> str:
 
 
 def kind_of(folder: Path) -> str:
-    return HeadsConfig.of_checkpoint(settings_of(folder)["heads"]).kind
+    return HeadsConfig.of_checkpoint(read_settings(folder)["heads"]).kind
 
 
-def _places(folders: Sequence[str], model: PreTrainedModel) -> list[Path]:
-    return [Path(folder).expanduser() for folder in folders] or shipped_with(model)
+def _heads_folders(folders: Sequence[str], model: PreTrainedModel) -> list[Path]:
+    return [Path(folder).expanduser() for folder in folders] or shipped_heads(model)
 
 
-def shipped_with(model: PreTrainedModel) -> list[Path]:
+def shipped_heads(model: PreTrainedModel) -> list[Path]:
     """The demo's heads if this is the demo's model, else none."""
     target = fingerprint(model)
-    return [folder for folder in demo.HEADS if settings_of(folder)["target"] == target]
+    return [folder for folder in demo.HEADS if read_settings(folder)["target"] == target]

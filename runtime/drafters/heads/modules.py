@@ -1,8 +1,8 @@
-"""The modules of drafting heads, used in training and in drafting; Amphista's (Li et al., 2024) among them.
+"""The modules of drafting heads and their KV cache, used in training and in drafting.
 
 Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual
-block to the output of one layer, the auto-embedding block is self-attention over the heads, and low-rank output
-layers compute logits. The first head predicts the token after the one that was chosen last.
+block to the output of one layer, the auto-embedding block is self-attention over the heads (Amphista; Li et al., 2024),
+and low-rank output layers compute logits. The first head predicts the token after the last chosen one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.model.static_steps import extent_for
 
 Indices = slice | torch.Tensor
-Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys and values of a layer, and the attention mask of the new positions, if one is needed."""
 
 
@@ -58,7 +58,7 @@ class HeadsKVCache:
         """An upper bound of all indices."""
         return self.length + new
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
         """Write keys and values of a layer; return those to attend to."""
         new, start = keys.shape[-2], self.length
         layer_cache = self.keys_values[layer]
@@ -71,7 +71,7 @@ class HeadsKVCache:
 
 
 class IndexedHeadsKVCache:
-    """The same cache in a captured pass: indices are read on the device."""
+    """A KV cache of drafting heads in a captured pass, whose indices are read on the device."""
 
     def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
         """The first ``extent`` positions are read, under a causal mask."""
@@ -84,7 +84,7 @@ class IndexedHeadsKVCache:
     def bound(self, new: int) -> int:
         return self._extent
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
         layer_cache = self._keys_values[layer]
         layer_cache[0].index_copy_(1, self._indices, keys[0])
         layer_cache[1].index_copy_(1, self._indices, values[0])
@@ -95,12 +95,12 @@ CacheView = HeadsKVCache | IndexedHeadsKVCache
 """Where a pass writes its new positions, and which positions it reads."""
 
 
-EPSILON = 1e-6
+NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
 """The base of rotary position embeddings."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor], Attended]
+Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm = Norm(width, EPSILON)
+        self.norm = Norm(width, NORM_EPSILON)
         self.read = nn.Linear(width, 3 * width, bias=False)
         self.write = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.write.weight)
@@ -157,13 +157,13 @@ class AdaptationLayer(nn.Module):
         super().__init__()
         width = shape.width
         if sampled_token:
-            self.token_norm = Norm(shape.embedding, EPSILON)
+            self.token_norm = Norm(shape.embedding, NORM_EPSILON)
             self.join = nn.Linear(width + shape.embedding, width, bias=False)
             with torch.no_grad():  # starts close to the identity on the states
                 self.join.weight[:, :width].copy_(torch.eye(width))
                 self.join.weight[:, width:].mul_(0.1)
         self.attention = Attention(width, shape.attention_heads)
-        self.norm = Norm(width, EPSILON)
+        self.norm = Norm(width, NORM_EPSILON)
         self.widen = nn.Linear(width, 2 * shape.mlp, bias=False)
         self.narrow = nn.Linear(shape.mlp, width, bias=False)
         nn.init.zeros_(self.narrow.weight)
@@ -247,7 +247,7 @@ class Heads(nn.Module):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the layers read tokens beside hidden states."""
+        """True if the layers read tokens beside hidden states."""
         return self.config.adaptation > 0 and self.config.sampled_token
 
     def output(self, head: int) -> OutputLayer:
@@ -271,11 +271,11 @@ class Heads(nn.Module):
         new = hidden.shape[-2]
         indices, bound = (cache.indices(new), cache.bound(new)) if cache is not None else (slice(new), new)
         rotary = self.rotary(indices, bound, hidden)
-        found, states = [], hidden
+        stage_states, states = [], hidden
         for place, layer in enumerate(self.layers):
             states = layer(states, tokens, rotary, cache, place)
-            found.append(states)
-        return found
+            stage_states.append(states)
+        return stage_states
 
     def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
         """Append new tokens to the cache; the stages ``[1, width]`` of the last one."""
@@ -294,7 +294,7 @@ class Heads(nn.Module):
         key = like.device, like.dtype, size
         if key not in self._tables:
             # Shorter tables are kept, because captured passes read them.
-            self._tables[key] = _table(size, self.shape.width // self.shape.attention_heads, like)
+            self._tables[key] = _rotary_table(size, self.shape.width // self.shape.attention_heads, like)
         cosines, sines = self._tables[key]
         return cosines[indices], sines[indices]
 
@@ -340,17 +340,17 @@ def zero_linear(width: int, out: int) -> nn.Linear:
     return layer
 
 
-def best_of(
+def topk_tokens(
     logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top-k tokens of each row, and their probabilities; ``token_ids`` are those of a draft vocabulary."""
+    """Top-k tokens and probabilities of each row; ``token_ids`` map a draft vocabulary to the target's."""
     logits = logits.float()
     best = logits.topk(min(number, logits.shape[-1]), dim=-1)
     tokens = best.indices if token_ids is None else token_ids[best.indices]
     return tokens, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
-def _table(size: int, width: int, like: torch.Tensor) -> Rotary:
+def _rotary_table(size: int, width: int, like: torch.Tensor) -> Rotary:
     speeds = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(size, dtype=torch.float64)[:, None] * torch.cat([speeds, speeds])
     sines = angles.sin()

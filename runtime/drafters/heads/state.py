@@ -1,4 +1,4 @@
-"""The heads during one answer: they read accepted tokens with their hidden states and rank next tokens."""
+"""Drafting heads during one answer: they read accepted tokens with their hidden states and rank next tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, best_of
-from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, on_host
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, topk_tokens
+from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, on_host
 from hdtool.runtime.drafters.trained.pace import pace_for
-from hdtool.runtime.drafters.trained.proposal import BEST, Calibration, Proposal, RankedBlock, bucket_of
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal, RankedBlock, prob_bucket
 from hdtool.runtime.drafters.trained.sequential import (
-    WIDTH,
+    ROWS_PER_PASS,
     AcceptedTokens,
     Ranked,
     SequentialDrafter,
@@ -31,13 +31,13 @@ from hdtool.runtime.source_names import SourceName
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
 """Numbers of new positions of a pass. Padding positions are overwritten by the next pass."""
-HEADER = 2
+HEADER_WORDS = 2
 """Input words before the tokens: the length of the cache, and the index of the last new token."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
-Best = tuple[torch.Tensor, torch.Tensor]
+TopTokens = tuple[torch.Tensor, torch.Tensor]
 """The best tokens of some heads, and their probabilities."""
-Finish = Callable[[list[torch.Tensor], torch.Tensor], Best]
+Finish = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
 """What follows the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
 
 
@@ -51,7 +51,7 @@ class FixedPass:
         self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
         self._best = min(best, heads.vocabulary)
         self._finish = finish or self._in_parallel
-        self._host = torch.zeros(HEADER + STATIC_SIZES[-1], dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros(HEADER_WORDS + STATIC_SIZES[-1], dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         self._hidden = like.new_zeros((STATIC_SIZES[-1], heads.shape.width))
         self._result = RankedBlock(number, self._best, self._device)
@@ -71,8 +71,8 @@ class FixedPass:
             self._passes.clear()
             self._capture.reset()
             self._keys_values = cache.keys_values
-        self._host[:HEADER] = torch.tensor([cache.length, new - 1])
-        self._host[HEADER : HEADER + new] = torch.tensor(tokens)
+        self._host[:HEADER_WORDS] = torch.tensor([cache.length, new - 1])
+        self._host[HEADER_WORDS : HEADER_WORDS + new] = torch.tensor(tokens)
         self._input.copy_(self._host, non_blocking=True)
         self._hidden[:new].copy_(hidden)
         self._hidden[new:size] = 0  # a mask hides padding only if it is finite
@@ -89,18 +89,18 @@ class FixedPass:
 
         def run() -> None:
             indices = torch.arange(size, device=self._device) + device_input[:1]
-            tokens = self._embed(device_input[HEADER : HEADER + size]) if heads.reads_tokens else hidden
+            tokens = self._embed(device_input[HEADER_WORDS : HEADER_WORDS + size]) if heads.reads_tokens else hidden
             stages = heads.stages(hidden[None], tokens[None], IndexedHeadsKVCache(keys_values, indices, extent))
-            last = [stage[0].index_select(0, device_input[1:HEADER]) for stage in stages]
-            token = device_input[HEADER : HEADER + size].index_select(0, device_input[1:HEADER])
+            last = [stage[0].index_select(0, device_input[1:HEADER_WORDS]) for stage in stages]
+            token = device_input[HEADER_WORDS : HEADER_WORDS + size].index_select(0, device_input[1:HEADER_WORDS])
             self._result.write(*self._finish(last, token))
 
         return self._capture.record(run)
 
-    def _in_parallel(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
+    def _in_parallel(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
         heads = self._heads
         assert isinstance(heads, ParallelHeads)
-        return best_of(heads.logits(heads.states(stages))[:, 0], self._best, heads.token_ids)
+        return topk_tokens(heads.logits(heads.states(stages))[:, 0], self._best, heads.token_ids)
 
 
 PROMPT_CHUNK = 512
@@ -125,7 +125,7 @@ class HeadsState:
         """The probability of each of them, given that the path to it is accepted."""
         self._embed = target.model.get_input_embeddings()
         recorder = target.new_recorder()
-        self._fixed = FixedPass(self.heads, self._embed, BEST, recorder) if recorder else None
+        self._fixed = FixedPass(self.heads, self._embed, TOKENS_PER_RANKING, recorder) if recorder else None
         self._buckets = np.empty((0, 0), np.int64)
         self._accepted = AcceptedTokens(target.watch_hidden())
         if target.device.type == "cpu":
@@ -148,7 +148,7 @@ class HeadsState:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
@@ -160,7 +160,7 @@ class HeadsState:
             self.tokens, probs = self._fixed.read(hidden, tokens, self._cache)
         else:
             self.tokens, probs = self._read(hidden, torch.tensor(tokens, device=hidden.device))
-        self._buckets = bucket_of(probs)
+        self._buckets = prob_bucket(probs)
         self.probs = self.calibration(self._buckets)
         self.seconds += time.perf_counter() - started
         self.passes += 1
@@ -173,11 +173,11 @@ class HeadsState:
             chosen = tokens[start : start + PROMPT_CHUNK]
             embedded = self._embed(chosen) if self.heads.reads_tokens else hidden[: len(chosen)]
             logits = self.heads.ahead(hidden[start : start + PROMPT_CHUNK], embedded, self._cache)
-        found, probs = best_of(logits, BEST, self.heads.token_ids)
-        return found.cpu().numpy(), probs.cpu().numpy()
+        best_tokens, probs = topk_tokens(logits, TOKENS_PER_RANKING, self.heads.token_ids)
+        return best_tokens.cpu().numpy(), probs.cpu().numpy()
 
 
-SIZES = (1, 2, WIDTH)
+CAPTURED_ROWS = (1, 2, ROWS_PER_PASS)
 """Rows of a captured pass that extends paths."""
 
 
@@ -206,7 +206,7 @@ class HydraModule:
         self.passes = heads.config.heads - 1
         self._heads, self._embed = heads, target.model.get_input_embeddings()
         self._cache, self._device = HeadsKVCache.of(heads), heads.like.device
-        rows = 1 + WIDTH * self.passes
+        rows = 1 + ROWS_PER_PASS * self.passes
         self._before = heads.like.new_zeros((1, heads.shape.width))
         """What the heads read before the paths."""
         self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
@@ -214,14 +214,14 @@ class HydraModule:
         self._depths = [0]
         """How far each row is from row 0."""
         reading, extending = target.new_recorder(), target.new_recorder()
-        self._reading = FixedPass(heads, self._embed, BEST, reading, self._begun) if reading else None
+        self._reading = FixedPass(heads, self._embed, TOKENS_PER_RANKING, reading, self._begun) if reading else None
         self._extending = extending
         pinned = self._device.type == "cuda"
-        self._host = torch.zeros((3, WIDTH), dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros((3, ROWS_PER_PASS), dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
         """The rows that a captured pass extends, their new tokens, and the rows that it writes."""
         self._captured: dict[tuple[int, int], Run] = {}
-        self._result = RankedBlock(WIDTH, min(BEST, heads.vocabulary), self._device)
+        self._result = RankedBlock(ROWS_PER_PASS, min(TOKENS_PER_RANKING, heads.vocabulary), self._device)
 
     def begin(self, prompt: list[int]) -> None:
         self._cache.restart()
@@ -237,8 +237,8 @@ class HydraModule:
         if self._reading and self._reading.fits(len(tokens)):
             return self._reading.read(hidden, tokens, self._cache)
         self._cache.make_room(self._cache.length + len(tokens))
-        for start in range(0, len(tokens), CHUNK):
-            part = hidden[start : start + CHUNK]
+        for start in range(0, len(tokens), READ_CHUNK):
+            part = hidden[start : start + READ_CHUNK]
             stages = self._heads.read(part, part, self._cache)  # the layers read no tokens
         return on_host(self._begun(stages, torch.tensor(tokens[-1:], device=self._device)))
 
@@ -250,7 +250,7 @@ class HydraModule:
         rows = list(range(first, first + new))
         if not self._extending:
             return on_host(self._extended(depth, torch.tensor([parents, tokens, rows], device=self._device)))
-        size = next(size for size in SIZES if size >= new)
+        size = next(size for size in CAPTURED_ROWS if size >= new)
         padding = [0] * (size - new)  # extends row 0 in place, of which only the first token is read
         self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + padding])
         self._input.copy_(self._host, non_blocking=True)
@@ -259,13 +259,13 @@ class HydraModule:
         self._captured[depth, size]()
         return self._result.received(new)
 
-    def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> Best:
+    def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
         """Begin row 0 with an accepted token; rank what follows it."""
         self._before.copy_(stages[-1])
         self._paths[:1, 0].copy_(self._normed(token))
         return self._best(0, self._paths[:1])
 
-    def _extended(self, depth: int, given: torch.Tensor) -> Best:
+    def _extended(self, depth: int, given: torch.Tensor) -> TopTokens:
         parents, tokens, rows = given
         paths = self._paths.index_select(0, parents)
         paths[:, depth] = self._normed(tokens)
@@ -276,10 +276,10 @@ class HydraModule:
         normed: torch.Tensor = self._heads.token_norm(self._embed(tokens))
         return normed
 
-    def _best(self, head: int, paths: torch.Tensor) -> Best:
+    def _best(self, head: int, paths: torch.Tensor) -> TopTokens:
         before = self._before.expand(len(paths), -1)
         states = self._heads.state(head, before, paths[:, : head + 1].flatten(1))
-        return best_of(self._heads.output(head)(states), BEST, self._heads.token_ids)
+        return topk_tokens(self._heads.output(head)(states), TOKENS_PER_RANKING, self._heads.token_ids)
 
     def _record(self, depth: int, size: int) -> Run:
         assert self._extending
@@ -303,7 +303,7 @@ class TrainedMtp(DraftPasses):
 
         super().__init__(
             run,
-            lambda hidden: best_of(heads.output(0)(hidden), BEST, heads.token_ids),
+            lambda hidden: topk_tokens(heads.output(0)(hidden), TOKENS_PER_RANKING, heads.token_ids),
             heads.shapes(),
             width=heads.shape.width,
             window=None,

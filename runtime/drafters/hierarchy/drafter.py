@@ -9,35 +9,42 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, nodes_of_all
+from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, choose_all_nodes
 from hdtool.runtime.drafter import AnswerCalibration
 from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,
-    LONGEST_HASH,
-    MOST_EVIDENCE,
+    MAX_HASHED_TOKENS,
+    MAX_SOURCE_ROWS,
     NEAR_AT,
-    ROW,
+    SOURCE_ROW,
     TABLE_AT,
     WEIGHTS_AT,
-    WORK,
     WORK_AT,
-    Source,
+    WORKSPACE,
+    CompiledSource,
     new_weights,
     rows_of_weights,
 )
 from hdtool.runtime.drafters.hierarchy.evidence import (
-    MODEL,
-    MOST_PLUGINS,
-    PLUGIN,
-    TRAINED,
+    MAX_PLUGINS,
+    MODEL_SOURCE,
+    PLUGIN_SOURCE,
+    TRAINED_SOURCE,
     corpus_source,
     no_proposal,
     note_plugin,
     note_proposal,
-    predicted_by,
+    prediction_records,
 )
-from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, CONTEXT, FOUND, HISTORY, PREDICTION, STORED
-from hdtool.runtime.drafters.hierarchy.rankings import LAST, RECYCLED, SINGLE, Rankings
+from hdtool.runtime.drafters.hierarchy.matches import (
+    ANSWERS_LOG,
+    CONTEXT_SOURCE,
+    HISTORY_SOURCE,
+    MATCH_RECORD,
+    PREDICTION_SOURCE,
+    STORED_LOG,
+)
+from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
 from hdtool.runtime.drafters.trained.pace import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
@@ -47,14 +54,14 @@ from hdtool.runtime.sampling.draws import ExponentialRace
 from hdtool.runtime.source_names import Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
-from hdtool.runtime.stores.live_tables import CHAINS, LONG, ContextTable
+from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
 from hdtool.runtime.stores.model_store import ModelStore, model_record
-from hdtool.runtime.stores.token_log import BLOCK, LANE, LONGEST_MATCH, TokenLog
+from hdtool.runtime.stores.token_log import LANE, LOG_BLOCK, MAX_MATCH_TOKENS, TokenLog
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
 """Reading the clock in every draft makes it a fifth slower."""
-ANY_TOKEN = 2**31 - 1
+UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
@@ -79,9 +86,9 @@ class Hierarchy(Uncopyable):
         gate: TrainedGate | None = None,
         plugins: Mapping[SourceName, Evidence] | None = None,
         history: History | None = None,
-        vocabulary: int = ANY_TOKEN,
+        vocabulary: int = UNLIMITED_VOCABULARY,
         remembers: bool = True,
-        sources: Mapping[Source, Array] | None = None,
+        sources: Mapping[CompiledSource, Array] | None = None,
     ) -> None:
         """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters.
 
@@ -99,33 +106,43 @@ class Hierarchy(Uncopyable):
         self._began: float | None = None
         """When the draft began that no outcome was observed of yet."""
         self._used_trained = False
-        """Whether the trained drafter took part in it."""
+        """True if the trained drafter took part in it."""
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._places = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         self._proposed = no_proposal()
-        self._plugin_records = predicted_by([*self._plugins, *[SourceName.NONE] * (MOST_PLUGINS - len(self._plugins))])
+        self._plugin_records = prediction_records(
+            [*self._plugins, *[SourceName.NONE] * (MAX_PLUGINS - len(self._plugins))]
+        )
         self._lane = np.zeros(1, LANE)
-        self._found: dict[int, Array] = {row.name: np.zeros(1, FOUND) for row in (CONTEXT, PREDICTION, HISTORY)}
-        corpus_row = corpus_source(self._shards.tokens.dtype.name)
-        used: dict[Source, Any] = {
-            TRAINED: trained,
-            PLUGIN: plugins,
-            CONTEXT: context,
-            PREDICTION: True,
-            HISTORY: history,
+        self._matches: dict[int, Array] = {
+            row.name: np.zeros(1, MATCH_RECORD) for row in (CONTEXT_SOURCE, PREDICTION_SOURCE, HISTORY_SOURCE)
         }
-        used |= {RECYCLED: rankings.is_kept, MODEL: model, corpus_row: corpus, SINGLE: rankings.is_kept, LAST: last}
+        corpus_row = corpus_source(self._shards.tokens.dtype.name)
+        used: dict[CompiledSource, Any] = {
+            TRAINED_SOURCE: trained,
+            PLUGIN_SOURCE: plugins,
+            CONTEXT_SOURCE: context,
+            PREDICTION_SOURCE: True,
+            HISTORY_SOURCE: history,
+        }
+        used |= {
+            RECYCLED_SOURCE: rankings.is_kept,
+            MODEL_SOURCE: model,
+            corpus_row: corpus,
+            SINGLE_TOKEN_SOURCE: rankings.is_kept,
+            LAST_SOURCE: last,
+        }
         added = dict(sources or {})
         table = [*added, *used]
-        work, self._learned = np.zeros(1, WORK), new_weights(table)
+        work, self._learned = np.zeros(1, WORKSPACE), new_weights(table)
         self._weight_rows = rows_of_weights(table)
         first = {source: self._weight_rows[source.name].start for source in table}
         self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
-        self._table = np.zeros(MOST_EVIDENCE, ROW)
-        self._records: dict[int, Array] = dict(self._found)
+        self._table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
+        self._records: dict[int, Array] = dict(self._matches)
         self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
         self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
         self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
@@ -145,7 +162,7 @@ class Hierarchy(Uncopyable):
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
         self._nodes = 0
-        """Of the last tree, as far as rows of logits are those of its nodes."""
+        """Nodes of the last tree whose rows of logits are known to be theirs."""
         self._grown = 0
         """Nodes of the tree before the budget cut it."""
         self._calibration = AnswerCalibration()
@@ -162,14 +179,14 @@ class Hierarchy(Uncopyable):
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
-        self._found[SourceName.CONTEXT]["log"][0, ANSWERS] = self.table.memory.ctypes.data
+        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.table.memory.ctypes.data
         if self._history:
-            found = self._found[SourceName.HISTORY]
-            found["log"][0, ANSWERS] = address_of(self._history.answers.memory)
-            found["log"][0, STORED] = address_of(self._history.stored_log)
-            found["lane"] = self._lane.ctypes.data
+            history_matches = self._matches[SourceName.HISTORY]
+            history_matches["log"][0, ANSWERS_LOG] = address_of(self._history.answers.memory)
+            history_matches["log"][0, STORED_LOG] = address_of(self._history.stored_log)
+            history_matches["lane"] = self._lane.ctypes.data
         work["has_context"] = context
-        work["hashed"] = LONGEST_HASH if self._rankings.is_kept or self._stores[0] else CHAINS[LONG]
+        work["hashed"] = MAX_HASHED_TOKENS if self._rankings.is_kept or self._stores[0] else CHAIN_LENGTHS[LONG_CHAIN]
         work["instant_at"] = work["instant"].ctypes.data
 
     @property
@@ -188,12 +205,12 @@ class Hierarchy(Uncopyable):
         return self._probs[: self._nodes].copy()
 
     def weights(self, source: SourceName) -> Any:
-        """The learned weights of a source by n-gram order and by kind of evidence; see ``weights.py``."""
+        """The learned weights of a source by n-gram order and by kind of evidence; see ``candidates.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
     @property
     def learned(self) -> Any:
-        """All that is learned; see ``weights.py``."""
+        """All that is learned; see ``candidates.py``."""
         return self._learned[0]
 
     @property
@@ -219,22 +236,22 @@ class Hierarchy(Uncopyable):
             self._rankings.forget()
         if self._history:
             self._history.start(self._lane, prompt, new)
-            self._found[SourceName.HISTORY]["owner"] = self._lane["owner"]
+            self._matches[SourceName.HISTORY]["owner"] = self._lane["owner"]
         self._use_rows(prediction=False)
-        restart(self._at, np.array(prompt[-LONGEST_MATCH:], np.int64))
+        restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Draft this answer from a prediction, too, whose start is expected at the end of the prompt."""
-        self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * BLOCK).bit_length())
+        self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
         lane, before = log.lane(), self._tails[0]
         log.start(lane, before[before >= 0])
         log.append(lane, prediction)
-        self._found[SourceName.PREDICTION]["log"][0, ANSWERS] = address_of(log.memory)
+        self._matches[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:
         """Fill the table of sources, with that of predictions or without it."""
-        rows = [row for source, row in self._rows if prediction or source is not PREDICTION]
+        rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
         self._table[: len(rows)] = rows
         self.work["rows"] = len(rows)
 
@@ -258,11 +275,11 @@ class Hierarchy(Uncopyable):
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = self.prepare(context)
-        if not most:
+        max_nodes = self.prepare(context)
+        if not max_nodes:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
-        grown = grow(self._at, most)
+        grown = grow(self._at, max_nodes)
         seconds = time.perf_counter() - started
         self._note_growing(seconds)
         self._note_cost(seconds)
@@ -278,13 +295,13 @@ class Hierarchy(Uncopyable):
         began = time.perf_counter()
         if self._together is None or self._together[0] != drafters:
             self._together = list(drafters), np.array([drafter.address for drafter in drafters])
-        most = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
-        drafting = [place for place, wanted in enumerate(most) if wanted]
+        max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
+        drafting = [place for place, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
-        grown, started = np.zeros(len(most), np.int64), time.perf_counter()
-        grow_all(self._together[1], np.array(most), grown)
+        grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
+        grow_all(self._together[1], np.array(max_nodes), grown)
         each = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
         for place in drafting:
@@ -293,7 +310,7 @@ class Hierarchy(Uncopyable):
             drafter.budget.set_draft_seconds(drafter._cost.mean)
             budgets.append(drafter.budget)
             probs.append(drafter._expected_of(grown[place]))
-        for place, size in zip(drafting, nodes_of_all(budgets, probs), strict=True):
+        for place, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
             trees[place] = drafters[place]._verified_part(contexts[place], size)
         # All of it, as it takes as long as growing small trees.
         each = (time.perf_counter() - began) / len(drafting)
@@ -303,8 +320,8 @@ class Hierarchy(Uncopyable):
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
-        most, self._grown = min(self.budget.most, LARGEST_TREE), 0
-        if not most:
+        max_nodes, self._grown = min(self.budget.max_nodes, LARGEST_TREE), 0
+        if not max_nodes:
             self.work["expected"] = self._nodes = 0
             return 0
         self._began = time.perf_counter()
@@ -312,13 +329,13 @@ class Hierarchy(Uncopyable):
         self.work["position"] = len(context)
         self._used_trained = self._trained is not None and (not self._gate or self._gate.now)
         if self._trained and self._used_trained:
-            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(most))
+            note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         if self._plugins:
             self._note_plugins(context)
         if self._drafts % TIMED_EVERY == 0:
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
-        return most
+        return max_nodes
 
     def _expected_of(self, grown: int) -> Probs:
         """The probabilities of so many nodes by which the budget chooses, calibrated for this answer."""
@@ -358,8 +375,8 @@ class Hierarchy(Uncopyable):
         return self._rankings.uses_logits
 
     @property
-    def most_ranked(self) -> int:
-        return self._rankings.most_ranked
+    def max_ranked(self) -> int:
+        return self._rankings.max_ranked
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         if self._trained:
@@ -368,7 +385,7 @@ class Hierarchy(Uncopyable):
         rows, nodes = len(verified), self._nodes
         is_ranked = is_current and rows == nodes + 1
         self._pending += accepted.tokens
-        is_drafting = self.budget.most > 0
+        is_drafting = self.budget.max_nodes > 0
         if self._trained and self._gate and self._began is not None:
             self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used_trained)
         self._began = None

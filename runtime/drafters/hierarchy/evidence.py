@@ -8,59 +8,62 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.config import MOST_HEADS
+from hdtool.runtime.config import MAX_HEADS
 from hdtool.runtime.drafters.hierarchy.candidates import (
     RESTART,
+    CompiledSource,
     Prior,
-    Source,
-    bucket_of,
-    bucket_of_share,
     contribute,
+    evidence_bucket,
+    record_array_at,
     record_at,
-    records_at,
+    share_bucket,
     spread_of,
     work_at,
 )
-from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, NONE, Proposal
+from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
 from hdtool.runtime.source_names import PLUGINS, Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import (
-    FEWEST_SAMPLES,
     LONGEST_RANGE,
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    RANGE_ROWS,
     RANGES,
-    ROWS,
-    SAMPLES,
+    count_followers,
     narrow,
     places_of,
     read_samples,
     size_of,
-    tally,
 )
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, fetch, known_as, rows_of
-from hdtool.runtime.stores.model_store import MODEL as MODEL_RECORD
+from hdtool.runtime.stores.model_store import LONGEST_PREFIX, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
-WORTH_A_SEARCH = 5.0
+CORPUS_SEARCH_FACTOR = 5.0
 """The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
 BEFORE_ORDER = 3
 """Trained heads and plug-ins come before the evidence of this n-gram order."""
 MILLION = 1_000_000
 """Predicted shares are in millionths."""
-MOST_PLUGINS = len(PLUGINS)
-LONGEST_CHAIN = MOST_HEADS
+MAX_PLUGINS = len(PLUGINS)
+MAX_PLUGIN_POSITIONS = MAX_HEADS
 """Positions after the root that a plug-in predicts."""
-BEST_PREDICTED = 60
+MAX_PREDICTED_TOKENS = 60
 """Tokens of such a position, the most probable ones."""
-ANY, NO_TOKEN = -1, -2
-OF_MODEL, OF_CORPUS = SourceName.MODEL.value, SourceName.CORPUS.value
+ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
+MODEL_NUMBER, CORPUS_NUMBER = SourceName.MODEL.value, SourceName.CORPUS.value
 
-PREDICTED = np.dtype(
+PREDICTION_RECORD = np.dtype(
     [
         ("source", np.int64),
         ("count", np.int64),  # of positions; 0 where there is no evidence
         ("ahead", np.int64),  # tokens that were emitted since
-        ("chain", np.int64, LONGEST_CHAIN),  # the token of each position that the next ones are predicted after, or ANY
-        ("tokens", np.int64, (LONGEST_CHAIN, BEST_PREDICTED)),  # most probable first
-        ("shares", np.int64, (LONGEST_CHAIN, BEST_PREDICTED)),
+        (
+            "chain",
+            np.int64,
+            MAX_PLUGIN_POSITIONS,
+        ),  # the token of each position that the next ones are predicted after, or ANY
+        ("tokens", np.int64, (MAX_PLUGIN_POSITIONS, MAX_PREDICTED_TOKENS)),  # most probable first
+        ("shares", np.int64, (MAX_PLUGIN_POSITIONS, MAX_PREDICTED_TOKENS)),
     ],
     align=True,
 )
@@ -74,26 +77,28 @@ def _find_in_model(at: int, node: int) -> int:
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
         deepest = min(LONGEST_PREFIX, work.known[parent] + 1)
     work.known[node] = 0
-    fetch(record_at(at, OF_MODEL, MODEL_RECORD), work.marks, deepest)
+    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.marks, deepest)
     return deepest
 
 
 def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> float:
-    work, model = work_at(at), record_at(at, OF_MODEL, MODEL_RECORD)
-    start, stop, total, distinct = known_as(model, work.marks[order])
+    work, model = work_at(at), record_at(at, MODEL_NUMBER, MODEL_RECORD)
+    start, stop, total, distinct = lookup_hash(model, work.marks[order])
     if total == 0:
         return left
     work.known[node] = max(work.known[node], order)
     rows = rows_of(model)[start:stop]
-    bucket = bucket_of(total, spread_of(total, distinct))
-    return contribute(at, OF_MODEL, first + order - 1, rows[:, 0], rows[:, 1], total, bucket, left)
+    bucket = evidence_bucket(total, spread_of(total, distinct))
+    return contribute(at, MODEL_NUMBER, first + order - 1, rows[:, 0], rows[:, 1], total, bucket, left)
 
 
-MODEL = Source(SourceName.MODEL, 1, Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model)
+MODEL_SOURCE = CompiledSource(
+    SourceName.MODEL, 1, Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
+)
 
 
 @cache
-def corpus_source(dtype: str) -> Source:
+def corpus_source(dtype: str) -> CompiledSource:
     """The corpus index, with tokens of this dtype."""
     token = getattr(np, dtype)
 
@@ -103,25 +108,27 @@ def corpus_source(dtype: str) -> Source:
         return LONGEST_RANGE
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        if left < WORTH_A_SEARCH * work_at(at).least:
+        if left < CORPUS_SEARCH_FACTOR * work_at(at).min_left:
             return left
         work, ranges = work_at(at), ranges_at(at)
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
         if node > 0:
             ranges.lowest[node] = order
             narrow(corpus, ranges, work.tails[node], node, work.parents[node], order)
-        found = size_of(ranges, node, order)
-        if found == 0:
+        num_matches = size_of(ranges, node, order)
+        if num_matches == 0:
             return left
         if ranges.read[node, order] == 0:
             # Where little more is left than is relevant, only the commonest followers are.
-            read_samples(corpus, ranges, node, order, found, max(FEWEST_SAMPLES, min(SAMPLES, int(left / work.least))))
-        distinct = tally(ranges, node, order, work.corpus_evidence, work.corpus_counts)
+            read_samples(
+                corpus, ranges, node, order, num_matches, max(MIN_SAMPLES, min(MAX_SAMPLES, int(left / work.min_left)))
+            )
+        distinct = count_followers(ranges, node, order, work.corpus_evidence, work.corpus_counts)
         if distinct == 0:
             return left
         tokens, counts = work.corpus_evidence[:distinct], work.corpus_counts[:distinct]
-        read, bucket = ranges.read[node, order], bucket_of(found, spread_of(found, distinct))
-        return contribute(at, OF_CORPUS, first + order - 1, tokens, counts, read, bucket, left)
+        read, bucket = ranges.read[node, order], evidence_bucket(num_matches, spread_of(num_matches, distinct))
+        return contribute(at, CORPUS_NUMBER, first + order - 1, tokens, counts, read, bucket, left)
 
     def move(at: int, follower: int, emitted: int) -> None:
         ranges = ranges_at(at)
@@ -134,23 +141,23 @@ def corpus_source(dtype: str) -> Source:
         for order in range(LONGEST_RANGE, 0, -1):
             narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
 
-    return Source(SourceName.CORPUS, 1, Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
+    return CompiledSource(SourceName.CORPUS, 1, Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
 
 
 @compiled
 def ranges_at(at: int) -> Any:
-    return record_at(at, OF_CORPUS, RANGES)
+    return record_at(at, CORPUS_NUMBER, RANGES)
 
 
-def predicted_by(sources: Sequence[SourceName]) -> Array:
+def prediction_records(sources: Sequence[SourceName]) -> Array:
     """Empty records of these sources."""
-    records = np.zeros(len(sources), PREDICTED)
-    records["source"], records["chain"] = sources, ANY
+    records = np.zeros(len(sources), PREDICTION_RECORD)
+    records["source"], records["chain"] = sources, ANY_TOKEN
     return records
 
 
 def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
-    record["tokens"][place], record["shares"][place] = NO_TOKEN, 0
+    record["tokens"][place], record["shares"][place] = NO_CHAIN_TOKEN, 0
     record["tokens"][place, : len(tokens)], record["shares"][place, : len(tokens)] = tokens, probs * MILLION
     record["count"] = place + 1
 
@@ -159,15 +166,15 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
     """Store the evidence of a function in Python at the end of a context and along the chain of its arg-max tokens."""
     record["count"] = record["ahead"] = 0
     path = list(context)
-    for place in range(LONGEST_CHAIN):
-        found = evidence(path)
-        tokens = np.fromiter(found.keys(), np.int64, len(found))
-        values = np.fromiter(found.values(), np.float64, len(found))
+    for place in range(MAX_PLUGIN_POSITIONS):
+        shares_by_token = evidence(path)
+        tokens = np.fromiter(shares_by_token.keys(), np.int64, len(shares_by_token))
+        values = np.fromiter(shares_by_token.values(), np.float64, len(shares_by_token))
         usable = np.isfinite(values) & (values > 0)
         tokens, values = tokens[usable], values[usable]
         if not len(tokens):
             return
-        best = np.argsort(-values, kind="stable")[:BEST_PREDICTED]
+        best = np.argsort(-values, kind="stable")[:MAX_PREDICTED_TOKENS]
         _note(record, place, tokens[best], values[best] / max(1.0, values.sum()))
         record["chain"][place] = tokens[best[0]]
         path.append(int(tokens[best[0]]))
@@ -185,22 +192,22 @@ def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
     """The position after a node with these last tokens, or -1 if they left the chain."""
     for step in range(depth if record.ahead + depth < record.count else 0):
         token = record.chain[record.ahead + step]
-        if token != ANY and token != tail[len(tail) - depth + step]:
+        if token != ANY_TOKEN and token != tail[len(tail) - depth + step]:
             return -1
     return position_after(record, depth)
 
 
 @compiled
-def follow(record: Any, token: int) -> None:
+def advance_record(record: Any, token: int) -> None:
     """Move a record on by an emitted token; a chain that continues otherwise ends."""
     place = record.ahead
-    is_on_chain = place < record.count and (record.chain[place] == ANY or record.chain[place] == token)
+    is_on_chain = place < record.count and (record.chain[place] == ANY_TOKEN or record.chain[place] == token)
     record.ahead += 1
     if token == RESTART or not is_on_chain:
         record.count = 0
 
 
-def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> Source:
+def prediction_source(name: SourceName, order: int, prior: Prior, records: int = 1) -> CompiledSource:
     """A source with so many records, which have a row of weights each; a single one has a row for each position."""
     number = name.value
 
@@ -210,39 +217,39 @@ def predicting(name: SourceName, order: int, prior: Prior, records: int = 1) -> 
     def weigh(at: int, node: int, _: int, first: int, left: float) -> float:
         work = work_at(at)
         for slot in range(records):
-            record = records_at(at, number, records, PREDICTED)[slot]
+            record = record_array_at(at, number, records, PREDICTION_RECORD)[slot]
             place = _position_on_chain(record, work.tails[node], work.depths[node])
             if place >= 0:
                 tokens, shares = record.tokens[place], record.shares[place]
-                row, bucket = first + (slot if records > 1 else place), bucket_of_share(shares[0], MILLION)
+                row, bucket = first + (slot if records > 1 else place), share_bucket(shares[0], MILLION)
                 left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
                 lap(work, record.source)
         return left
 
     def move(at: int, token: int, emitted: int) -> None:
         for slot in range(records):
-            follow(records_at(at, number, records, PREDICTED)[slot], token)
+            advance_record(record_array_at(at, number, records, PREDICTION_RECORD)[slot], token)
 
-    return Source(name, order, prior, find, weigh, move)
-
-
-PLUGIN = predicting(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MOST_PLUGINS, 0.5, 0.85), MOST_PLUGINS)
+    return CompiledSource(name, order, prior, find, weigh, move)
 
 
-AT = SourceName.HEADS.value
-ROWS_OF_WEIGHTS = MOST_HEADS
+PLUGIN_SOURCE = prediction_source(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MAX_PLUGINS, 0.5, 0.85), MAX_PLUGINS)
+
+
+TRAINED_NUMBER = SourceName.HEADS.value
+TRAINED_WEIGHT_ROWS = MAX_HEADS
 """Rankings further ahead share the last row."""
 
-PROPOSED = np.dtype(
+PROPOSAL_RECORD = np.dtype(
     [
         ("source", np.int64),
         ("root", np.int64),  # the ranking that follows the root, or NONE
-        ("of_node", np.int64, ROWS),  # the ranking that follows each node of the tree, or NONE
-        ("tokens", np.int64, (MOST_RANKINGS, BEST)),
-        ("shares", np.int64, (MOST_RANKINGS, BEST)),
-        ("after", np.int64, (MOST_RANKINGS, BEST)),
-        ("after_others", np.int64, MOST_RANKINGS),
-        ("depths", np.int64, MOST_RANKINGS),
+        ("of_node", np.int64, RANGE_ROWS),  # the ranking that follows each node of the tree, or NONE
+        ("tokens", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
+        ("shares", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
+        ("after", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
+        ("after_others", np.int64, MAX_RANKINGS),
+        ("depths", np.int64, MAX_RANKINGS),
     ],
     align=True,
 )
@@ -250,16 +257,16 @@ PROPOSED = np.dtype(
 
 def no_proposal() -> Array:
     """The record before anything was proposed."""
-    record = np.zeros(1, PROPOSED)
-    record["source"], record["root"] = SourceName.HEADS, NONE
+    record = np.zeros(1, PROPOSAL_RECORD)
+    record["source"], record["root"] = SourceName.HEADS, NO_RANKING_AFTER
     return record
 
 
 def note_proposal(record: Any, source: SourceName, proposal: Proposal) -> None:
     """Store what a trained drafter proposes for the root and the paths below it."""
-    record["source"], record["root"] = source, 0 if len(proposal.tokens) else NONE
+    record["source"], record["root"] = source, 0 if len(proposal.tokens) else NO_RANKING_AFTER
     number, best = proposal.tokens.shape
-    record["tokens"][:number], record["shares"][:number] = NONE, 0
+    record["tokens"][:number], record["shares"][:number] = NO_RANKING_AFTER, 0
     record["tokens"][:number, :best], record["shares"][:number, :best] = proposal.tokens, proposal.probs * MILLION
     record["after"][:number, :best] = proposal.after
     record["after_others"][:number], record["depths"][:number] = proposal.after_others, proposal.depths
@@ -267,42 +274,49 @@ def note_proposal(record: Any, source: SourceName, proposal: Proposal) -> None:
 
 @compiled
 def _proposed_at(at: int) -> Any:
-    return record_at(at, AT, PROPOSED)
+    return record_at(at, TRAINED_NUMBER, PROPOSAL_RECORD)
 
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
     """The ranking that follows a token of another ranking, or NONE."""
-    if ranking == NONE:
-        return NONE
-    for place in range(BEST):
+    if ranking == NO_RANKING_AFTER:
+        return NO_RANKING_AFTER
+    for place in range(TOKENS_PER_RANKING):
         if record.tokens[ranking, place] == token:
             return int(record.after[ranking, place])
     return int(record.after_others[ranking])
 
 
-def _find(at: int, node: int) -> int:
+def _find_proposed(at: int, node: int) -> int:
     work, record = work_at(at), _proposed_at(at)
     if node == 0:
         record.of_node[0] = record.root
     else:
         record.of_node[node] = ranking_after(record, record.of_node[work.parents[node]], work.tokens[node])
-    return BEFORE_ORDER if record.of_node[node] != NONE else -1
+    return BEFORE_ORDER if record.of_node[node] != NO_RANKING_AFTER else -1
 
 
-def _weigh(at: int, node: int, _: int, first: int, left: float) -> float:
+def _weigh_proposed(at: int, node: int, _: int, first: int, left: float) -> float:
     work, record = work_at(at), _proposed_at(at)
     ranking = record.of_node[node]
     tokens, shares = record.tokens[ranking], record.shares[ranking]
-    row, bucket = first + min(record.depths[ranking], ROWS_OF_WEIGHTS - 1), bucket_of_share(shares[0], MILLION)
+    row, bucket = first + min(record.depths[ranking], TRAINED_WEIGHT_ROWS - 1), share_bucket(shares[0], MILLION)
     left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
     lap(work, record.source)
     return left
 
 
-def _move(at: int, token: int, emitted: int) -> None:
+def _move_proposed(at: int, token: int, emitted: int) -> None:
     record = _proposed_at(at)
-    record.root = NONE if token == RESTART else ranking_after(record, record.root, token)
+    record.root = NO_RANKING_AFTER if token == RESTART else ranking_after(record, record.root, token)
 
 
-TRAINED = Source(SourceName.HEADS, BEFORE_ORDER, Prior(ROWS_OF_WEIGHTS, 0.5, 0.85), _find, _weigh, _move)
+TRAINED_SOURCE = CompiledSource(
+    SourceName.HEADS,
+    BEFORE_ORDER,
+    Prior(TRAINED_WEIGHT_ROWS, 0.5, 0.85),
+    _find_proposed,
+    _weigh_proposed,
+    _move_proposed,
+)

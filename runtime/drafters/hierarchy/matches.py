@@ -1,8 +1,8 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
-Each keeps a ring of tokens with chains through it, as compressors of the LZ family do. The root's matches are looked
-up, and a node inherits those of its parent that its token continues; others are looked up only where none is left, or
-where short n-grams count.
+Each keeps a ring of tokens with hash chains through it, as LZ compressors do. The root's matches are looked up; a node
+inherits those of its parent that its token continues. Others are looked up only where none is left, or where short
+n-grams count.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import (
-    LONGEST_HASH,
-    MANY,
+    MANY_TOKENS,
+    MAX_HASHED_TOKENS,
+    CompiledSource,
     Prior,
-    Source,
-    bucket_of,
     contribute,
+    evidence_bucket,
     record_at,
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.corpus_index import ROWS
-from hdtool.runtime.stores.live_tables import CHAINS, CONTEXT_TABLE, LONG, SHORT, WINDOW, add, head_of
+from hdtool.runtime.stores.corpus_index import RANGE_ROWS
+from hdtool.runtime.stores.live_tables import (
+    CHAIN_LENGTHS,
+    CONTEXT_TABLE,
+    CONTEXT_WINDOW,
+    LONG_CHAIN,
+    SHORT_CHAIN,
+    add,
+    head_of,
+)
 from hdtool.runtime.stores.token_log import (
-    CHAINED,
+    CHAIN_KEY_TOKENS,
     LANE,
     LOG,
-    LONGEST_MATCH,
-    MATCHES,
+    MAX_MATCH_TOKENS,
+    MAX_MATCHES,
     TOKEN,
     append,
     end_of,
@@ -39,222 +47,227 @@ from hdtool.runtime.stores.token_log import (
     search,
 )
 
-LEVELS = LONGEST_HASH + 4
+MATCH_ORDERS = MAX_HASHED_TOKENS + 4
 """The n-gram orders of matches: their length up to 8, and then up to 12, 16, 24 and 32 tokens."""
-LONGEST_SHORT = CHAINS[LONG] - 1
+MAX_SHORT_ORDER = CHAIN_LENGTHS[LONG_CHAIN] - 1
 """The highest n-gram order of matches that are looked up in the short chain because longer ones do not suffice."""
-PLACES, PLACES_BELOW = 64, 16
+MAX_ROOT_MATCHES, MAX_NODE_MATCHES = 64, 16
 """Places that are read of a chain at the root, and at nodes below it; older ones add little."""
-STEPS = 2 * PLACES
+MAX_CHAIN_VISITS = 2 * MAX_ROOT_MATCHES
 """Places that are visited of a chain, hash collisions included."""
-LOG_PLACES_BELOW = 8
+MAX_NODE_LOG_MATCHES = 8
 """Places of a log that are found at most at nodes below the root."""
-ANSWERS, STORED, LOGS = range(3)
+ANSWERS_LOG, STORED_LOG, NUM_LOGS = range(3)
 """The logs of the history: answers of this process, and the store on the disk. Other sources have the first alone."""
 NO_OWNERS = np.empty(0, np.int32)
 
-FOUND = np.dtype(
+MATCH_RECORD = np.dtype(
     [
-        ("log", np.int64, LOGS),  # addresses of the context table or of token logs, or 0
+        ("log", np.int64, NUM_LOGS),  # addresses of the context table or of token logs, or 0
         ("owner", np.int64),  # the answer in hand, which the context table matches
         ("lane", np.int64),  # address of the record with which it is appended to its log
         # The matches of each node.
-        ("count", np.int64, (LOGS, ROWS)),
-        ("shortest", np.int64, ROWS),  # matches of fewer tokens have not been looked up
-        ("places", np.int32, (LOGS, ROWS, PLACES)),
-        ("lengths", np.int32, (LOGS, ROWS, PLACES)),
+        ("count", np.int64, (NUM_LOGS, RANGE_ROWS)),
+        ("shortest", np.int64, RANGE_ROWS),  # matches of fewer tokens have not been looked up
+        ("places", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
+        ("lengths", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
         # What follows the matches of the node in hand.
         ("followers", np.int64),  # how many there are
-        ("tokens", np.int64, PLACES),  # the token after each,
-        ("orders", np.int64, PLACES),  # and the n-gram order of its match
-        ("of_order", np.int64, LEVELS + 1),  # how many of them have each order,
+        ("tokens", np.int64, MAX_ROOT_MATCHES),  # the token after each,
+        ("orders", np.int64, MAX_ROOT_MATCHES),  # and the n-gram order of its match
+        ("of_order", np.int64, MATCH_ORDERS + 1),  # how many of them have each order,
         ("highest", np.int64),  # and the highest one
         ("total", np.int64),  # followers that were counted
         ("distinct", np.int64),
-        ("different", np.int64, PLACES),  # the different ones among them
-        ("counts", np.int64, PLACES),
+        ("different", np.int64, MAX_ROOT_MATCHES),  # the different ones among them
+        ("counts", np.int64, MAX_ROOT_MATCHES),
     ],
     align=True,
 )
 
 
 @compiled
-def level_of(length: int) -> int:
+def order_of_match(length: int) -> int:
     """The n-gram order of a match."""
-    if length <= LONGEST_HASH:
+    if length <= MAX_HASHED_TOKENS:
         return length
-    return LONGEST_HASH + (1 if length <= 12 else 2 if length <= 16 else 3 if length <= 24 else 4)
+    return MAX_HASHED_TOKENS + (1 if length <= 12 else 2 if length <= 16 else 3 if length <= 24 else 4)
 
 
 @compiled
-def found_at(at: int, source: int) -> Any:
+def matches_at(at: int, source: int) -> Any:
     """The matches of a source."""
-    return record_at(at, source, FOUND)
+    return record_at(at, source, MATCH_RECORD)
 
 
 @compiled
-def table_of(found: Any) -> Any:
-    return array_at(found.log[ANSWERS], 1, CONTEXT_TABLE)[0]
+def table_of(matches: Any) -> Any:
+    return array_at(matches.log[ANSWERS_LOG], 1, CONTEXT_TABLE)[0]
 
 
 def _find_in_context(at: int, node: int) -> int:
-    work, found = work_at(at), found_at(at, OF_CONTEXT)
-    find_matches(table_of(found), found, node, work.parents[node], work.tails[node], work.marks)
-    return max(found.highest, LONGEST_SHORT)  # type: ignore[no-any-return]
+    work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
+    find_matches(table_of(matches), matches, node, work.parents[node], work.tails[node], work.marks)
+    return max(matches.highest, MAX_SHORT_ORDER)  # type: ignore[no-any-return]
 
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
-    work, found = work_at(at), found_at(at, OF_CONTEXT)
-    if order == min(LONGEST_SHORT, found.shortest[node] - 1):
-        add_short_matches(table_of(found), found, node, work.tails[node], work.marks)
-    return _weigh(at, OF_CONTEXT, found, order, first, left)
+    work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
+    if order == min(MAX_SHORT_ORDER, matches.shortest[node] - 1):
+        add_short_matches(table_of(matches), matches, node, work.tails[node], work.marks)
+    return _weigh(at, CONTEXT_NUMBER, matches, order, first, left)
 
 
 @compiled
-def find_matches(table: Any, found: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
+def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
     """Find the places in the conversation that match the tail of a node, and the tokens after them."""
-    _begin(found, node)
+    _begin(matches, node)
     if node == 0:
-        found.shortest[0] = CHAINS[LONG]
-        _look_up(table, found, 0, LONG, PLACES, tail, marks)
+        matches.shortest[0] = CHAIN_LENGTHS[LONG_CHAIN]
+        _look_up(table, matches, 0, LONG_CHAIN, MAX_ROOT_MATCHES, tail, marks)
     else:
-        found.shortest[node] = found.shortest[parent] + 1
-        _inherit(found, 0, node, parent, tail[LONGEST_MATCH - 1], table.ring, table.end)
-        if found.count[0, node] == 0:
-            found.shortest[node] = CHAINS[SHORT]
-            _look_up(table, found, node, SHORT, PLACES_BELOW, tail, marks)
-    _add_followers(found, 0, 0, node, table.ring, LONGEST_MATCH)
+        matches.shortest[node] = matches.shortest[parent] + 1
+        _inherit(matches, 0, node, parent, tail[MAX_MATCH_TOKENS - 1], table.ring, table.end)
+        if matches.count[0, node] == 0:
+            matches.shortest[node] = CHAIN_LENGTHS[SHORT_CHAIN]
+            _look_up(table, matches, node, SHORT_CHAIN, MAX_NODE_MATCHES, tail, marks)
+    _add_followers(matches, 0, 0, node, table.ring, MAX_MATCH_TOKENS)
 
 
 @compiled
-def add_short_matches(table: Any, found: Any, node: int, tail: Array, marks: Array) -> None:
+def add_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: Array) -> None:
     """Add those of the latest places after the last token that are shorter than the matches so far."""
-    before = found.count[0, node]
-    _look_up(table, found, node, SHORT, PLACES if node == 0 else PLACES_BELOW, tail, marks)
-    found.shortest[node] = CHAINS[SHORT]
-    _add_followers(found, 0, before, node, table.ring, LONGEST_SHORT)
+    before = matches.count[0, node]
+    _look_up(table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, marks)
+    matches.shortest[node] = CHAIN_LENGTHS[SHORT_CHAIN]
+    _add_followers(matches, 0, before, node, table.ring, MAX_SHORT_ORDER)
 
 
 def _add_to_context(at: int, token: int, emitted: int) -> None:
     if emitted:
-        add(table_of(found_at(at, OF_CONTEXT)), token)
+        add(table_of(matches_at(at, CONTEXT_NUMBER)), token)
 
 
-def _log_source(name: SourceName, prior: Prior) -> Source:
+def _log_source(name: SourceName, prior: Prior) -> CompiledSource:
     """A source that matches token logs."""
     number = name.value
 
     def find(at: int, node: int) -> int:
-        work, found = work_at(at), found_at(at, number)
-        _begin(found, node)
-        for log in range(LOGS):
-            if found.log[log]:
-                _find_in_log(work, found, log, node)
-        return found.highest  # type: ignore[no-any-return]
+        work, matches = work_at(at), matches_at(at, number)
+        _begin(matches, node)
+        for log in range(NUM_LOGS):
+            if matches.log[log]:
+                _find_in_log(work, matches, log, node)
+        return matches.highest  # type: ignore[no-any-return]
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
-        found = found_at(at, number)
-        return _weigh(at, number, found, order, first, left)
+        matches = matches_at(at, number)
+        return _weigh(at, number, matches, order, first, left)
 
     def move(at: int, token: int, emitted: int) -> None:
         if emitted:
-            append_to_log(found_at(at, number), token)
+            append_to_log(matches_at(at, number), token)
 
-    return Source(name, CHAINED, prior, find, weigh, move)
+    return CompiledSource(name, CHAIN_KEY_TOKENS, prior, find, weigh, move)
 
 
 @compiled
-def append_to_log(found: Any, token: int) -> None:
+def append_to_log(matches: Any, token: int) -> None:
     """Append a token to the answer in hand, if there is one."""
-    if found.lane:
-        lane = array_at(found.lane, 1, LANE)[0]
+    if matches.lane:
+        lane = array_at(matches.lane, 1, LANE)[0]
         if lane.owner > 0:
-            append(array_at(found.log[ANSWERS], 1, LOG)[0], lane, token, True)
+            append(array_at(matches.log[ANSWERS_LOG], 1, LOG)[0], lane, token, True)
 
 
 @compiled
-def _begin(found: Any, node: int) -> None:
-    found.followers = found.total = found.distinct = 0
-    found.highest, found.of_order[:] = -1, 0
-    found.count[:, node] = 0
+def _begin(matches: Any, node: int) -> None:
+    matches.followers = matches.total = matches.distinct = 0
+    matches.highest, matches.of_order[:] = -1, 0
+    matches.count[:, node] = 0
 
 
 @compiled
-def _find_in_log(work: Any, found: Any, log: int, node: int) -> None:
+def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
     """Find the matches of a node in a log, those of its parent first."""
-    record, tail = array_at(found.log[log], 1, LOG), work.tails[node]
+    record, tail = array_at(matches.log[log], 1, LOG), work.tails[node]
     tokens = places_of(record[0])[:, TOKEN]
     if node > 0:
-        _inherit(found, log, node, work.parents[node], tail[LONGEST_MATCH - 1], tokens, end_of(record[0]))
-    if found.count[log, node] == 0:
-        most = MATCHES if node == 0 else LOG_PLACES_BELOW
-        places, lengths = found.places[log, node, :most], found.lengths[log, node, :most]
-        found.count[log, node] = search(record[0], found.owner, tail, work.marks[CHAINED], places, lengths)
-    _add_followers(found, log, 0, node, tokens, LONGEST_MATCH)
+        _inherit(matches, log, node, work.parents[node], tail[MAX_MATCH_TOKENS - 1], tokens, end_of(record[0]))
+    if matches.count[log, node] == 0:
+        max_places = MAX_MATCHES if node == 0 else MAX_NODE_LOG_MATCHES
+        places, lengths = matches.places[log, node, :max_places], matches.lengths[log, node, :max_places]
+        matches.count[log, node] = search(record[0], matches.owner, tail, work.marks[CHAIN_KEY_TOKENS], places, lengths)
+    _add_followers(matches, log, 0, node, tokens, MAX_MATCH_TOKENS)
 
 
 @compiled
-def _inherit(found: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
+def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
     """Take over the places of the parent that the token of a node continues."""
     count, mask = 0, len(tokens) - 1
-    for at in range(found.count[log, parent]):
-        place = found.places[log, parent, at]
+    for at in range(matches.count[log, parent]):
+        place = matches.places[log, parent, at]
         if tokens[place & mask] == token and place + 1 < end:
-            found.places[log, node, count] = place + 1
-            found.lengths[log, node, count] = min(found.lengths[log, parent, at] + 1, LONGEST_MATCH)
+            matches.places[log, node, count] = place + 1
+            matches.lengths[log, node, count] = min(matches.lengths[log, parent, at] + 1, MAX_MATCH_TOKENS)
             count += 1
-    found.count[log, node] = count
+    matches.count[log, node] = count
 
 
 @compiled
-def _look_up(table: Any, found: Any, node: int, chain: int, most: int, tail: Array, marks: Array) -> None:
+def _look_up(table: Any, matches: Any, node: int, chain: int, max_places: int, tail: Array, marks: Array) -> None:
     """Read at most so many of the latest matches of a chain, and add those that the node does not have."""
-    oldest, start = max(np.int64(0), table.end - WINDOW), table.heads[chain, head_of(marks[CHAINS[chain]])]
-    count = found.count[0, node]
-    limits = (CHAINS[chain], LONGEST_MATCH if count == 0 else found.shortest[node] - 1)
-    ring, before, places, lengths = table.ring, table.before[chain], found.places[0, node], found.lengths[0, node]
-    found.count[0, node] = follow_chain(
-        ring, before, NO_OWNERS, 0, start, oldest, tail, limits, most, STEPS, places, lengths, count
+    oldest, start = (
+        max(np.int64(0), table.end - CONTEXT_WINDOW),
+        table.heads[chain, head_of(marks[CHAIN_LENGTHS[chain]])],
+    )
+    count = matches.count[0, node]
+    limits = (CHAIN_LENGTHS[chain], MAX_MATCH_TOKENS if count == 0 else matches.shortest[node] - 1)
+    ring, before, places, lengths = table.ring, table.before[chain], matches.places[0, node], matches.lengths[0, node]
+    matches.count[0, node] = follow_chain(
+        ring, before, NO_OWNERS, 0, start, oldest, tail, limits, max_places, MAX_CHAIN_VISITS, places, lengths, count
     )
 
 
 @compiled
-def _add_followers(found: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
+def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
     """Add the tokens after the matches from the ``first`` on, at no higher n-gram order than ``highest``."""
     mask = len(tokens) - 1
-    for at in range(first, found.count[log, node]):
-        token = tokens[found.places[log, node, at] & mask]
-        if token >= 0 and found.followers < PLACES:
-            order = min(highest, level_of(found.lengths[log, node, at]))
-            found.tokens[found.followers], found.orders[found.followers] = token, order
-            found.followers += 1
-            found.of_order[order] += 1
-            found.highest = max(found.highest, order)
+    for at in range(first, matches.count[log, node]):
+        token = tokens[matches.places[log, node, at] & mask]
+        if token >= 0 and matches.followers < MAX_ROOT_MATCHES:
+            order = min(highest, order_of_match(matches.lengths[log, node, at]))
+            matches.tokens[matches.followers], matches.orders[matches.followers] = token, order
+            matches.followers += 1
+            matches.of_order[order] += 1
+            matches.highest = max(matches.highest, order)
 
 
 @compiled
-def _weigh(at: int, source: int, found: Any, order: int, first: int, left: float) -> float:
+def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
     """Add the tokens after matches of this order or a higher one; return what is left."""
-    for place in range(found.followers if found.of_order[order] > 0 else 0):
-        if found.orders[place] == order:
-            token, different = found.tokens[place], 0
-            while different < found.distinct and found.different[different] != token:
+    for place in range(matches.followers if matches.of_order[order] > 0 else 0):
+        if matches.orders[place] == order:
+            token, different = matches.tokens[place], 0
+            while different < matches.distinct and matches.different[different] != token:
                 different += 1
-            if different == found.distinct:
-                found.different[different], found.counts[different] = token, 0
-                found.distinct += 1
-            found.counts[different] += 1
-            found.total += 1
-    if found.total == 0:
+            if different == matches.distinct:
+                matches.different[different], matches.counts[different] = token, 0
+                matches.distinct += 1
+            matches.counts[different] += 1
+            matches.total += 1
+    if matches.total == 0:
         return left
-    tokens, counts = found.different[: found.distinct], found.counts[: found.distinct]
+    tokens, counts = matches.different[: matches.distinct], matches.counts[: matches.distinct]
     # Whether all matches go on alike does not tell how reliable they are, unlike in stores.
-    bucket = bucket_of(found.total, MANY)
-    return contribute(at, source, first + order - 1, tokens, counts, found.total, bucket, left)
+    bucket = evidence_bucket(matches.total, MANY_TOKENS)
+    return contribute(at, source, first + order - 1, tokens, counts, matches.total, bucket, left)
 
 
-_OWN_WORDS = Prior(LEVELS, many=0.25)
-OF_CONTEXT = SourceName.CONTEXT.value
-CONTEXT = Source(SourceName.CONTEXT, 1, _OWN_WORDS, _find_in_context, _weigh_context, _add_to_context)
-PREDICTION = _log_source(SourceName.PREDICTION, _OWN_WORDS)
-HISTORY = _log_source(SourceName.HISTORY, Prior(LEVELS, many=0.06))
+_OWN_TEXT_PRIOR = Prior(MATCH_ORDERS, many=0.25)
+CONTEXT_NUMBER = SourceName.CONTEXT.value
+CONTEXT_SOURCE = CompiledSource(
+    SourceName.CONTEXT, 1, _OWN_TEXT_PRIOR, _find_in_context, _weigh_context, _add_to_context
+)
+PREDICTION_SOURCE = _log_source(SourceName.PREDICTION, _OWN_TEXT_PRIOR)
+HISTORY_SOURCE = _log_source(SourceName.HISTORY, Prior(MATCH_ORDERS, many=0.06))

@@ -1,8 +1,8 @@
-"""The estimate of what follows a node, and best-first search for the most probable paths, in one sorted list.
+"""Estimates what follows a node, and grows the tree by best-first search over one sorted list of paths.
 
-Each path in turn becomes a node, its continuations are estimated, and their paths enter the list after it, as a path
-is never more probable than its start. So parents come before their children, nodes are sorted by probability, and a
-smaller tree is a prefix of a larger one.
+The best path becomes a node, its continuations are estimated, and their paths are inserted after it, as a path is never
+more probable than its prefix. So parents come before their children, nodes are sorted by probability, and a smaller
+tree is a prefix of a larger one.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     work_at,
 )
 from hdtool.runtime.drafters.hierarchy.evidence import position_after
-from hdtool.runtime.drafters.hierarchy.matches import found_at, table_of
-from hdtool.runtime.drafters.hierarchy.rankings import agree, near_at
+from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
+from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.model_store import mixed
-from hdtool.runtime.stores.token_log import LONGEST_MATCH
+from hdtool.runtime.stores.model_store import mix_hash
+from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
-DEEPEST = 64
+MAX_DEPTH = 64
 WORTH_EXPANDING = 1.6
 """A node is expanded if its path is so many times as probable as the last one of a full list."""
 WORTH_ADDING = 0.1
 """A contribution below this share of the last path's probability is left out."""
-LEAST_LEFT = 0.002
-LEAST_PART = 1e-4
+MIN_LEFT = 0.002
+MIN_CONTRIBUTION = 1e-4
 LEFT_TO_LEARN = 0.02
 """Below so much that is left, shorter orders learn nothing from an emitted token."""
-TREE, CONTEXT = SourceName.NONE.value, SourceName.CONTEXT.value
-GRAMMAR, RECYCLED = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
+TREE_NUMBER, CONTEXT_NUMBER = SourceName.NONE.value, SourceName.CONTEXT.value
+GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
 
 
 @compiled
-def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
-    """Interpolate from the longest n-gram order down, until less than ``least`` is left to shorter ones.
+def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
+    """Interpolate from the longest n-gram order down, until less than ``min_left`` is left to shorter ones.
 
     Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
     the share that each order gives to it instead.
     """
     work, table = work_at(at), table_at(at)
-    work.least, work.floor, work.truth = least, floor, truth
+    work.min_left, work.floor, work.truth = min_left, floor, truth
     _start(work, node)
-    lap(work, TREE)
+    lap(work, TREE_NUMBER)
     order = 0
     # Sources are asked from the last row on, since the last ones prefetch what they read later. All are asked, even
     # where one would suffice: the children of the node inherit their matches.
@@ -65,13 +65,13 @@ def expand(at: int, node: int, least: float, floor: float, truth: int) -> None:
         order = max(order, row.highest)
         lap(work, row.source)
     left = 1.0
-    while order > 0 and left >= least:
+    while order > 0 and left >= min_left:
         left = _add_order(at, node, order, left)
         order -= 1
-    work.cut[node] = left < least
+    work.cut[node] = left < min_left
     if truth == DRAFTING:
         _adjust(at, node, left)
-    elif left >= least:
+    elif left >= min_left:
         _add_order(at, node, 0, left)
 
 
@@ -82,7 +82,7 @@ def _start(work: Any, node: int) -> None:
     work.round += 1
     mark = np.uint64(0)
     for length in range(1, work.hashed + 1):
-        mark = mixed(mark, work.tails[node, LONGEST_MATCH - length])
+        mark = mix_hash(mark, work.tails[node, MAX_MATCH_TOKENS - length])
         work.marks[length] = mark
 
 
@@ -95,7 +95,7 @@ def _add_order(at: int, node: int, order: int, left: float) -> float:
         if row.lowest <= order <= row.highest:
             left = call_weigh(row.weigh, (at, node, order, row.first, left))
             lap(work, row.source)
-            if left < work.least:
+            if left < work.min_left:
                 break
     return left
 
@@ -107,62 +107,62 @@ def _adjust(at: int, node: int, left: float) -> None:
     # The target's own ranking of the same position already reflects recency.
     ranked = position_after(near, work.depths[node])
     if work.has_context and ranked < 0:
-        weigh_recency(work, weights.recency, table_of(found_at(at, CONTEXT)), node)
-        lap(work, CONTEXT)
-    if left >= work.least:
+        weigh_recency(work, weights.recency, table_of(matches_at(at, CONTEXT_NUMBER)), node)
+        lap(work, CONTEXT_NUMBER)
+    if left >= work.min_left:
         _add_order(at, node, 0, left)
     if ranked >= 0:
-        agree(work, near, ranked)
-        lap(work, RECYCLED)
+        weigh_agreement(work, near, ranked)
+        lap(work, RECYCLED_NUMBER)
     if work.is_sampled:
         weigh_draws(work, node)
 
 
 @compiled
-def grow(at: int, most: int) -> int:
-    """Fill the workspace with the ``most`` most probable nodes, and return how many there are."""
+def grow(at: int, max_nodes: int) -> int:
+    """Fill the workspace with the ``max_nodes`` most probable nodes, and return how many there are."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     size, node, bar = 0, 0, 0.0
     while True:
         probs = work.probs[node]
-        if node < work.expected and size < most:
+        if node < work.expected and size < max_nodes:
             # The expected token follows alone; lower nodes inherit the matches.
-            expand(at, node, LEAST_LEFT, LEAST_PART, DRAFTING)
-            work.best_probs[node], work.best_keys[node] = probs, GRAMMAR << 40 | node << 32 | work.chain[node]
+            expand(at, node, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
+            work.best_probs[node], work.best_keys[node] = probs, GRAMMAR_NUMBER << 40 | node << 32 | work.chain[node]
             size = node + 1
-        elif work.depths[node] < DEEPEST and probs > WORTH_EXPANDING * bar:
-            least = max(WORTH_EXPANDING * bar / probs, LEAST_LEFT)
-            expand(at, node, least, max(WORTH_ADDING * bar / probs, LEAST_PART), DRAFTING)
-            size, bar = _enlist(work, node, size, most, bar)
+        elif work.depths[node] < MAX_DEPTH and probs > WORTH_EXPANDING * bar:
+            min_left = max(WORTH_EXPANDING * bar / probs, MIN_LEFT)
+            expand(at, node, min_left, max(WORTH_ADDING * bar / probs, MIN_CONTRIBUTION), DRAFTING)
+            size, bar = _insert_paths(work, node, size, max_nodes, bar)
         if node == size:
             break
         node += 1
-        _settle(work, node)
-        if node == most:
+        _make_node(work, node)
+        if node == max_nodes:
             break
     work.expected = 0
     for place in range(node):
         work.above[place] = work.parents[place + 1] - 1
-    lap(work, TREE)
+    lap(work, TREE_NUMBER)
     return node
 
 
 @compiled
-def grow_all(at: Ints, most: Ints, grown: Ints) -> None:
+def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
     """Grow a tree in each of several workspaces, by their addresses; ``grown`` gets the numbers of nodes."""
-    for row in range(len(most)):
-        grown[row] = grow(at[row], most[row]) if most[row] > 0 else 0
+    for row in range(len(max_nodes)):
+        grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 
 
 @compiled
-def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int, float]:
+def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -> tuple[int, float]:
     """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
     for at in range(work.size):
         # The shares of a damaged store may exceed the whole.
         probs = min(1.0, work.chances[at]) * work.probs[node]
-        if size < most:
+        if size < max_nodes:
             place = size
             size += 1
         elif probs > bar:
@@ -175,13 +175,13 @@ def _enlist(work: Any, node: int, size: int, most: int, bar: float) -> tuple[int
         source = np.argmax(work.parts[at])
         work.best_probs[place] = probs
         work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
-        if size == most:
+        if size == max_nodes:
             bar = work.best_probs[size - 1]
     return size, bar
 
 
 @compiled
-def _settle(work: Any, node: int) -> None:
+def _make_node(work: Any, node: int) -> None:
     """Make a node of the next path of the list."""
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
@@ -194,9 +194,9 @@ def _settle(work: Any, node: int) -> None:
 @compiled
 def extend(work: Any, above: int, node: int, token: int) -> None:
     """Give a node the last tokens of its parent and its own token."""
-    for place in range(LONGEST_MATCH - 1):
+    for place in range(MAX_MATCH_TOKENS - 1):
         work.tails[node, place] = work.tails[above, place + 1]
-    work.tails[node, LONGEST_MATCH - 1] = token
+    work.tails[node, MAX_MATCH_TOKENS - 1] = token
 
 
 @compiled

@@ -1,6 +1,6 @@
-"""Published methods of look-up: prompt lookup, REST, and the n-grams of lookahead decoding.
+"""Published methods that look up n-grams: prompt lookup, REST, and lookahead decoding.
 
-Lookahead Decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
+Lookahead decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
 the target computes the tokens after them, which are the guesses of the next iteration. A row holds the
 ``width`` guesses of one iteration, and each row was computed from the one above it::
 
@@ -53,7 +53,7 @@ class GrowingContext:
         return self._tokens[: self._size]
 
 
-PRIOR_RATE, PRIOR_WEIGHT, EMA_WINDOW = 0.6, 10.0, 200.0
+PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 """The rate of acceptance that measured ones begin with, its weight, and the window of their averages in tokens."""
 
 
@@ -72,41 +72,41 @@ class PromptLookup:
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
         self._context = GrowingContext()
-        self._seen = np.full(longest + tokens, PRIOR_WEIGHT)
+        self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
         """Tokens that were compared with the answer, by the length of the match before them, and those that fitted."""
         self._fitted = self._seen * PRIOR_RATE
-        self._found: Ints = np.empty(0, np.int64)
+        self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, whether they were drafted or not."""
         self._matched = 0
         first_match(self._context.grown(()), longest)  # compiles or loads it, so that no step waits for it
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
-        self._found = self._found[:0]
+        self._chain = self._chain[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
         tokens_so_far = self._context.grown(context)
         start, self._matched = first_match(tokens_so_far, self._longest)
         # Copied, because the buffer is overwritten.
-        self._found = tokens_so_far[start : start + len(self._parents)].copy()
-        most = min(len(self._found), self._budget.most)
+        self._chain = tokens_so_far[start : start + len(self._parents)].copy()
+        max_nodes = min(len(self._chain), self._budget.max_nodes)
         kept = 0
-        if most:
-            following = slice(self._matched, self._matched + most)
+        if max_nodes:
+            following = slice(self._matched, self._matched + max_nodes)
             kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
-        tree = DraftTree(context[-1], self._found[:kept], self._parents[:kept], self._sources[:kept])
+        tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
-        for place, (found, token) in enumerate(zip(self._found.tolist(), accepted.tokens, strict=False)):
+        for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
-            fading = min(1.0, EMA_WINDOW / self._seen[length])
+            fading = min(1.0, FITTED_WINDOW / self._seen[length])
             self._seen[length] = self._seen[length] * fading + 1
-            self._fitted[length] = self._fitted[length] * fading + (found == token)
-            if found != token:
+            self._fitted[length] = self._fitted[length] * fading + (drafted == token)
+            if drafted != token:
                 break
 
 
@@ -145,13 +145,13 @@ class CorpusDrafter:
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        most = min(self._budget.most, LARGEST_TREE)
-        found = self._index.after(context, most) if most else None
-        kept = self._budget.nodes(found.counts / max(found.found, 1)) if found else 0
+        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
+        continuations = self._index.after(context, max_nodes) if max_nodes else None
+        kept = self._budget.nodes(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
         tree = DraftTree.bare(context[-1])
-        if found and kept:
+        if continuations and kept:
             # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
-            tokens, parents = found.tokens[:kept].copy(), found.parents[:kept].astype(np.int32)
+            tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
             tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
         self.seconds[SourceName.CORPUS] += time.perf_counter() - started
         return tree
@@ -168,19 +168,19 @@ class Lookahead:
 
     def __init__(self, width: int, length: int) -> None:
         self._width = width
-        self._most_rows = length - 1
+        self._max_rows = length - 1
         self._rows: list[Ints] = []
         # Indexed by the number of rows.
-        self._parents = [_parents(rows, width + self._most_rows - rows) for rows in range(self._most_rows + 1)]
+        self._parents = [_parents(rows, width + self._max_rows - rows) for rows in range(self._max_rows + 1)]
 
     @property
-    def most(self) -> int:
+    def max_nodes(self) -> int:
         """The largest number of nodes of the branch."""
         return max(map(len, self._parents))
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Initialize the guesses with tokens of the prompt, chosen by a seed that depends on its length."""
-        guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._most_rows - 2)
+        guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._max_rows - 2)
         self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
 
     def nodes(self) -> tuple[Ints, Ints]:
@@ -189,7 +189,7 @@ class Lookahead:
 
     @property
     def is_full(self) -> bool:
-        return len(self._rows) == self._most_rows
+        return len(self._rows) == self._max_rows
 
     @property
     def num_observed(self) -> int:
@@ -202,8 +202,8 @@ class Lookahead:
         if not self.is_full:
             # The head of the first column is the new root, which was not guessed: the column is dropped.
             self._rows = [*(row[1:] for row in rows), argmax]
-            return np.empty((0, self._most_rows + 1), np.int64)
-        completed = np.empty((self._width, self._most_rows + 1), np.int64)
+            return np.empty((0, self._max_rows + 1), np.int64)
+        completed = np.empty((self._width, self._max_rows + 1), np.int64)
         completed[0, 0], completed[1:, 0] = root, rows[0]
         for row, guesses in enumerate([*rows[1:], argmax], start=1):
             completed[:, row] = guesses

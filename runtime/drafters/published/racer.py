@@ -1,7 +1,7 @@
-"""RACER (Zhang et al., 2026): retrieved n-grams, and a tree of the tokens that the target last ranked highest.
+"""RACER (Zhang et al., 2026): retrieved n-grams, completed by a tree of recycled rankings.
 
-An automaton of Aho and Corasick (1975) goes from a match to its suffixes by failure links. Matches here have fewer
-tokens than an n-gram, so all suffixes of the context are looked up from the root instead, and no link becomes stale.
+All suffixes of the context are looked up from the root of a trie, so unlike in an Aho-Corasick automaton no failure
+link can become stale.
 
 The most frequent continuations of all matches come first. The rest of the tree follows the rankings: the best token of
 a node gets half of its parent's breadth, each further one half of the one before.
@@ -19,16 +19,21 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafter import NodeCalibration
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
-from hdtool.runtime.drafters.published.token_recycling import BEST, NONE, Conversation, TopTokens
+from hdtool.runtime.drafters.published.token_recycling import (
+    NO_RECYCLED_TOKEN,
+    RECYCLED_PER_TOKEN,
+    ConversationTracker,
+    TopTokens,
+)
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 
-LENGTH = 10
+NGRAM_LENGTH = 10
 """Tokens of an n-gram."""
-NODES = 10_000
-HEADS = 1 << 14
+MAX_TRIE_NODES = 10_000
+HASH_CHAINS = 1 << 14
 SHORTEST_MATCH = 2
 NO_NODE = -1
 ROOT_NODE = 0
@@ -36,16 +41,16 @@ ROOT_NODE = 0
 TRIE = np.dtype(
     [
         ("size", np.int64),
-        ("tokens", np.int64, NODES),
-        ("counts", np.int64, NODES),
-        ("parents", np.int32, NODES),
-        ("first", np.int32, NODES),  # the latest child, and the next older one of the same node
-        ("next", np.int32, NODES),
-        ("heads", np.int32, HEADS),  # by hash of parent and token, and the next one of the same hash
-        ("chain", np.int32, NODES),
+        ("tokens", np.int64, MAX_TRIE_NODES),
+        ("counts", np.int64, MAX_TRIE_NODES),
+        ("parents", np.int32, MAX_TRIE_NODES),
+        ("first", np.int32, MAX_TRIE_NODES),  # the latest child, and the next older one of the same node
+        ("next", np.int32, MAX_TRIE_NODES),
+        ("heads", np.int32, HASH_CHAINS),  # by hash of parent and token, and the next one of the same hash
+        ("chain", np.int32, MAX_TRIE_NODES),
         # The nodes by their last use, in a ring through the root.
-        ("later", np.int32, NODES),  # of the root: the least recently used one
-        ("earlier", np.int32, NODES),  # of the root: the latest one
+        ("later", np.int32, MAX_TRIE_NODES),  # of the root: the least recently used one
+        ("earlier", np.int32, MAX_TRIE_NODES),  # of the root: the latest one
     ],
     align=True,
 )
@@ -55,7 +60,7 @@ class NgramTrie:
     def __init__(self) -> None:
         self.memory = np.zeros(1, TRIE)
         self.clear()
-        self.add([0] * LENGTH, 0)  # compiles all, or loads it
+        self.add([0] * NGRAM_LENGTH, 0)  # compiles all, or loads it
         self.after([0, 0], 1)
         self.clear()
 
@@ -64,14 +69,14 @@ class NgramTrie:
 
     def add(self, context: Sequence[int] | Ints, known: int) -> None:
         """Count the n-grams that end after the first ``known`` tokens of a context."""
-        start = max(0, known - LENGTH + 1)
+        start = max(0, known - NGRAM_LENGTH + 1)
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
-    def after(self, context: Sequence[int] | Ints, most: int) -> tuple[Ints, Ints]:
+    def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
         """The most frequent continuations of all suffixes of a context, as rows and the lengths of these."""
-        rows: Ints = np.full((most, LENGTH), NO_NODE, np.int32)
-        lengths: Ints = np.zeros(most, np.int64)
-        count = _after(self.memory[0], np.asarray(context[-LENGTH + 1 :], np.int64), rows, lengths)
+        rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
+        lengths: Ints = np.zeros(max_rows, np.int64)
+        count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)
         return rows[:count], lengths[:count]
 
 
@@ -85,9 +90,9 @@ def _clear(trie: Any) -> None:
 
 @compiled
 def _add_all(trie: Any, tokens: Ints) -> None:
-    for start in range(len(tokens) - LENGTH + 1):
+    for start in range(len(tokens) - NGRAM_LENGTH + 1):
         node = ROOT_NODE
-        for token in tokens[start : start + LENGTH]:
+        for token in tokens[start : start + NGRAM_LENGTH]:
             child = child_of(trie, node, token)
             if child == NO_NODE:
                 child = _new_node(trie, node, token)
@@ -102,7 +107,7 @@ def _add_all(trie: Any, tokens: Ints) -> None:
 @compiled
 def _head(parent: Any, token: Any) -> int:
     mark = np.int64(parent) * 40503 + np.int64(token) * 2654435761
-    return int((mark ^ (mark >> 15)) & (HEADS - 1))
+    return int((mark ^ (mark >> 15)) & (HASH_CHAINS - 1))
 
 
 @compiled
@@ -116,7 +121,7 @@ def child_of(trie: Any, node: int, token: Any) -> int:
 @compiled
 def _new_node(trie: Any, parent: int, token: Any) -> int:
     """A node below a parent, which takes the place of the least recently used leaf if there is no other."""
-    if trie.size < NODES:
+    if trie.size < MAX_TRIE_NODES:
         node = trie.size
         trie.size += 1
     else:
@@ -144,10 +149,10 @@ def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
     if firsts[key] == node:
         firsts[key] = nexts[node]
         return
-    other = firsts[key]
-    while nexts[other] != node:
-        other = nexts[other]
-    nexts[other] = nexts[node]
+    previous = firsts[key]
+    while nexts[previous] != node:
+        previous = nexts[previous]
+    nexts[previous] = nexts[node]
 
 
 @compiled
@@ -175,8 +180,8 @@ def _enter(trie: Any, node: int) -> None:
 @compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     """Fill the rows with the paths from the matches to their most frequent continuations."""
-    most = len(rows)
-    nodes, counts = np.empty(most, np.int64), np.empty(most, np.int64)
+    max_rows = len(rows)
+    nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
     for length in range(len(tail), SHORTEST_MATCH - 1, -1):
         match = ROOT_NODE
@@ -199,8 +204,8 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
     """Add the nodes below a match to the most frequent ones, sorted by count; the shallower of equals first."""
-    most = len(nodes)
-    waiting, depths = np.empty(NODES, np.int64), np.empty(NODES, np.int64)
+    max_rows = len(nodes)
+    waiting, depths = np.empty(MAX_TRIE_NODES, np.int64), np.empty(MAX_TRIE_NODES, np.int64)
     waiting[0], depths[0] = match, 0
     read, written = 0, 1
     while read < written:
@@ -209,9 +214,9 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
         child = trie.first[above]
         while child != NO_NODE:
             count = trie.counts[child]
-            if size < most or count > counts[size - 1]:
-                place = size if size < most else size - 1
-                size = min(size + 1, most)
+            if size < max_rows or count > counts[size - 1]:
+                place = size if size < max_rows else size - 1
+                size = min(size + 1, max_rows)
                 while place > 0 and counts[place - 1] < count:
                     nodes[place], counts[place] = nodes[place - 1], counts[place - 1]
                     lengths[place] = lengths[place - 1]
@@ -223,10 +228,10 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
     return size
 
 
-RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
+KIND_PRIOR_RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates: of retrieved tokens, then by rank."""
-RETRIEVED = 0
-RECYCLED = SourceName.RECYCLED.value
+RETRIEVED_KIND = 0
+RECYCLED_NUMBER = SourceName.RECYCLED.value
 
 NO_KINDS = np.empty(0, np.int64)
 
@@ -234,24 +239,24 @@ NO_KINDS = np.empty(0, np.int64)
 class Racer:
     """Keeps n-grams and rankings from one conversation to the next unless ``remembers`` is False."""
 
-    most_ranked = BEST
+    max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.RECYCLED: 0.0}
         """Seconds spent in each source since the drafter was made."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
-        self._remembers, self._conversation = remembers, Conversation()
+        self._remembers, self._conversation = remembers, ConversationTracker()
         self._ngrams, self._table = NgramTrie(), TopTokens()
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._known = 0
         """Tokens of the context whose n-grams are counted."""
-        self._calibration = NodeCalibration(RATES)
+        self._calibration = NodeCalibration(KIND_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
         """The kinds of the nodes of the last tree, and the tree."""
         # Compiled, or loaded from the cache, before a step needs it.
-        self._trie.add(np.full((1, 1), NONE, np.int32), SourceName.CONTEXT, wanted=1)
-        _fill(np.zeros((1, BEST), np.int64), 0, *self._trie.nodes(), 1)
+        self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceName.CONTEXT, wanted=1)
+        _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.nodes(), 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self._conversation.continues(prompt) and not self._remembers:
@@ -263,19 +268,19 @@ class Racer:
         self._verified = NO_KINDS, DraftTree.bare(prompt[-1])
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        root, most = context[-1], min(self._budget.most, LARGEST_TREE)
-        if not most:
+        root, max_nodes = context[-1], min(self._budget.max_nodes, LARGEST_TREE)
+        if not max_nodes:
             self._verified = NO_KINDS, DraftTree.bare(root)
             return self._verified[1]
         started = time.perf_counter()
         known = self._context.grown(context)
         self._ngrams.add(known, self._known)
         self._known = len(known)
-        rows, _ = self._ngrams.after(known, most)
+        rows, _ = self._ngrams.after(known, max_nodes)
         self._trie.clear()
         self._trie.add(rows, SourceName.CONTEXT, wanted=len(rows))
         between = time.perf_counter()
-        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), most)
+        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), max_nodes)
         whole = DraftTree(root, tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
         order = order[: self._budget.nodes(probs)]
@@ -289,38 +294,38 @@ class Racer:
         kinds, tree = self._verified
         if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(kinds, tree, accepted.path)
-            if self._budget.most:
+            if self._budget.max_nodes:
                 self._table.keep(tree, verified)
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
 
 @compiled
 def _fill(
-    rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, most: int
+    rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, max_nodes: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The retrieved nodes and, up to ``most``, ranked tokens breadth first: tokens, parents, sources and kinds."""
-    size = min(len(retrieved), most)
-    tokens, parents = np.empty(most, np.int64), np.empty(most, np.int32)
-    sources, kinds = np.empty(most, np.uint8), np.full(most, RETRIEVED)
+    """The retrieved nodes and, up to ``max_nodes``, ranked tokens breadth first: tokens, parents, sources and kinds."""
+    size = min(len(retrieved), max_nodes)
+    tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
+    sources, kinds = np.empty(max_nodes, np.uint8), np.full(max_nodes, RETRIEVED_KIND)
     tokens[:size], parents[:size], sources[:size] = retrieved[:size], above[:size], origins[:size]
-    waiting, breadths = np.full(most + 1, ROOT), np.full(most + 1, BEST)
+    waiting, breadths = np.full(max_nodes + 1, ROOT), np.full(max_nodes + 1, RECYCLED_PER_TOKEN)
     read, written = 0, 1
-    while read < written and size < most:
+    while read < written and size < max_nodes:
         node, breadth = waiting[read], breadths[read]
         following = breadth if node == ROOT else breadth // 2
         token = root if node == ROOT else tokens[node]
         read += 1
         for rank in range(breadth if 0 <= token < len(rows) else 0):
-            if rows[token, rank] == NONE or written > most:
+            if rows[token, rank] == NO_RECYCLED_TOKEN or written > max_nodes:
                 break
             child = 0
             while child < size and not (parents[child] == node and tokens[child] == rows[token, rank]):
                 child += 1
             if child == size:
-                if size == most:
+                if size == max_nodes:
                     break
                 tokens[size], parents[size] = rows[token, rank], node
-                sources[size], kinds[size] = RECYCLED, rank + 1
+                sources[size], kinds[size] = RECYCLED_NUMBER, rank + 1
                 size += 1
             waiting[written], breadths[written] = child, max(1, following)
             following //= 2

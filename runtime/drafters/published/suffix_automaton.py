@@ -1,7 +1,7 @@
-"""The suffix automaton of some texts (Blumer et al., 1985), built online, with the occurrences of all substrings.
+"""An online suffix automaton (Blumer et al., 1985) that counts occurrences, and SAM-Decoding with it.
 
-A state stands for substrings with the same places of occurrence. Its link leads to the longest suffix with more
-places, so the links from a state on are the matches of a text's end, longest first.
+A state stands for the substrings that occur at the same places. Its link leads to the longest suffix that occurs at
+more places, so following links enumerates the matches of a text's end, longest first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
-NONE = -1
-START = 0
+NO_STATE = -1
+START_STATE = 0
 """The state of the empty string."""
-TOKENS, STATES, EDGES, LAST = range(4)
+NUM_TOKENS, NUM_STATES, NUM_EDGES, LAST_STATE = range(4)
 """Sizes in use, and the state of the text so far."""
 STATES_PER_TOKEN, EDGES_PER_TOKEN, SLOTS_PER_TOKEN = 2, 3, 8
 
@@ -60,12 +60,12 @@ class SuffixAutomaton:
         self.clear()
 
     def __len__(self) -> int:
-        return int(self.arrays.sizes[TOKENS])
+        return int(self.arrays.sizes[NUM_TOKENS])
 
     def clear(self) -> None:
-        self.arrays.sizes[:] = 0, 1, 0, START
-        self.arrays.edges[START] = NONE
-        self.arrays.slots[:] = NONE
+        self.arrays.sizes[:] = 0, 1, 0, START_STATE
+        self.arrays.edges[START_STATE] = NO_STATE
+        self.arrays.slots[:] = NO_STATE
 
     def extend(self, tokens: Sequence[int] | Ints) -> None:
         """Add tokens to the end of the text."""
@@ -77,16 +77,16 @@ class SuffixAutomaton:
 
     def end_text(self) -> None:
         """The next token begins another text."""
-        self.arrays.sizes[LAST] = START
+        self.arrays.sizes[LAST_STATE] = START_STATE
 
 
 def _empty(tokens: int) -> Automaton:
     states, edges = STATES_PER_TOKEN * tokens + 1, EDGES_PER_TOKEN * tokens + 1
     lengths, links, ends, counts, latest = (np.zeros(states, np.int32) for _ in range(5))
     sources, labels, targets, nexts = (np.zeros(edges, np.int32) for _ in range(4))
-    links[START] = latest[START] = NONE
-    slots = np.full(SLOTS_PER_TOKEN * tokens, NONE, np.int32)
-    sizes, text = np.array([0, 1, 0, START]), np.zeros(tokens, np.int32)
+    links[START_STATE] = latest[START_STATE] = NO_STATE
+    slots = np.full(SLOTS_PER_TOKEN * tokens, NO_STATE, np.int32)
+    sizes, text = np.array([0, 1, 0, START_STATE]), np.zeros(tokens, np.int32)
     return Automaton(sizes, text, lengths, links, ends, counts, latest, sources, labels, targets, nexts, slots)
 
 
@@ -98,7 +98,7 @@ def _move(old: Automaton, new: Automaton) -> None:
 
 @compiled
 def _index(automaton: Automaton) -> None:
-    for edge in range(automaton.sizes[EDGES]):
+    for edge in range(automaton.sizes[NUM_EDGES]):
         automaton.slots[_slot(automaton, automaton.sources[edge], automaton.labels[edge])] = edge
 
 
@@ -106,31 +106,31 @@ def _index(automaton: Automaton) -> None:
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
     """The slot of an edge, or the free one where it would go."""
     mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
-    most = np.int64(len(automaton.slots) - 1)
-    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & most
+    slot_mask = np.int64(len(automaton.slots) - 1)
+    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
     while True:
         edge = automaton.slots[slot]
-        if edge == NONE or (automaton.sources[edge] == state and automaton.labels[edge] == token):
+        if edge == NO_STATE or (automaton.sources[edge] == state and automaton.labels[edge] == token):
             return slot
-        slot = (slot + 1) & most
+        slot = (slot + 1) & slot_mask
 
 
 @compiled
 def after(automaton: Automaton, state: Any, token: Any) -> Any:
-    """The state that a token leads to, or ``NONE``."""
+    """The state that a token leads to, or ``NO_STATE``."""
     edge = automaton.slots[_slot(automaton, state, token)]
-    return automaton.targets[edge] if edge != NONE else np.int32(NONE)
+    return automaton.targets[edge] if edge != NO_STATE else np.int32(NO_STATE)
 
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
     """The state of the longest suffix that occurs, and its length, after more tokens of another text."""
     for token in tokens:
-        while state != START and after(automaton, state, token) == NONE:
+        while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
             matched = automaton.lengths[state]
         further = after(automaton, state, token)
-        if further != NONE:
+        if further != NO_STATE:
             state, matched = further, matched + 1
     return state, matched
 
@@ -144,24 +144,24 @@ def _extend_all(automaton: Automaton, tokens: Ints) -> None:
 @compiled
 def _extend(automaton: Automaton, token: Any) -> None:
     sizes, links, counts = automaton.sizes, automaton.links, automaton.counts
-    automaton.tokens[sizes[TOKENS]] = token
-    sizes[TOKENS] += 1
-    last = sizes[LAST]
+    automaton.tokens[sizes[NUM_TOKENS]] = token
+    sizes[NUM_TOKENS] += 1
+    last = sizes[LAST_STATE]
     known = after(automaton, last, token)
-    if known != NONE:
+    if known != NO_STATE:
         current = _reached(automaton, last, token, known)
     else:
-        current = _new_state(automaton, automaton.lengths[last] + 1, sizes[TOKENS])
+        current = _new_state(automaton, automaton.lengths[last] + 1, sizes[NUM_TOKENS])
         state = last
-        while state != NONE and after(automaton, state, token) == NONE:
+        while state != NO_STATE and after(automaton, state, token) == NO_STATE:
             _add_edge(automaton, state, token, current)
             state = links[state]
-        suffix = np.int64(START)
-        if state != NONE:
+        suffix = np.int64(START_STATE)
+        if state != NO_STATE:
             suffix = _reached(automaton, state, token, after(automaton, state, token))
         links[current] = suffix
-    sizes[LAST] = current
-    while current != START:
+    sizes[LAST_STATE] = current
+    while current != START_STATE:
         counts[current] += 1
         current = links[current]
 
@@ -175,10 +175,10 @@ def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
     part = _new_state(automaton, length, automaton.ends[target])
     automaton.counts[part], automaton.links[part] = automaton.counts[target], automaton.links[target]
     edge = automaton.edges[target]
-    while edge != NONE:
+    while edge != NO_STATE:
         _add_edge(automaton, part, automaton.labels[edge], automaton.targets[edge])
         edge = automaton.nexts[edge]
-    while state != NONE and after(automaton, state, token) == target:
+    while state != NO_STATE and after(automaton, state, token) == target:
         automaton.targets[automaton.slots[_slot(automaton, state, token)]] = part
         state = automaton.links[state]
     automaton.links[target] = part
@@ -187,17 +187,17 @@ def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
 
 @compiled
 def _new_state(automaton: Automaton, length: Any, end: Any) -> Any:
-    state = automaton.sizes[STATES]
-    automaton.sizes[STATES] += 1
+    state = automaton.sizes[NUM_STATES]
+    automaton.sizes[NUM_STATES] += 1
     automaton.lengths[state], automaton.ends[state] = length, end
-    automaton.counts[state], automaton.edges[state] = 0, NONE
+    automaton.counts[state], automaton.edges[state] = 0, NO_STATE
     return state
 
 
 @compiled
 def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None:
-    edge = automaton.sizes[EDGES]
-    automaton.sizes[EDGES] += 1
+    edge = automaton.sizes[NUM_EDGES]
+    automaton.sizes[NUM_EDGES] += 1
     automaton.slots[_slot(automaton, state, token)] = edge
     automaton.sources[edge], automaton.labels[edge], automaton.targets[edge] = state, token, target
     automaton.nexts[edge], automaton.edges[state] = automaton.edges[state], edge
@@ -205,7 +205,7 @@ def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None
 
 TOKENS_AHEAD = 40
 """Tokens of a draft."""
-PRIOR_RATE, PRIOR_WEIGHT, EMA_WINDOW = 0.6, 10.0, 200.0
+PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 """The rate of acceptance that the measured one begins with, its weight, and the window of the average in tokens."""
 
 
@@ -219,7 +219,7 @@ class SamDecoding:
         self._automaton = SuffixAutomaton()
         self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(TOKENS_AHEAD, SourceName.CONTEXT, np.uint8)
-        self._verified, self._accepted = PRIOR_WEIGHT, PRIOR_WEIGHT * PRIOR_RATE
+        self._verified, self._accepted = RATE_PRIOR_WEIGHT, RATE_PRIOR_WEIGHT * PRIOR_RATE
         self._drafted = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -231,10 +231,10 @@ class SamDecoding:
         started = time.perf_counter()
         automaton = self._automaton.arrays
         # The whole context occurs once; its link is the longest suffix that occurred before.
-        match = automaton.links[automaton.sizes[LAST]]
-        start = int(automaton.ends[match]) if match > START else int(automaton.sizes[TOKENS])
-        most = min(TOKENS_AHEAD, self._budget.most, int(automaton.sizes[TOKENS]) - start)
-        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, most + 1)) if most else 0
+        match = automaton.links[automaton.sizes[LAST_STATE]]
+        start = int(automaton.ends[match]) if match > START_STATE else int(automaton.sizes[NUM_TOKENS])
+        max_nodes = min(TOKENS_AHEAD, self._budget.max_nodes, int(automaton.sizes[NUM_TOKENS]) - start)
+        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, max_nodes + 1)) if max_nodes else 0
         tokens = automaton.tokens[start : start + kept].astype(np.int64)
         self._drafted = kept
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
@@ -244,7 +244,7 @@ class SamDecoding:
         started = time.perf_counter()
         if self._drafted:
             compared = min(self._drafted, len(accepted.path) + 1)
-            fading = min(1.0, EMA_WINDOW / self._verified)
+            fading = min(1.0, RATE_WINDOW / self._verified)
             self._verified = self._verified * fading + compared
             self._accepted = self._accepted * fading + len(accepted.path)
         self._automaton.extend(accepted.tokens)

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.drafters.published.suffix_automaton import (
-    LAST,
-    NONE,
-    START,
+    LAST_STATE,
+    NO_STATE,
+    START_STATE,
     Automaton,
     SuffixAutomaton,
     advance,
@@ -29,9 +29,9 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
-LONGEST = 64
+MAX_MATCH_TOKENS = 64
 """The longest match, in tokens."""
-MOST_TOKENS = 1 << 20
+MAX_KEPT_TOKENS = 1 << 20
 """Tokens of all answers; the answer after so many begins a new memory."""
 
 
@@ -40,16 +40,16 @@ class SuffixConfig(NamedTuple):
 
     nodes_per_token: float = 1.0
     """Nodes for each token of the match,"""
-    more_nodes: float = 0.0
+    extra_nodes: float = 0.0
     """and in addition."""
-    least_prob: float = 0.1
+    min_prob: float = 0.1
     """Less probable nodes are left out."""
 
 
-DEFAULT = SuffixConfig()
+DEFAULT_SUFFIX_CONFIG = SuffixConfig()
 
 
-class Found(NamedTuple):
+class FoundTree(NamedTuple):
     """Nodes of a tree, most probable first."""
 
     tokens: Ints
@@ -61,7 +61,9 @@ class Found(NamedTuple):
 class SuffixDecoding:
     """Remembers earlier answers unless ``remembers`` is False."""
 
-    def __init__(self, budget: Budget | None = None, config: SuffixConfig = DEFAULT, *, remembers: bool = True) -> None:
+    def __init__(
+        self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
+    ) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.HISTORY: 0.0}
         """Seconds spent in each source since the drafter was made."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
@@ -71,33 +73,33 @@ class SuffixDecoding:
         """The last tokens of the context."""
         self._best, self._other = _no_nodes(), _no_nodes()
         # Compiled, or loaded from the cache, before a step needs it.
-        advance(self._answers.arrays, START, 0, np.zeros(1, np.int64))
-        self._grow(self._context, (START, 0), 1, 0.0)
+        advance(self._answers.arrays, START_STATE, 0, np.zeros(1, np.int64))
+        self._grow(self._context, (START_STATE, 0), 1, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.clear()
         self._context.extend(prompt)
-        self._tail = list(prompt[-LONGEST:])
-        if len(self._answers) > MOST_TOKENS:
+        self._tail = list(prompt[-MAX_MATCH_TOKENS:])
+        if len(self._answers) > MAX_KEPT_TOKENS:
             self._answers.clear()
         self._answers.end_text()
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = min(self._budget.most, LARGEST_TREE)
-        if not most:
+        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
+        if not max_nodes:
             return DraftTree.bare(context[-1])
         started = time.perf_counter()
         local = self._context.arrays
-        state = int(local.links[local.sizes[LAST]])
+        state = int(local.links[local.sizes[LAST_STATE]])
         # The whole context occurs once; its link is the longest suffix that occurred before.
-        match = (state, int(local.lengths[state])) if state > START else (START, 0)
-        size, score = self._grow(self._context, match, most, 0.0)
+        match = (state, int(local.lengths[state])) if state > START_STATE else (START_STATE, 0)
+        size, score = self._grow(self._context, match, max_nodes, 0.0)
         between = time.perf_counter()
         source = SourceName.CONTEXT
         if self._remembers:
             self._best, self._other = self._other, self._best
-            match = advance(self._answers.arrays, START, 0, np.array(self._tail, np.int64))
-            size_of_earlier, score_of_earlier = self._grow(self._answers, match, most, score)
+            match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
+            size_of_earlier, score_of_earlier = self._grow(self._answers, match, max_nodes, score)
             if score_of_earlier > score:
                 size, source = size_of_earlier, SourceName.HISTORY
             else:
@@ -120,20 +122,22 @@ class SuffixDecoding:
         if self._remembers:
             started = time.perf_counter()
             self._answers.extend(accepted.tokens)
-            self._tail = (self._tail + accepted.tokens)[-LONGEST:]
+            self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
             self.seconds[SourceName.HISTORY] += time.perf_counter() - started
 
-    def _grow(self, automaton: SuffixAutomaton, match: tuple[int, int], most: int, score: float) -> tuple[int, float]:
+    def _grow(
+        self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
+    ) -> tuple[int, float]:
         """Fill ``_best`` with the best tree, if it has a higher score; its size and score."""
         config, state = self._config, match[0]
-        bounds = config.nodes_per_token, config.more_nodes, config.least_prob
-        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], most, bounds, score, *self._best)
+        bounds = config.nodes_per_token, config.extra_nodes, config.min_prob
+        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, *self._best)
         return grown
 
 
-def _no_nodes() -> Found:
+def _no_nodes() -> FoundTree:
     size = LARGEST_TREE
-    return Found(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
+    return FoundTree(np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.int64))
 
 
 @compiled
@@ -141,7 +145,7 @@ def _best_tree(
     automaton: Automaton,
     state: Any,
     matched: Any,
-    most: int,
+    max_nodes: int,
     bounds: tuple[float, float, float],
     score: float,
     tokens: Ints,
@@ -150,10 +154,10 @@ def _best_tree(
     states: Ints,
 ) -> tuple[int, float]:
     """The tree of the match with the highest score above ``score``; its size and score."""
-    size, best = 0, np.int64(START)
+    size, best = 0, np.int64(START_STATE)
     limit = 0
-    while state > START:
-        wanted = min(most, int(bounds[0] * min(matched, LONGEST) + bounds[1]))
+    while state > START_STATE:
+        wanted = min(max_nodes, int(bounds[0] * min(matched, MAX_MATCH_TOKENS) + bounds[1]))
         if wanted <= score:
             break  # no node adds more than 1, and shorter matches have fewer nodes
         grown = _expand(automaton, state, wanted, bounds[2], tokens, parents, probs, states)
@@ -162,27 +166,34 @@ def _best_tree(
             score, best, limit = total, np.int64(state), wanted
         state = automaton.links[state]
         matched = automaton.lengths[state]
-    if best > START:
+    if best > START_STATE:
         size = _expand(automaton, best, limit, bounds[2], tokens, parents, probs, states)
     return size, score
 
 
 @compiled
 def _expand(
-    automaton: Automaton, state: Any, most: int, least: float, tokens: Ints, parents: Ints, probs: Any, states: Ints
+    automaton: Automaton,
+    state: Any,
+    max_nodes: int,
+    min_prob: float,
+    tokens: Ints,
+    parents: Ints,
+    probs: Any,
+    states: Ints,
 ) -> int:
-    """The ``most`` most probable continuations of a state, best first, in one sorted list; how many there are."""
+    """The ``max_nodes`` most probable continuations of a state, best first, in one sorted list; how many there are."""
     size = node = 0
     above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:
         edge = automaton.edges[at]
         unit = prob / automaton.counts[at]
-        while edge != NONE:
+        while edge != NO_STATE:
             target = automaton.targets[edge]
             chance = unit * automaton.counts[target]
-            if chance >= least and (size < most or chance > probs[size - 1]):
-                place = size if size < most else size - 1
-                size = min(size + 1, most)
+            if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):
+                place = size if size < max_nodes else size - 1
+                size = min(size + 1, max_nodes)
                 while place > node and probs[place - 1] < chance:
                     tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
                     probs[place], states[place] = probs[place - 1], states[place - 1]
@@ -194,5 +205,5 @@ def _expand(
             return size
         above, prob, at = np.int64(node), probs[node], np.int64(states[node])
         node += 1
-        if node == most:
+        if node == max_nodes:
             return size

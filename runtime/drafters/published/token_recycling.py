@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al., 2024): a static tree over what the target ranked highest after each token.
 
-All nodes of a verified tree are recycled, accepted or not. The tree has 80 places in its paper; of these, as many are
-drafted as the budget allows, those first that were accepted most often.
+All nodes of a verified tree are recycled, accepted or not. Of the paper's 80 nodes, those that were accepted most
+often are drafted, as many as the budget allows.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
-BEST = 8
+RECYCLED_PER_TOKEN = 8
 """Tokens that are kept for each."""
-NONE = -1
+NO_RECYCLED_TOKEN = -1
 
 
 class TopTokens:
     """A row for each token of the vocabulary; memory is allocated when the first logits arrive."""
 
     def __init__(self) -> None:
-        self.rows = np.empty((0, BEST), np.int64)
-        """Best first; ``NONE`` where nothing is known."""
-        topk(torch.zeros(1, 1), BEST)  # compiles it, or loads it
+        self.rows = np.empty((0, RECYCLED_PER_TOKEN), np.int64)
+        """Best first; ``NO_RECYCLED_TOKEN`` where nothing is known."""
+        topk(torch.zeros(1, 1), RECYCLED_PER_TOKEN)  # compiles it, or loads it
 
     def clear(self) -> None:
-        self.rows[:] = NONE
+        self.rows[:] = NO_RECYCLED_TOKEN
 
     def keep(self, tree: DraftTree, verified: Verified) -> None:
         """Keep the rankings after the root and each node of a verified tree."""
         vocabulary = verified.logits.shape[-1]
         if len(self.rows) < vocabulary:
-            self.rows = np.full((vocabulary, BEST), NONE)
-        tokens, scores = verified.topk(BEST)
+            self.rows = np.full((vocabulary, RECYCLED_PER_TOKEN), NO_RECYCLED_TOKEN)
+        tokens, scores = verified.topk(RECYCLED_PER_TOKEN)
         known = np.isfinite(scores[:, 0])  # a recording has no rankings after rejected nodes
         read = np.array(tree.all_tokens)
         known &= (read >= 0) & (read < len(self.rows))
-        self.rows[read[known]] = np.where(np.isfinite(scores[known]), tokens[known], NONE)
+        self.rows[read[known]] = np.where(np.isfinite(scores[known]), tokens[known], NO_RECYCLED_TOKEN)
 
 
-class Conversation:
-    """Whether a prompt continues the conversation of the prompt before."""
+class ConversationTracker:
+    """True if a prompt continues the conversation of the prompt before."""
 
     def __init__(self) -> None:
         self._prompt: list[int] = []
@@ -70,7 +70,7 @@ CHILDREN = (
     (0, 0, 0),
 )
 """By depth and node: how many of the tokens after it the tree has, best first."""
-RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
+RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates by rank."""
 
 NO_KINDS = np.empty(0, np.int64)
@@ -79,19 +79,19 @@ NO_KINDS = np.empty(0, np.int64)
 class TokenRecycling:
     """Keeps its table from one conversation to the next unless ``remembers`` is False."""
 
-    most_ranked = BEST
+    max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
         """Seconds spent in the source since the drafter was made."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
-        self._remembers, self._conversation = remembers, Conversation()
+        self._remembers, self._conversation = remembers, ConversationTracker()
         self._table = TopTokens()
         self._places = np.array([children for level in CHILDREN for children in level], np.int64)
-        self._calibration = NodeCalibration(RATES)
+        self._calibration = NodeCalibration(RANK_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
         """The ranks of the nodes of the last tree, and the tree."""
-        _fill(np.full((1, BEST), 0), 0, self._places)  # compiles it, or loads it
+        _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compiles it, or loads it
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self._conversation.continues(prompt) and not self._remembers:
@@ -101,7 +101,7 @@ class TokenRecycling:
     def draft(self, context: Sequence[int]) -> DraftTree:
         root = context[-1]
         self._verified = NO_KINDS, DraftTree.bare(root)
-        if self._budget.most and 0 <= root < len(self._table.rows):
+        if self._budget.max_nodes and 0 <= root < len(self._table.rows):
             started = time.perf_counter()
             tokens, parents, ranks = _fill(self._table.rows, root, self._places)
             whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceName.RECYCLED, np.uint8))
@@ -116,7 +116,7 @@ class TokenRecycling:
         ranks, tree = self._verified
         if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
             self._calibration.update(ranks, tree, accepted.path)
-            if self._budget.most:
+            if self._budget.max_nodes:
                 self._table.keep(tree, verified)
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
 
@@ -124,17 +124,17 @@ class TokenRecycling:
 @compiled
 def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
     """The places of the tree whose tokens are known: their tokens, parents and ranks."""
-    most = len(places)
-    tokens, parents = np.empty(most, np.int64), np.empty(most, np.int32)
-    ranks, nodes = np.empty(most, np.int64), np.full(most, NONE)  # the node of each place
+    max_nodes = len(places)
+    tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
+    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each place
     size, place = 0, 1
-    for above in range(most):
+    for above in range(max_nodes):
         node = ROOT if above == 0 else nodes[above]
-        is_known = above == 0 or node != NONE
+        is_known = above == 0 or node != NO_RECYCLED_TOKEN
         token = root if above == 0 else tokens[node]
         for rank in range(places[above]):
-            child = rows[token, rank] if is_known and 0 <= token < len(rows) else NONE
-            if child != NONE:
+            child = rows[token, rank] if is_known and 0 <= token < len(rows) else NO_RECYCLED_TOKEN
+            if child != NO_RECYCLED_TOKEN:
                 tokens[size], parents[size], ranks[size], nodes[place] = child, node, rank, size
                 size += 1
             place += 1

@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: small models that attend to the keys and values of their target instead of their own."""
+"""Draft models: small models with the target's tokenizer, and Gemma 4 assistants that share its KV cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hdtool.data.errors import FamilyError, HeadsError, ModelError, reason_of
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.drafters.heads.modules import best_of
+from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.pace import pace_for
-from hdtool.runtime.drafters.trained.proposal import BEST, loaded_once
-from hdtool.runtime.drafters.trained.sequential import DEEPEST, NO_RANKING, WIDTH, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import NOTHING
 from hdtool.runtime.model.load import load
@@ -41,10 +41,10 @@ def draft_model_drafter(
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
     config = ModelConfig(name, device=str(target.device))
     loaded = load(config)
-    found = TokenizerFingerprint.of(loaded.tokenizer)
-    if tokenizer is not None and found != tokenizer:
+    fingerprint = TokenizerFingerprint.of(loaded.tokenizer)
+    if tokenizer is not None and fingerprint != tokenizer:
         raise ModelError(
-            f"drafter {name} has another tokenizer than the model ({found.vocab_size} tokens, not "
+            f"drafter {name} has another tokenizer than the model ({fingerprint.vocab_size} tokens, not "
             f"{tokenizer.vocab_size}, or others): name a small model of the same family"
         )
     if not loaded.target.takes_trees:
@@ -58,7 +58,7 @@ def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -
 class DraftModel:
     """A small model that drafts a chain token by token; what is rejected is cut off its cache."""
 
-    passes = DEEPEST
+    passes = MAX_PASSES
 
     def __init__(self, model: Target, vocabulary: int) -> None:
         """No token outside the first ``vocabulary`` ones is drafted."""
@@ -85,7 +85,9 @@ class DraftModel:
         if self._is_full():
             return NO_RANKING
         slot = self._cache.slots[0]
-        kept = self._accepted or slot.resumes_at(min(shared(slot.tokens, self._context), len(self._context) - 1))
+        kept = self._accepted or slot.resumes_at(
+            min(common_prefix_length(slot.tokens, self._context), len(self._context) - 1)
+        )
         new = self._context[kept:]
         if len(new) > LARGEST_TREE or slot.length < kept or not kept:
             logits = self._model.prefill(self._cache, 0, new, kept).logits
@@ -115,26 +117,26 @@ class DraftModel:
         return logits
 
     def _ranked(self, logits: torch.Tensor) -> Ranked:
-        return on_host(best_of(logits[:, : self._vocabulary], BEST))
+        return on_host(topk_tokens(logits[:, : self._vocabulary], TOKENS_PER_RANKING))
 
 
-def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common prefix."""
     number = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for first_token, second_token in zip(first, second, strict=False):
+        if first_token != second_token:
             break
         number += 1
     return number
 
 
-Views = dict[str, tuple[torch.Tensor, torch.Tensor]]
+KeyValueViews = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AssistantModule:
     """An assistant; all its passes are at the position of the last accepted token, and it has no cache."""
 
-    passes = DEEPEST
+    passes = MAX_PASSES
 
     def __init__(self, assistant: Any, target: Target) -> None:
         self._assistant, self._embed = assistant, target.model.get_input_embeddings()
@@ -142,7 +144,7 @@ class AssistantModule:
         self.slot: Slot | None = None
         """Where the target keeps the conversation."""
         width = int(assistant.config.backbone_hidden_size)
-        self._states = torch.zeros((1 + WIDTH * DEEPEST, width), dtype=target.dtype, device=target.device)
+        self._states = torch.zeros((1 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=target.device)
         self._length, self._rows = 0, 0
 
     def begin(self, prompt: list[int]) -> None:
@@ -158,7 +160,7 @@ class AssistantModule:
             return NO_RANKING  # the conversation has moved to another slot, which the next step names
         slot.kv.settle()
         kept = slot.kv.storage.layers
-        self._kept: Views = {
+        self._kept: KeyValueViews = {
             kind: (kept[layer][0][:, :, : self._length], kept[layer][1][:, :, : self._length])
             for kind, layer in self._layers.items()
         }
@@ -172,7 +174,7 @@ class AssistantModule:
         """Rank what follows tokens with the hidden states before them, each in a batch entry of its own."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
-        found = self._assistant(
+        output = self._assistant(
             inputs_embeds=torch.cat([self._embed(ids), hidden[:, None]], dim=-1),
             attention_mask=None,
             position_ids=torch.full((rows, 1), self._length, device=hidden.device),
@@ -182,9 +184,9 @@ class AssistantModule:
             },
             use_cache=False,
         )
-        self._states[self._rows : self._rows + rows] = found.last_hidden_state[:, 0]
+        self._states[self._rows : self._rows + rows] = output.last_hidden_state[:, 0]
         self._rows += rows
-        return on_host(best_of(found.logits[:, 0], BEST))
+        return on_host(topk_tokens(output.logits[:, 0], TOKENS_PER_RANKING))
 
 
 class AssistantDrafter(SequentialDrafter):

@@ -12,9 +12,15 @@ import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.heads.modules import best_of
+from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import on_host
-from hdtool.runtime.drafters.trained.proposal import BEST, MOST_RANKINGS, Calibration, Proposal, bucket_of
+from hdtool.runtime.drafters.trained.proposal import (
+    MAX_RANKINGS,
+    TOKENS_PER_RANKING,
+    Calibration,
+    Proposal,
+    prob_bucket,
+)
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.source_names import SourceName
@@ -32,7 +38,7 @@ class DFlashDrafter:
     def __init__(self, model: Any, target: Target) -> None:
         self.seconds = 0.0
         self._model, self._device = model, target.device
-        self._block = min(int(model.config.block_size), MOST_RANKINGS + 1)
+        self._block = min(int(model.config.block_size), MAX_RANKINGS + 1)
         self._mask_token = int(model.config.mask_token_id)
         self._embed, self._head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         self._accepted = AcceptedTokens(target.watch_hidden(list(model.config.target_layer_ids)))
@@ -60,7 +66,7 @@ class DFlashDrafter:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
@@ -72,15 +78,15 @@ class DFlashDrafter:
         noise = torch.tensor([[tokens[-1], *[self._mask_token] * (self._block - 1)]], device=self._device)
         positions = torch.arange(self._length, self._length + new + self._block, device=self._device)[None]
         self._length += new
-        found = self._model(
+        states = self._model(
             noise_embeds=self._noise(noise),
             context_hidden_states=hidden[None],
             position_ids=positions,
             attention_mask=None,
             past_key_values=self._cache,
         ).last_hidden_state[0, 1:]
-        best, probs = on_host(best_of(self._head(found), BEST))
-        self._buckets = bucket_of(probs)
+        best, probs = on_host(topk_tokens(self._head(states), TOKENS_PER_RANKING))
+        self._buckets = prob_bucket(probs)
         self._proposed = Proposal.in_parallel(best, self._calibration(self._buckets))
         self.seconds += time.perf_counter() - started
         return self._proposed
@@ -89,8 +95,8 @@ class DFlashDrafter:
         """Embeddings without the norm that some models have behind them."""
         norm = getattr(self._embed, "embed_norm", None)
         if norm is None:
-            found: torch.Tensor = self._embed(ids)
-            return found
+            embeddings: torch.Tensor = self._embed(ids)
+            return embeddings
         self._embed.embed_norm = torch.nn.Identity()
         try:
             embedded: torch.Tensor = self._embed(ids)

@@ -1,4 +1,4 @@
-"""Passes of a small module over accepted tokens and over the paths that are drafted after them, with one cache.
+"""Passes of a small module over accepted tokens and over draft paths after them, with one KV cache.
 
 On a device they have fixed shapes, each captured once and then replayed.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hdtool.runtime.drafters.trained.proposal import BEST, RankedBlock
-from hdtool.runtime.drafters.trained.sequential import DEEPEST, WIDTH
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, RankedBlock
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.static_steps import Run, extent_for
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.model.target import Target
 
-CHUNK = 512
+READ_CHUNK = 512
 """Accepted tokens that are read in one pass."""
-SIZES = (1, 2, 4, 8, 16)
+CAPTURED_SIZES = (1, 2, 4, 8, 16)
 """Rows of a captured pass."""
-HEADER = 2
+CAPTURED_HEADER_WORDS = 2
 """Integers before those of the rows: the number of accepted positions, and the row of the last accepted token."""
 READS_NOTHING = -1
 
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
 """Hidden states after tokens ``[1, rows]``, from hidden states before them, positions, a cache and a mask."""
-Best = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SelectTopTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The best tokens after hidden states ``[rows, width]``, and their probabilities."""
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """The rows of a captured pass, padded to its size."""
 
     tokens: list[int]
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     """The row that its own hidden state becomes."""
 
 
-WORDS = len(Rows._fields) + 1
+WORDS_PER_ROW = len(PassRows._fields) + 1
 """Integers of a row: those, and the position that its keys and values are written to."""
 
 
@@ -60,12 +60,12 @@ class DraftPasses:
     positions, and those of drafted rows after them, which the next accepted ones overwrite.
     """
 
-    passes = DEEPEST
+    passes = MAX_PASSES
 
     def __init__(
         self,
         module: Module,
-        best: Best,
+        best: SelectTopTokens,
         shapes: Sequence[LayerShape],
         *,
         width: int,
@@ -77,14 +77,18 @@ class DraftPasses:
         self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
         self._device = target.device
         self._storage = KVTensors.for_layers(shapes, 0)
-        self._states = torch.zeros((2 + WIDTH * DEEPEST, width), dtype=target.dtype, device=self._device)
+        self._states = torch.zeros((2 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=self._device)
         """The hidden state of each row; the last one takes those of padding."""
-        self._host = torch.zeros(HEADER + WORDS * SIZES[-1], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._host = torch.zeros(
+            CAPTURED_HEADER_WORDS + WORDS_PER_ROW * CAPTURED_SIZES[-1],
+            dtype=torch.int64,
+            pin_memory=self._device.type == "cuda",
+        )
         self._input = self._host.to(self._device, copy=True)
-        self._new_hidden = self._states.new_zeros((SIZES[-1], read_width or width))
+        self._new_hidden = self._states.new_zeros((CAPTURED_SIZES[-1], read_width or width))
         self._capture = target.new_recorder()
         self._captured: dict[tuple[bool, int, int], Run] = {}
-        self._result = RankedBlock(SIZES[-1], BEST, self._device)
+        self._result = RankedBlock(CAPTURED_SIZES[-1], TOKENS_PER_RANKING, self._device)
         self.begin([])
 
     @torch.inference_mode()
@@ -105,15 +109,15 @@ class DraftPasses:
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
         """Read accepted tokens; the best tokens after the last one."""
-        for start in range(0, len(tokens), CHUNK):
-            chosen, before = tokens[start : start + CHUNK], hidden[start : start + CHUNK]
-            ends = start + CHUNK >= len(tokens)
-            if ends and self._capture and len(chosen) <= SIZES[-1]:
-                found = self._read_captured(before, chosen)
+        for start in range(0, len(tokens), READ_CHUNK):
+            chosen, before = tokens[start : start + READ_CHUNK], hidden[start : start + READ_CHUNK]
+            ends = start + READ_CHUNK >= len(tokens)
+            if ends and self._capture and len(chosen) <= CAPTURED_SIZES[-1]:
+                ranked = self._read_captured(before, chosen)
             else:
-                found = self._read(before, chosen, ends=ends)
+                ranked = self._read(before, chosen, ends=ends)
         self._forget_rows()
-        return found
+        return ranked
 
     def _read(self, hidden: torch.Tensor, tokens: list[int], *, ends: bool) -> tuple[Array, Array]:
         first, new = self._length, len(tokens)
@@ -126,7 +130,7 @@ class DraftPasses:
         states = self._module(ids, hidden[None], positions, cache, mask)[0, -1:]
         self._length = first + new
         if not ends:
-            return NOTHING
+            return NO_TOKENS
         self._states[:1] = states
         return on_host(self._best_of(states))
 
@@ -164,36 +168,36 @@ class DraftPasses:
 
     def _read_captured(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
         new = len(tokens)
-        size = next(size for size in SIZES if size >= new)
+        size = next(size for size in CAPTURED_SIZES if size >= new)
         self._new_hidden[:new].copy_(hidden)
         self._new_hidden[new:size] = 0  # a mask hides padding only if it is finite
         places, nothing = list(range(size)), [0] * size
         seen = [(2 << place) - 1 for place in places]
-        rows = Rows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
-        found = self._replay(rows, first=0, last=new - 1)
+        rows = PassRows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
+        ranked = self._replay(rows, first=0, last=new - 1)
         self._length += new
-        return found[0][:1], found[1][:1]
+        return ranked[0][:1], ranked[1][:1]
 
     def _extend_captured(self, rows: range, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        padding = [0] * (next(size for size in SIZES if size >= len(rows)) - len(rows))
-        padded = Rows(
+        padding = [0] * (next(size for size in CAPTURED_SIZES if size >= len(rows)) - len(rows))
+        padded = PassRows(
             [*tokens, *padding],
             [*self._places[rows.start :], *padding],
             [*self._ancestors[rows.start :], *padding],
             [*parents, *padding],
             [*rows, *[len(self._states) - 1] * len(padding)],
         )
-        found = self._replay(padded, first=rows.start - 1)
-        return found[0][: len(rows)], found[1][: len(rows)]
+        ranked = self._replay(padded, first=rows.start - 1)
+        return ranked[0][: len(rows)], ranked[1][: len(rows)]
 
-    def _replay(self, rows: Rows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
+    def _replay(self, rows: PassRows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
         """A pass over rows that are written after ``first`` drafted ones; of accepted ones, ``last`` is the last."""
         size, start = len(rows.tokens), self._length + first
         self._make_room(start + size)
         extent, is_read = min(extent_for(start + size), self._storage.capacity), last != READS_NOTHING
         words = torch.tensor([*rows, list(range(start, start + size))])
-        self._host[:HEADER] = torch.tensor([self._length, max(0, last)])
-        self._host[HEADER : HEADER + WORDS * size] = words.flatten()
+        self._host[:CAPTURED_HEADER_WORDS] = torch.tensor([self._length, max(0, last)])
+        self._host[CAPTURED_HEADER_WORDS : CAPTURED_HEADER_WORDS + WORDS_PER_ROW * size] = words.flatten()
         self._input.copy_(self._host, non_blocking=True)
         key = is_read, size, extent
         if key not in self._captured:
@@ -204,7 +208,9 @@ class DraftPasses:
     def _record(self, is_read: bool, size: int, extent: int) -> Run:
         assert self._capture is not None
         given = self._input
-        tokens, places, seen, parents, written, indices = given[HEADER : HEADER + WORDS * size].view(WORDS, size)
+        tokens, places, seen, parents, written, indices = given[
+            CAPTURED_HEADER_WORDS : CAPTURED_HEADER_WORDS + WORDS_PER_ROW * size
+        ].view(WORDS_PER_ROW, size)
 
         def run() -> None:
             cache = IndexedKVCache(self._storage, indices[None], extent)
@@ -213,7 +219,7 @@ class DraftPasses:
             positions = given[0] + places + 1  # of the token, after that of the hidden state
             states = self._module(tokens[None], before[None], positions[None], cache, mask)[0]
             if is_read:
-                states = states.index_select(0, given[1:HEADER])
+                states = states.index_select(0, given[1:CAPTURED_HEADER_WORDS])
                 self._states[:1].copy_(states)
             else:
                 self._states.index_copy_(0, written, states)
@@ -252,9 +258,9 @@ def _hiding(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hidden.masked_fill_(~visible, torch.finfo(like.dtype).min)[None, None]
 
 
-def on_host(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
-    tokens, probs = found
+def on_host(ranked: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
+    tokens, probs = ranked
     return tokens.cpu().numpy(), probs.float().cpu().numpy()
 
 
-NOTHING: tuple[Array, Array] = on_host((torch.empty((0, 1), dtype=torch.int64), torch.empty((0, 1))))
+NO_TOKENS: tuple[Array, Array] = on_host((torch.empty((0, 1), dtype=torch.int64), torch.empty((0, 1))))

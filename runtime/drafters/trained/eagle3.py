@@ -13,15 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.drafters.heads.modules import Norm, best_of
+from hdtool.runtime.drafters.heads.modules import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
-from hdtool.runtime.drafters.trained.proposal import BEST, PublishedDrafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
-NAMES = {"midlayer.": "layer.", "layers.0.": "layer."}
+RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
 """Beginnings of the names of tensors, in the two kinds of checkpoints, and ours."""
 TARGET_IDS, OFFSETS = "t2d", "d2t"
 """Which tokens of the target can be drafted, and how far the id of each lies above its number among these."""
@@ -42,7 +42,7 @@ class EagleShape:
     vocabulary: int
     """Tokens that it can draft."""
     adds_normed: bool = False
-    """Whether the residual is the normed hidden state."""
+    """True if the residual is the normed hidden state."""
 
     @classmethod
     def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
@@ -116,8 +116,8 @@ class EagleLayer(nn.Module):
         hidden = residual + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
         normed = self.post_attention_layernorm(hidden)
         inner = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        found: torch.Tensor = hidden + self.mlp["down_proj"](inner)
-        return found
+        output: torch.Tensor = hidden + self.mlp["down_proj"](inner)
+        return output
 
 
 class Eagle3(nn.Module):
@@ -141,12 +141,14 @@ class Eagle3(nn.Module):
         """Hidden states after tokens, from those of the target's three layers or from its own before them."""
         if hidden.shape[-1] == self.fc.in_features:
             hidden = self.fc(hidden)
-        found: torch.Tensor = self.layer(self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask)
-        return found
+        states: torch.Tensor = self.layer(
+            self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask
+        )
+        return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.lm_head(self.norm(hidden))
-        return found
+        scores: torch.Tensor = self.lm_head(self.norm(hidden))
+        return scores
 
 
 class EagleModule(DraftPasses):
@@ -157,7 +159,7 @@ class EagleModule(DraftPasses):
         keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
         super().__init__(
             drafter,
-            lambda hidden: best_of(drafter.logits(hidden), BEST, drafter.token_ids),
+            lambda hidden: topk_tokens(drafter.logits(hidden), TOKENS_PER_RANKING, drafter.token_ids),
             [LayerShape(keys, keys)],
             width=shape.width,
             read_width=3 * shape.target_width,
@@ -212,7 +214,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
 
 
 def _renamed(name: str) -> str:
-    for theirs, ours in NAMES.items():
+    for theirs, ours in RENAMED_PARAMETERS.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name

@@ -17,17 +17,17 @@ import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, reason_of
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.heads.modules import best_of
-from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, causal_mask
+from hdtool.runtime.drafters.heads.modules import topk_tokens
+from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
 from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import (
-    BEST,
-    NONE,
+    NO_RANKING_AFTER,
+    TOKENS_PER_RANKING,
     Calibration,
     Proposal,
     TrainedDrafter,
-    bucket_of,
     loaded_once,
+    prob_bucket,
 )
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter
 from hdtool.runtime.engine import Verified
@@ -42,13 +42,15 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.model.target import Target
 
-NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Settings that hold the number of MTP layers."""
-MOST_LAYERS = 8
-FULL = "full_attention"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-HELP = "use another method, such as hd"
-TRAIN = f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {HELP}"
+MAX_LAYERS = 8
+FULL_ATTENTION = "full_attention"
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+OTHER_METHOD_ADVICE = "use another method, such as hd"
+TRAINING_ADVICE = (
+    f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {OTHER_METHOD_ADVICE}"
+)
 
 
 class LibraryMtp:
@@ -63,7 +65,7 @@ class LibraryMtp:
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
         self.width = width
         self.shapes = self._shapes()
-        """Those of what each layer keeps of a position."""
+        """Shapes of what each layer caches per position."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -77,7 +79,7 @@ class LibraryMtp:
 
     def window(self, layer: int) -> int | None:
         """The positions that a layer with a sliding window attends to."""
-        kinds = getattr(self._layers.config, "layer_types", None) or [FULL] * self.number
+        kinds = getattr(self._layers.config, "layer_types", None) or [FULL_ATTENTION] * self.number
         is_sliding = "sliding" in kinds[layer]
         return int(self._layers.config.sliding_window) if is_sliding else None
 
@@ -138,18 +140,18 @@ class WithMtpLayers:
 def _kind_of_layer(kinds: list[str]) -> str:
     """The kind of layers after the last one of a model: full attention, unless it has none."""
     others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
-    return FULL if FULL in kinds or not others else others[-1]
+    return FULL_ATTENTION if FULL_ATTENTION in kinds or not others else others[-1]
 
 
 def mtp_layers_of(model: PreTrainedModel) -> int:
     """How many MTP layers the checkpoint of a model has."""
     config = model.config.get_text_config(decoder=True)
-    numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in NUMBERS]
-    said = next((number for number in numbers if isinstance(number, int)), 0)
+    numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in LAYER_COUNT_FIELDS]
+    configured = next((number for number in numbers if isinstance(number, int)), 0)
     expected = re.compile("|".join(patterns_of(model)))
-    found = list(filter(expected.search, _tensors_of(model)))
-    stored = {number[1] for name in found if (number := re.search(r"\blayers\.(\d+)\.", name))}
-    return min(said or 1, len(stored) or said or 1) if found else 0
+    mtp_tensors = list(filter(expected.search, _tensors_of(model)))
+    stored = {number[1] for name in mtp_tensors if (number := re.search(r"\blayers\.(\d+)\.", name))}
+    return min(configured or 1, len(stored) or configured or 1) if mtp_tensors else 0
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
@@ -157,10 +159,10 @@ def patterns_of(model: PreTrainedModel) -> list[str]:
 
     The library knows the latter by the number of layers of published sizes alone.
     """
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    after_last = "|".join(map(str, range(first, first + MOST_LAYERS)))
-    named = [pattern for pattern in own if "mtp" in pattern]
+    after_last = "|".join(map(str, range(first, first + MAX_LAYERS)))
+    named = [pattern for pattern in ignored_patterns if "mtp" in pattern]
     return [*named, rf"^(model\.)?(language_model\.)?(model\.)?layers\.({after_last})\."]
 
 
@@ -169,10 +171,10 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
-        raise FamilyError("MTP layers need transformers 5.23 or newer: update it, or " + HELP) from None
+        raise FamilyError("MTP layers need transformers 5.23 or newer: update it, or " + OTHER_METHOD_ADVICE) from None
     name = model.config.name_or_path
     if not (number := mtp_layers_of(model)):
-        raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAIN}")
+        raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAINING_ADVICE}")
     use_masked_attention(model)
     try:
         told: Any = WithMtpLayers(model, number)
@@ -182,7 +184,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
     except Exception as error:  # the library raises many kinds for checkpoints that it does not know
         kind = model.config.model_type
         raise HeadsError(
-            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {HELP}"
+            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {OTHER_METHOD_ADVICE}"
         ) from error
 
 
@@ -198,31 +200,31 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
         return []
     try:
         folder = Path(name)
-        found = {file: folder / file for file in (INDEX, SINGLE) if (folder / file).is_file()}
+        paths = {file: folder / file for file in (INDEX_FILE, SINGLE_FILE) if (folder / file).is_file()}
         if not folder.is_dir():
-            resolved = {file: cached_file(name, file, local_files_only=True) for file in (INDEX, SINGLE)}
-            found = {file: Path(place) for file, place in resolved.items() if place}
-        if INDEX in found:
-            return list(json.loads(found[INDEX].read_text(encoding="utf-8"))["weight_map"])
-        if SINGLE not in found:
+            resolved = {file: cached_file(name, file, local_files_only=True) for file in (INDEX_FILE, SINGLE_FILE)}
+            paths = {file: Path(place) for file, place in resolved.items() if place}
+        if INDEX_FILE in paths:
+            return list(json.loads(paths[INDEX_FILE].read_text(encoding="utf-8"))["weight_map"])
+        if SINGLE_FILE not in paths:
             return []
-        with safe_open(found[SINGLE], framework="pt") as file:
+        with safe_open(paths[SINGLE_FILE], framework="pt") as file:
             return list(file.keys())
     except (OSError, ValueError, KeyError):
         return []
 
 
-NAME = "MTP layers"
+MTP_CACHE_NAME = "MTP layers"
 
 
 def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
     """A drafter of the MTP layers of a target's checkpoint; measured, it makes the passes that pay."""
     with target.changing():
-        layers = loaded_once(target, NAME, lambda: _loaded(target))
+        layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))
         columns = target.watch_hidden()
     if layers.number > 1:
         return MtpLayersInTurn(layers, target, columns)
-    pace = pace_for(target, NAME, is_measured=is_measured)
+    pace = pace_for(target, MTP_CACHE_NAME, is_measured=is_measured)
     return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
 
 
@@ -239,7 +241,7 @@ class IteratedMtp(DraftPasses):
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         super().__init__(
             lambda tokens, hidden, positions, cache, mask: layers.run(0, tokens, hidden, positions, cache, mask),
-            lambda hidden: best_of(layers.logits(hidden), BEST),
+            lambda hidden: topk_tokens(layers.logits(hidden), TOKENS_PER_RANKING),
             layers.shapes,
             width=layers.width,
             window=layers.window(0),
@@ -284,44 +286,47 @@ class MtpLayersInTurn:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         new, tokens, skipped = self._accepted.take()
         if skipped:
             self._restart()
         self._tokens += tokens
         self._hidden = new if self._hidden is None else torch.cat([self._hidden, new])
-        number = min(self._layers.number, most)
-        found, probs = np.zeros((number, BEST), np.int64), np.zeros((number, BEST))
+        number = min(self._layers.number, max_nodes)
+        best_tokens, probs = np.zeros((number, TOKENS_PER_RANKING), np.int64), np.zeros((number, TOKENS_PER_RANKING))
         self._make_room(self._settled + len(self._tokens))
         hidden, read = self._hidden, list(self._tokens)
         for layer in range(number):
             hidden = self._read(layer, hidden, read)
-            best, prob = best_of(self._layers.logits(hidden[-1:]), BEST)
-            found[layer], probs[layer] = NONE, 0
-            found[layer, : best.shape[1]], probs[layer, : best.shape[1]] = best[0].cpu().numpy(), prob[0].cpu().numpy()
-            read = [*read[1:], int(found[layer, 0])]
+            best, prob = topk_tokens(self._layers.logits(hidden[-1:]), TOKENS_PER_RANKING)
+            best_tokens[layer], probs[layer] = NO_RANKING_AFTER, 0
+            best_tokens[layer, : best.shape[1]], probs[layer, : best.shape[1]] = (
+                best[0].cpu().numpy(),
+                prob[0].cpu().numpy(),
+            )
+            read = [*read[1:], int(best_tokens[layer, 0])]
         kept = max(0, len(self._tokens) - (self._layers.number - 1))
         self._settled += kept
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
-        self._buckets = bucket_of(probs)
-        after = np.full(found.shape, NONE)
+        self._buckets = prob_bucket(probs)
+        after = np.full(best_tokens.shape, NO_RANKING_AFTER)
         after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the one before it
         calibrated = self._calibration(self._buckets)
-        self._proposed = Proposal(found, calibrated, after, np.full(number, NONE), np.arange(number))
+        self._proposed = Proposal(best_tokens, calibrated, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
         self.seconds += time.perf_counter() - started
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """Read all tokens after the settled ones into a layer's cache."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
-        for start in range(0, len(tokens), CHUNK):
-            ids = torch.tensor([tokens[start : start + CHUNK]], device=self._device)
+        for start in range(0, len(tokens), READ_CHUNK):
+            ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)
             self._cache.length = first = self._settled + start
             new = ids.shape[1]
             positions = torch.arange(first, first + new, device=self._device)[None] + layer + 1
             mask = causal_mask(first, new, window, hidden)
-            states = hidden[None, start : start + CHUNK]
+            states = hidden[None, start : start + READ_CHUNK]
             parts.append(self._layers.run(layer, ids, states, positions, self._cache, mask)[0])
         return torch.cat(parts)
 

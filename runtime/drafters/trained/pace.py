@@ -1,4 +1,4 @@
-"""Pace: whether a trained drafter's passes pay, how many of them in a step, and over how many tokens each."""
+"""Decides whether a trained drafter's passes pay, how many to make in a step, and over how many tokens each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PRIOR_STEPS = 8
 """Steps by which it is assumed that the drafter adds no tokens, so that a costly one needs more evidence."""
 TRIAL_STEPS = 4
 """Steps of a trial of the slower kind."""
-LOSS = 0.01
+MAX_TRIAL_LOSS = 0.01
 """The share of the time that trials may lose."""
-LONGEST_PAUSE = 512
+MAX_GATE_PAUSE = 512
 """The longest pause, in steps, before the slower kind is tried again."""
-MOST_ABOVE_MEAN = 3.0
+MAX_STEP_RATIO = 3.0
 """How many times the average seconds a single step may count: it may have been interrupted."""
 
 
@@ -34,7 +34,7 @@ class TrainedGate:
 
     def __init__(self) -> None:
         self.now = True
-        """Whether to run the drafter in the next step."""
+        """True if to run the drafter in the next step."""
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
         self._observed = [0, 0]
         self._steps_left = TRIAL_STEPS
@@ -46,7 +46,7 @@ class TrainedGate:
         """
         kind = int(self.now if used is None else used)
         if self._observed[kind]:
-            seconds = min(seconds, MOST_ABOVE_MEAN * self._seconds[kind])
+            seconds = min(seconds, MAX_STEP_RATIO * self._seconds[kind])
         self._observed[kind] += 1
         share = max(GATE_LEARNING_RATE, 1 / self._observed[kind])
         self._tokens[kind] += share * (tokens - self._tokens[kind])
@@ -65,10 +65,10 @@ class TrainedGate:
             self.now, self._steps_left = not is_faster, TRIAL_STEPS
             return
         if is_faster:
-            pause = min(TRIAL_STEPS * (1 - without / drafting) / LOSS, 2 * min(self._observed))
+            pause = min(TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(self._observed))
         else:  # with a drafter, a tree is no worse: what a trial may lose is the time of its passes
-            pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / LOSS
-        self.now, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), LONGEST_PAUSE))
+            pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / MAX_TRIAL_LOSS
+        self.now, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), MAX_GATE_PAUSE))
 
     def _speeds(self) -> tuple[float, float]:
         """Tokens per second without and with the drafter."""
@@ -77,10 +77,10 @@ class TrainedGate:
         return without / self._seconds[0], (without + known * (drafting - without)) / self._seconds[1]
 
 
-LEARNING_RATE = 0.03
-MOST_ABOVE = 3.0
+PACE_LEARNING_RATE = 0.03
+MAX_PASS_RATIO = 3.0
 """How many times the expected seconds a single pass or step may count."""
-MOST_ROWS = 16
+MAX_EXTENDED_ROWS = 16
 """Passes over more rows, such as those over prompts, tell nothing of those that extend a draft."""
 
 
@@ -127,12 +127,12 @@ class MeasuredPace:
     def rows(self, path_probs: Array, certainty: float) -> int:
         if not self._costs.observed:
             return len(path_probs)
-        speed, best, found, gain = self._speed, 0.0, 0, 0.0
+        speed, best, best_rows, gain = self._speed, 0.0, 0, 0.0
         for number, prob in enumerate(path_probs.tolist(), start=1):
             gain += prob * certainty
             if (won := gain - speed * self._costs.of(number)) > best:
-                best, found = won, number
-        return found
+                best, best_rows = won, number
+        return best_rows
 
     @property
     def _speed(self) -> float:
@@ -141,7 +141,7 @@ class MeasuredPace:
         return max(passes, self._tokens / self._seconds) if self._steps else passes
 
     def note_pass(self, rows: int, seconds: float) -> None:
-        if rows <= MOST_ROWS:
+        if rows <= MAX_EXTENDED_ROWS:
             self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
@@ -151,10 +151,10 @@ class MeasuredPace:
         if before is None:
             return
         self._steps += 1
-        share = max(LEARNING_RATE, 1 / self._steps)
+        share = max(PACE_LEARNING_RATE, 1 / self._steps)
         seconds = now - before
         if self._steps > 1:
-            seconds = min(seconds, MOST_ABOVE * self._seconds)
+            seconds = min(seconds, MAX_PASS_RATIO * self._seconds)
         self._tokens += share * (tokens - self._tokens)
         self._seconds += share * (seconds - self._seconds)
 
@@ -180,9 +180,9 @@ class LinearCost:
 
     def observe(self, rows: int, seconds: float) -> None:
         if self.observed:
-            seconds = min(seconds, MOST_ABOVE * self.of(rows))
+            seconds = min(seconds, MAX_PASS_RATIO * self.of(rows))
         self.observed += 1
-        share = max(LEARNING_RATE, 1 / self.observed)
+        share = max(PACE_LEARNING_RATE, 1 / self.observed)
         off_rows, off_seconds = rows - self._rows, seconds - self._seconds
         self._rows += share * off_rows
         self._seconds += share * off_seconds

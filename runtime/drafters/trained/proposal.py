@@ -1,4 +1,7 @@
-"""What trained drafters propose: rankings of the next token after the root, and after paths that begin there."""
+"""Proposals of trained drafters, their calibration, and checkpoints of published drafters.
+
+A proposal ranks the next token after the root and after paths that begin there.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,27 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 Loaded = TypeVar("Loaded")
-LOADED: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
+LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
 """By target and name."""
 
 
 def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
-    """What ``load`` returned for this target and name at first."""
-    own = LOADED.setdefault(target, {})
-    if name not in own:
-        own[name] = load()
-    return cast(Loaded, own[name])
+    """The cached result of ``load`` for this target and name."""
+    loaded = LOADED_BY_TARGET.setdefault(target, {})
+    if name not in loaded:
+        loaded[name] = load()
+    return cast(Loaded, loaded[name])
 
 
-EAGLE3, DFLASH, ASSISTANT, MODEL = "EAGLE-3", "DFlash", "assistant", "model"
+EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"
 """Kinds of drafters; the last one is any model of text."""
-UNKNOWN = {
+UNSUPPORTED_KINDS = {
     "eagle": "an EAGLE drafter of an earlier kind",
     "medusa": "a set of Medusa heads",
     "peagle": "a P-EAGLE drafter",
 }
 """Words in the class of a drafter that is not supported."""
-SETTINGS = "config.json"
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,13 @@ class PublishedDrafter:
 
     @classmethod
     def named(cls, name: str) -> PublishedDrafter:
-        folder = place_of(ModelConfig(name), (SETTINGS,), weights=True)
+        folder = place_of(ModelConfig(name), (CONFIG_FILE,), weights=True)
         try:
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             return cls(name, folder, dict(settings))
         except (OSError, ValueError) as error:
             raise HeadsError(
-                f"drafter {name} cannot be read ({SETTINGS}: {reason_of(error)}): download it again"
+                f"drafter {name} cannot be read ({CONFIG_FILE}: {reason_of(error)}): download it again"
             ) from error
 
     @property
@@ -79,41 +82,43 @@ class PublishedDrafter:
         if "dflash" in classes + speculator or {"target_layer_ids", "block_size"} <= self.settings.keys():
             return DFLASH
         if "assistantforcausallm" in classes:
-            return ASSISTANT
-        for word, kind in UNKNOWN.items():
+            return GEMMA_ASSISTANT
+        for word, kind in UNSUPPORTED_KINDS.items():
             if word in classes + speculator:
                 raise HeadsError(f"drafter {self.name} is {kind}, which is not supported: name another one")
-        return MODEL
+        return SMALL_MODEL
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the checkpoint, on the host."""
         from safetensors.torch import load_file
 
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         files = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
         if any(file.suffix == ".safetensors" for file in files):
             files = [file for file in files if file.suffix == ".safetensors"]
         try:
             for file in files:
-                found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+                by_name |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
             reason = reason_of(error).split(". ")[0]
             raise HeadsError(
                 f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
             ) from error
-        if not found:
+        if not by_name:
             raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
-        return found
+        return by_name
 
     def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
         """Load a module from tensors; all of its own must be among them, in its shapes."""
-        own = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
-        missing = sorted(own.keys() - tensors.keys())
-        other = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-        if missing or other:
-            what = f"lacks {missing[0]}" if missing else f"has another shape of {other[0]}"
+        parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
+        missing = sorted(parameters.keys() - tensors.keys())
+        mismatched = sorted(
+            name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape
+        )
+        if missing or mismatched:
+            what = f"lacks {missing[0]}" if missing else f"has another shape of {mismatched[0]}"
             raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
-        module.load_state_dict({name: tensors[name] for name in own})
+        module.load_state_dict({name: tensors[name] for name in parameters})
 
 
 class RankedBlock:
@@ -147,10 +152,10 @@ class RankedBlock:
         return tokens, probs
 
 
-BEST = 10
+TOKENS_PER_RANKING = 10
 """Tokens of a ranking."""
-MOST_RANKINGS = 64
-NONE = -1
+MAX_RANKINGS = 64
+NO_RANKING_AFTER = -1
 """In place of the number of a ranking: nothing is known after this token."""
 
 
@@ -162,9 +167,9 @@ class Proposal(NamedTuple):
     probs: Array
     """The probability of each token, given that the path before it is accepted."""
     after: Array
-    """The ranking that follows each token, or ``NONE``."""
+    """The ranking that follows each token, or ``NO_RANKING_AFTER``."""
     after_others: Array
-    """The ranking that follows a token that is not named, or ``NONE``."""
+    """The ranking that follows a token that is not named, or ``NO_RANKING_AFTER``."""
     depths: Array
     """The tokens between the root and what a ranking is for."""
 
@@ -172,19 +177,19 @@ class Proposal(NamedTuple):
     def in_parallel(cls, tokens: Array, probs: Array) -> Proposal:
         """Rankings by position ``[positions, best]``, whatever the tokens before them."""
         positions = np.arange(len(tokens))
-        follows = np.where(positions + 1 < len(tokens), positions + 1, NONE)
+        follows = np.where(positions + 1 < len(tokens), positions + 1, NO_RANKING_AFTER)
         return cls(tokens, probs, np.broadcast_to(follows[:, None], tokens.shape), follows, positions)
 
     def along(self, tokens: list[int]) -> list[int]:
         """The rankings of the positions of these emitted tokens, as far as there are any."""
-        found, at = list[int](), 0
+        rankings, at = list[int](), 0
         for token in tokens:
-            if at == NONE or at >= len(self.tokens):
+            if at == NO_RANKING_AFTER or at >= len(self.tokens):
                 break
-            found.append(at)
+            rankings.append(at)
             named = np.flatnonzero(self.tokens[at] == token)
             at = int(self.after[at, named[0]] if len(named) else self.after_others[at])
-        return found
+        return rankings
 
 
 class TrainedDrafter(Protocol):
@@ -208,23 +213,23 @@ class TrainedDrafter(Protocol):
         """Note accepted tokens and their hidden states; nothing is computed."""
         ...
 
-    def propose(self, most: int) -> Proposal:
-        """Read what was noted, and rank what may follow; no tree will have more than ``most`` nodes."""
+    def propose(self, max_nodes: int) -> Proposal:
+        """Read what was noted, and rank what may follow; no tree will have more than ``max_nodes`` nodes."""
         ...
 
 
 @compiled
 def best_paths(
-    probs: Array, after: Array, most: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
+    probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
 ) -> int:
     """Fill the arrays with the most probable nodes of a proposal, best first; return how many.
 
     Each node is a token of the ranking after its parent: ``rankings`` gets its number, and ``ranks`` the place in it.
     """
     best = probs.shape[1]
-    below = np.zeros(most + 1, np.int64)  # number of children of the root and each node
+    below = np.zeros(max_nodes + 1, np.int64)  # number of children of the root and each node
     size = 0
-    while size < most:
+    while size < max_nodes:
         highest, chosen, of_chosen = 0.0, -1, -1
         for node in range(size + 1):
             ranking = after[rankings[node - 1], ranks[node - 1]] if node > 0 else min(0, len(probs) - 1)
@@ -241,14 +246,14 @@ def best_paths(
     return size
 
 
-BUCKETS = 28
+PROB_BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
 """Buckets per halving of the probability."""
-EMA_WINDOW = 200.0
+BUCKET_WINDOW = 200.0
 """Window of the moving averages, in observations of a bucket."""
-PRIOR_WEIGHT = 30.0
+BUCKET_PRIOR_WEIGHT = 30.0
 """Weight of the acceptance rates found in training, in observations."""
-LOWEST = 1e-4
+MIN_BUCKET_PROB = 1e-4
 
 
 class Calibration:
@@ -256,9 +261,9 @@ class Calibration:
 
     def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
         """``probs`` are the acceptance rates found in training; by default the prior is the heads' own probability."""
-        first = np.array(probs) if probs else np.tile(centre_of(np.arange(BUCKETS)), (heads, 1))
-        self._observed = np.full(first.shape, PRIOR_WEIGHT)
-        self._accepted = PRIOR_WEIGHT * np.clip(first, LOWEST, 1.0)
+        first = np.array(probs) if probs else np.tile(bucket_center(np.arange(PROB_BUCKETS)), (heads, 1))
+        self._observed = np.full(first.shape, BUCKET_PRIOR_WEIGHT)
+        self._accepted = BUCKET_PRIOR_WEIGHT * np.clip(first, MIN_BUCKET_PROB, 1.0)
 
     def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """The probabilities of each head's best tokens ``[heads, best]``, best first."""
@@ -280,7 +285,7 @@ class Calibration:
     def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
         """Update the rates of a head: the buckets of its best tokens, and which of them was the next token."""
         observed, hits = self._observed[head], self._accepted[head]
-        decay = np.minimum(1.0, EMA_WINDOW / observed[buckets])
+        decay = np.minimum(1.0, BUCKET_WINDOW / observed[buckets])
         observed[buckets] *= decay
         hits[buckets] *= decay
         np.add.at(observed, buckets, 1.0)
@@ -293,16 +298,16 @@ class Calibration:
             self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
 
 
-def bucket_of(probs: Array) -> npt.NDArray[np.int64]:
+def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:
     """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN is 0."""
     probs = np.nan_to_num(probs)
     complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
     high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
     low = np.floor(-BUCKETS_PER_HALVING * np.log2(np.clip(probs, 2.0**-8, 1.0)))
-    return np.where(probs > 0.5, 12 - np.clip(high, 2, 12), np.clip(low + 9, 11, BUCKETS - 1)).astype(np.int64)
+    return np.where(probs > 0.5, 12 - np.clip(high, 2, 12), np.clip(low + 9, 11, PROB_BUCKETS - 1)).astype(np.int64)
 
 
-def centre_of(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def bucket_center(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """The probability at the centre of a bucket."""
     high = 1 - 2.0 ** (-(12 - bucket + 0.5) / BUCKETS_PER_HALVING)
     low = 2.0 ** (-(bucket - 9 + 0.5) / BUCKETS_PER_HALVING)

@@ -1,4 +1,4 @@
-"""Selects the trained drafter of a method: heads in a folder, layers of the checkpoint, or a draft model."""
+"""Selects the trained drafter of a method (heads, checkpoint layers or a draft model), and runs one on its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config import METHODS, OPTION_METHODS, TRAINED, DecodeConfig
-from hdtool.runtime.config.decoding import DRAFTER, HEADS, MTP
+from hdtool.runtime.config.decoding import DRAFT_MODEL, HEADS_DRAFTER, MTP_DRAFTER
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
@@ -27,10 +27,10 @@ from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.pace import TrainedGate, pace_for
 from hdtool.runtime.drafters.trained.proposal import (
-    ASSISTANT,
     DFLASH,
-    MODEL,
-    MOST_RANKINGS,
+    GEMMA_ASSISTANT,
+    MAX_RANKINGS,
+    SMALL_MODEL,
     PublishedDrafter,
     TrainedDrafter,
     best_paths,
@@ -65,7 +65,7 @@ class StandaloneDrafter:
         self._began: float | None = None
         """When the draft began that no outcome was observed of yet."""
         self._used = True
-        """Whether the drafter ran for it."""
+        """True if the drafter ran for it."""
         self._static = static
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)
@@ -74,8 +74,8 @@ class StandaloneDrafter:
         # Compile or load it now, so that no step waits for it.
         self._best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
 
-    def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], most: int) -> int:
-        return best_paths(probs, after, most, self._parents, self._ranks, self._rankings, self._path_probs)
+    def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], max_nodes: int) -> int:
+        return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
@@ -85,21 +85,21 @@ class StandaloneDrafter:
         self.trained.begin(list(prompt))
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        most = min(self.budget.most, LARGEST_TREE)
-        self._began = time.perf_counter() if most and self._gate else None
+        max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
+        self._began = time.perf_counter() if max_nodes and self._gate else None
         self._used = self._gate is None or self._gate.now
-        if not most or not self._used:
+        if not max_nodes or not self._used:
             return DraftTree.bare(context[-1])
         before = self.trained.seconds
-        proposal = self.trained.propose(most)
+        proposal = self.trained.propose(max_nodes)
         self.budget.set_draft_seconds(self.trained.seconds - before)
         if self._static:
             tree = self._static
-            size = self.budget.nodes(tree.gains[:most])
+            size = self.budget.nodes(tree.gains[:max_nodes])
             parents, ranks, rankings = tree.parents[:size], tree.ranks[:size], tree.depths[:size] - 1
         else:
-            assert len(proposal.tokens) <= MOST_RANKINGS
-            grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), most)
+            assert len(proposal.tokens) <= MAX_RANKINGS
+            grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
             size = self.budget.nodes(self._path_probs[:grown])
             parents, ranks, rankings = self._parents[:size].copy(), self._ranks[:size], self._rankings[:size]
         return DraftTree(context[-1], proposal.tokens[rankings, ranks], parents, self._sources[:size])
@@ -131,9 +131,11 @@ def trained_drafter(
 ) -> TrainedDrafter:
     """The trained drafter of a method; a draft model must have this ``tokenizer``."""
     kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
-    if kind == HEADS or (kind == MTP and config.method in methods_with_heads(config.heads, target.model)):
+    if kind == HEADS_DRAFTER or (
+        kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
+    ):
         return drafter_of(heads_for(config.method, config.heads, target.model), target, is_measured=is_measured)
-    if kind == MTP:
+    if kind == MTP_DRAFTER:
         return mtp_drafter(target, is_measured=is_measured)
     assert config.drafter is not None
     return published_drafter(config.drafter, target, tokenizer, is_measured=is_measured)
@@ -145,13 +147,13 @@ def published_drafter(
     """A drafter that was published for a target, or any small model; measured, it makes the passes that pay."""
     published = PublishedDrafter.named(name)
     kind = published.kind
-    if kind == MODEL:
+    if kind == SMALL_MODEL:
         return draft_model_drafter(name, target, tokenizer, is_measured=is_measured)
     pace = pace_for(target, name, is_measured=is_measured)
     with target.changing():
         if kind == DFLASH:
             return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
-        if kind == ASSISTANT:
+        if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
             return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
@@ -185,6 +187,10 @@ def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
     """The methods whose trained drafter is there: found, shipped with the model, or named."""
-    found = {HEADS: False, MTP: bool(mtp_layers_of(model)), DRAFTER: config.drafter is not None}
+    has_drafter = {
+        HEADS_DRAFTER: False,
+        MTP_DRAFTER: bool(mtp_layers_of(model)),
+        DRAFT_MODEL: config.drafter is not None,
+    }
     with_heads = methods_with_heads(config.heads, model)
-    return {method for method in TRAINED if found[METHODS[method].trained] or method in with_heads}
+    return {method for method in TRAINED if has_drafter[METHODS[method].trained] or method in with_heads}

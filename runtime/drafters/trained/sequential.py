@@ -1,4 +1,4 @@
-"""Drafting token by token: each pass of a small module ranks what follows the most probable paths so far."""
+"""Autoregressive drafting: each pass of a small module ranks what follows the most probable paths so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.trained.pace import Pace
-from hdtool.runtime.drafters.trained.proposal import BEST, NONE, Calibration, Proposal, bucket_of
+from hdtool.runtime.drafters.trained.proposal import (
+    NO_RANKING_AFTER,
+    TOKENS_PER_RANKING,
+    Calibration,
+    Proposal,
+    prob_bucket,
+)
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.families import picked
@@ -24,7 +30,7 @@ READ_AFTER_PAUSE = 128
 """The last tokens, which it reads then."""
 
 
-class Unread(NamedTuple):
+class QueuedTokens(NamedTuple):
     """Accepted tokens, and the hidden states before them ``[tokens, width]``."""
 
     hidden: torch.Tensor
@@ -60,27 +66,27 @@ class AcceptedTokens:
         rows = [0, *(node + 1 for node in accepted.path)]
         self._queued.append((hidden if hidden is NO_HIDDEN else picked(hidden, rows), accepted.tokens))
 
-    def take(self) -> Unread:
+    def take(self) -> QueuedTokens:
         """What is queued, in one piece; after a long pause, the last tokens of it."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
         self._queued.clear()
         if steps <= LONG_PAUSE or len(tokens) <= READ_AFTER_PAUSE:
-            return Unread(hidden, tokens, 0)
-        return Unread(hidden[-READ_AFTER_PAUSE:], tokens[-READ_AFTER_PAUSE:], len(tokens) - READ_AFTER_PAUSE)
+            return QueuedTokens(hidden, tokens, 0)
+        return QueuedTokens(hidden[-READ_AFTER_PAUSE:], tokens[-READ_AFTER_PAUSE:], len(tokens) - READ_AFTER_PAUSE)
 
 
-WIDTH = 4
+ROWS_PER_PASS = 4
 """Most paths that a pass extends."""
-DEEPEST = 12
+MAX_PASSES = 12
 """Most passes after the one that reads what was accepted."""
-LAST_CALIBRATED = 7
+MAX_CALIBRATED_DEPTH = 7
 """Rankings further ahead are calibrated like this one, where there are no odds."""
 
 Ranked = tuple[Array, Array]
 """The best tokens of each row, and their probabilities."""
-NO_RANKING: Ranked = np.full((1, 1), NONE), np.zeros((1, 1))
+NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 """In place of the ranking of a single row: what follows is unknown."""
 
 
@@ -126,19 +132,22 @@ class SequentialDrafter:
         columns: slice | None = None,
         source: SourceName = SourceName.HEADS,
         odds: list[list[float]] | None = None,
-        width: int = WIDTH,
+        width: int = ROWS_PER_PASS,
     ) -> None:
         """``columns`` of the target's hidden states are read. ``odds`` are acceptance rates by depth and bucket of
         probability, see ``Calibration``; rankings further ahead than these are calibrated like the last of them.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
-        self._passes = min(module.passes, DEEPEST)
-        self._calibration = Calibration(odds, LAST_CALIBRATED + 1)
+        self._passes = min(module.passes, MAX_PASSES)
+        self._calibration = Calibration(odds, MAX_CALIBRATED_DEPTH + 1)
         self._accepted = AcceptedTokens(columns)
         rankings = 1 + width * self._passes
-        self._tokens, self._after = np.zeros((2, rankings, BEST), np.int64)
-        self._probs, self._buckets = np.zeros((rankings, BEST)), np.zeros((rankings, BEST), np.int64)
+        self._tokens, self._after = np.zeros((2, rankings, TOKENS_PER_RANKING), np.int64)
+        self._probs, self._buckets = (
+            np.zeros((rankings, TOKENS_PER_RANKING)),
+            np.zeros((rankings, TOKENS_PER_RANKING), np.int64),
+        )
         self._depths, self._path_probs = np.zeros(rankings, np.int64), np.zeros(rankings)
         self._proposed: Proposal | None = None
         """What the next accepted tokens are compared with."""
@@ -155,7 +164,7 @@ class SequentialDrafter:
         self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
-    def propose(self, most: int) -> Proposal:
+    def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
@@ -163,12 +172,12 @@ class SequentialDrafter:
         rows = self._noted(self.module.read(hidden, tokens), 0, 0, 1.0)
         self._spent(started, len(tokens))
         first = 0
-        for depth in range(1, min(self._passes, most - 1) + 1):
-            chosen = self._extended(first, rows, most)
+        for depth in range(1, min(self._passes, max_nodes - 1) + 1):
+            chosen = self._extended(first, rows, max_nodes)
             if not len(chosen):
                 break
             began = time.perf_counter()
-            parents, ranks = np.divmod(chosen, BEST)
+            parents, ranks = np.divmod(chosen, TOKENS_PER_RANKING)
             parents += first
             first = rows
             ranked = self.module.extend(parents.tolist(), self._tokens[parents, ranks].tolist())
@@ -177,28 +186,32 @@ class SequentialDrafter:
             rows = self._noted(ranked, rows, depth, before)
             self._spent(began, len(chosen))
         tokens_of, probs, after = (part[:rows] for part in (self._tokens, self._probs, self._after))
-        self._proposed = Proposal(tokens_of, probs, after, np.full(rows, NONE), self._depths[:rows])
+        self._proposed = Proposal(tokens_of, probs, after, np.full(rows, NO_RANKING_AFTER), self._depths[:rows])
         return self._proposed
 
     def _noted(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
         """Note rankings from row ``first`` on; the first row after them."""
         tokens, probs = ranked
         rows, best = first + len(tokens), tokens.shape[1]
-        self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = NONE, 0, NONE
-        buckets = bucket_of(probs)
+        self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = (
+            NO_RANKING_AFTER,
+            0,
+            NO_RANKING_AFTER,
+        )
+        buckets = prob_bucket(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
-        self._probs[first:rows, :best] = np.where(tokens == NONE, 0.0, self._calibration.at(depth, buckets))
+        self._probs[first:rows, :best] = np.where(tokens == NO_RANKING_AFTER, 0.0, self._calibration.at(depth, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
-    def _extended(self, first: int, rows: int, most: int) -> Array:
+    def _extended(self, first: int, rows: int, max_nodes: int) -> Array:
         """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first.
 
-        None that is not among the ``most`` best nodes so far: what follows it is less probable still.
+        None that is not among the ``max_nodes`` best nodes so far: what follows it is less probable still.
         """
         nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
-        bar = np.partition(nodes, -most)[-most] if len(nodes) > most else 0.0
-        paths = nodes[first * BEST :]
+        bar = np.partition(nodes, -max_nodes)[-max_nodes] if len(nodes) > max_nodes else 0.0
+        paths = nodes[first * TOKENS_PER_RANKING :]
         best = np.argsort(-paths, kind="stable")[: self._width]
         best = best[(paths[best] > 0) & (paths[best] >= bar)]
         certainty = float(self._probs[first:rows, 0].mean())

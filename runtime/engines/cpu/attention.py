@@ -121,7 +121,7 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums of values share registers. AVX has 16: four by four vectors took 1.6 to 1.7 times as long there."""
+"""Queries whose sums of values share registers. AVX has 16: four by four vectors took 1.6 to 1.7 times as long."""
 _queries_wide, _one_query_wide = _weighed(VALUE_QUERIES, 4), _weighed(1, 4)
 _queries_narrow, _one_query_narrow = _weighed(VALUE_QUERIES, 1), _weighed(1, 1)
 WIDE = 4 * LANES

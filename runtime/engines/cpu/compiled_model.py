@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ALONE, PROMPT, Verified, Want
+from hdtool.runtime.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
 from hdtool.runtime.model.checks.changes import RecordedModel
@@ -115,7 +115,9 @@ class CompiledModel:
         if slot.states and not slot.length:
             slot.states.clear()
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want] = ()) -> list[Verified] | None:
+    def verify(
+        self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
+    ) -> list[Verified] | None:
         """Verify a tree in each of the first slots; None if the pass isn't computed here."""
         passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
         if self.table.mixers:
@@ -123,14 +125,14 @@ class CompiledModel:
                 self._begin(slot)
                 slot.states_of_tree = None
         if count == 1:
-            single = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ALONE)
+            single = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ONLY)
             if single is None:
                 return None
             self._add(passes, started, len(trees[0].tokens))
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:1])
             return [single]
-        verified = passes.verify(cache, trees, wants or [LOGITS_ALONE] * count)
+        verified = passes.verify(cache, trees, wants or [LOGITS_ONLY] * count)
         if verified:
             nodes = [len(tree.tokens) for tree in trees]
             self._add(passes, started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
@@ -148,14 +150,14 @@ class CompiledModel:
         passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
         slot.states_of_tree = None
-        verified = passes.verify_one(slot.kv, tree, LOGITS_ALONE)
+        verified = passes.verify_one(slot.kv, tree, LOGITS_ONLY)
         if verified:
             self._add(passes, started, len(tree))
             if self.table.mixers:
                 self._keep_states(passes, [slot])
         return verified
 
-    def _add(self, passes: TreePass, started: float, nodes: int = PROMPT, slots: int = 1) -> None:
+    def _add(self, passes: TreePass, started: float, nodes: int = PREFILL_PASS, slots: int = 1) -> None:
         self.passes += 1
         self._log.add(time.perf_counter() - started, nodes, slots, passes.experts)
 

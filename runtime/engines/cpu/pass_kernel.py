@@ -51,7 +51,7 @@ from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
-from hdtool.runtime.tree import LARGEST_TREE, OPEN, DraftTree
+from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, KINDS, ROTARIES, KNOWN = range(9)
 """Addresses of token ids and positions; of ``embedding_of`` a format and of the embedding matrix, with its rows; bits
@@ -347,11 +347,11 @@ def compute_trees(
         largest = max(largest, rows)
         _place_tree(record, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
         for row in range(rows):
-            certain_token = OPEN if row <= nodes else 0
+            certain_token = UNDETERMINED if row <= nodes else 0
             if row <= nodes and len(certain) > 0:
                 certain_token = certain[first + slot + row]
             certain_of_rows[offsets[slot] + row] = certain_token
-            skips |= certain_token != OPEN
+            skips |= certain_token != UNDETERMINED
         first += nodes
     if not _compute(
         record, thread_pool, slots, largest, certain_of_rows[: offsets[slots]] if skips else certain_of_rows[:0], ranks

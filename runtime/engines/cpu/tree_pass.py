@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
-from hdtool.runtime.engine import Verified, Walk, Want
+from hdtool.runtime.engine import PassOptions, Verified, Walk
 from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS, WOKEN
 from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT, KeptRows
@@ -37,7 +37,7 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
 from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
-from hdtool.runtime.tree import OPEN, DraftTree
+from hdtool.runtime.tree import UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
@@ -106,7 +106,7 @@ class TreePass:
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the logits by first row and row count."""
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[Want]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
         """Verify a tree in each of the first slots; None if the pass isn't computed here.
 
         After a row with a certain token, only that token has a logit.
@@ -145,7 +145,7 @@ class TreePass:
             )
         return verified
 
-    def verify_one(self, kv: StaticKVCache, tree: DraftTree, want: Want) -> Verified | None:
+    def verify_one(self, kv: StaticKVCache, tree: DraftTree, want: PassOptions) -> Verified | None:
         """Verify a tree after one sequence."""
         rows = len(tree.tokens) + 1
         length = kv.length
@@ -296,4 +296,6 @@ def _certain_of(trees: Sequence[DraftTree]) -> Array:
     """Certain tokens of all rows of all trees, if there are any."""
     if all(tree.certain is None for tree in trees):
         return NOTHING_CERTAIN
-    return np.concatenate([np.full(len(tree) + 1, OPEN) if tree.certain is None else tree.certain for tree in trees])
+    return np.concatenate(
+        [np.full(len(tree) + 1, UNDETERMINED) if tree.certain is None else tree.certain for tree in trees]
+    )

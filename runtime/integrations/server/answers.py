@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.integrations.server.engine import Job, Metrics, OverloadError, Scheduler
+from hdtool.runtime.integrations.server.engine import AnswerJob, Metrics, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -21,17 +21,23 @@ from hdtool.runtime.integrations.server.formats import (
     TokenLogprobs,
     usage_of,
 )
-from hdtool.runtime.integrations.server.preparation import Choice, Preparer
-from hdtool.runtime.integrations.server.tool_calls import CLOSING, ThinkingReader, ToolCall, ToolCallReader, calls_of
+from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
+from hdtool.runtime.integrations.server.tool_calls import (
+    THINK_CLOSING,
+    ThinkingReader,
+    ToolCall,
+    ToolCallReader,
+    calls_of,
+)
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.text_stream import TextStream, begun_length, first_stop
+from hdtool.runtime.text_stream import TextStream, first_stop, partial_stop_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
@@ -45,7 +51,7 @@ class Change(Enum):
 
 @dataclass(eq=False)
 class Block:
-    kind: Kind
+    kind: BlockKind
     index: int
     """Its place among the blocks of the answer."""
     name: str = ""
@@ -73,13 +79,13 @@ class Blocks:
     def add(self, delta: Delta) -> Iterator[Event]:
         self._logprobs += delta.logprobs
         if delta.reasoning:
-            yield from self._extend(Kind.REASONING, delta.reasoning)
+            yield from self._extend(BlockKind.REASONING, delta.reasoning)
         if delta.text:
-            yield from self._extend(Kind.TEXT, delta.text)
+            yield from self._extend(BlockKind.TEXT, delta.text)
         for call in delta.calls:
             yield from self.close()
-            yield self._opened(Kind.CALL, call.name)
-            yield from self._extend(Kind.CALL, call.arguments)
+            yield self._opened(BlockKind.CALL, call.name)
+            yield from self._extend(BlockKind.CALL, call.arguments)
             yield from self.close()
 
     def close(self) -> Iterator[Event]:
@@ -88,19 +94,19 @@ class Blocks:
             block, self._open = self._open, None
             yield Event(Change.CLOSED, block)
 
-    def _extend(self, kind: Kind, text: str) -> Iterator[Event]:
+    def _extend(self, kind: BlockKind, text: str) -> Iterator[Event]:
         if self._open is None or self._open.kind is not kind:
             yield from self.close()
             yield self._opened(kind)
         assert self._open
         block, logprobs = self._open, self._logprobs
         block.text += text
-        if kind is Kind.TEXT:
+        if kind is BlockKind.TEXT:
             block.logprobs += logprobs
             self._logprobs = []
-        yield Event(Change.ADDED, block, text, logprobs if kind is Kind.TEXT else ())
+        yield Event(Change.ADDED, block, text, logprobs if kind is BlockKind.TEXT else ())
 
-    def _opened(self, kind: Kind, name: str = "") -> Event:
+    def _opened(self, kind: BlockKind, name: str = "") -> Event:
         self._open = Block(kind, len(self.all), name)
         self.all.append(self._open)
         return Event(Change.OPENED, self._open)
@@ -121,14 +127,14 @@ class Answers:
     """The choices of one request while they are generated."""
 
     def __init__(
-        self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[Choice]
+        self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[PreparedChoice]
     ) -> None:
         self._engine, self._metrics, self._preparer, self._choices = engine, metrics, preparer, choices
         self._texts = [AnswerText(loaded.tokenizer, choice, loaded.stops) for choice in choices]
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set(range(len(choices)))
-        self._jobs: list[Job] = []
+        self._jobs: list[AnswerJob] = []
 
     def submit(self, tenant: str) -> None:
         """Hand the choices to the engine; raise if it accepts no more."""
@@ -200,7 +206,7 @@ class Answers:
 class AnswerText:
     """Turns the steps of an answer into what they add to it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: Choice, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: PreparedChoice, ends: frozenset[int]) -> None:
         """``ends`` are the tokens that end answers; they are not part of the text."""
         self.stats = Stats()
         self._choice, self._ends = choice, ends
@@ -211,7 +217,7 @@ class AnswerText:
         has_own = self._reader is not None and self._reader.reads_thinking
         self._thinking = ThinkingReader.of(tokenizer, prompt.text) if is_free and not has_own else None
         # Tool calls and thinking may be marked by special tokens.
-        has_marks = self._reader or (self._thinking and CLOSING in tokenizer.all_special_tokens)
+        has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
         self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)
         self._held = ""
         self._is_cut = False
@@ -239,8 +245,8 @@ class AnswerText:
             if finish:
                 more = self._reader.end()
                 text, reasoning, calls = text + more[0], reasoning + more[1], calls + more[2]
-        if (most := self._choice.prompt.tools.most) is not None:
-            calls = calls[: most - self._calls]
+        if (max_calls := self._choice.prompt.tools.max_calls) is not None:
+            calls = calls[: max_calls - self._calls]
         self._calls += len(calls)
         stop_text = self._stop_text if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
@@ -263,7 +269,7 @@ class AnswerText:
         if end is not None:
             self._stop_text = next(stop for stop in stops if held.startswith(stop, end))
         else:
-            end = len(held) - (0 if is_last else begun_length(held, stops))
+            end = len(held) - (0 if is_last else partial_stop_length(held, stops))
         self._held = held[end:]
         return held[:end]
 

@@ -31,7 +31,7 @@ from hdtool.data.input_files import text_in
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
-from hdtool.runtime.integrations.server.engine import ENTRY, Entry, Metrics, RequestLog, Scheduler
+from hdtool.runtime.integrations.server.engine import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -43,19 +43,19 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
-from hdtool.runtime.integrations.server.preparation import Choice, Preparer
+from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.model.load import Loaded
 
-KEY_VARIABLE = "HDTOOL_API_KEY"
+API_KEY_VARIABLE = "HDTOOL_API_KEY"
 SHARED_TENANT = ""
 """The tenant of servers without keys, and of keys without a name."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 HEADER_SECONDS = 10.0
 """A connection that has sent no request after this time is closed."""
 COLLECTION_SECONDS = 5.0
-PREPARING = 4
+PREPARATION_THREADS = 4
 """Requests that are prepared at once."""
 MIB = 2**20
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -69,7 +69,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The tenants by their keys; without keys, everybody may ask."""
+    """API keys and their tenants; without keys, requests need none."""
 
     tenant_of_key: Mapping[str, str]
 
@@ -81,7 +81,7 @@ class ApiKeys:
         skipped.
         """
         if path is None:
-            key = environment.get(KEY_VARIABLE, "").strip()
+            key = environment.get(API_KEY_VARIABLE, "").strip()
             return cls({key: SHARED_TENANT} if key else {})
         keys: dict[str, str] = {}
         for number, line in enumerate(text_in(path, "give the keys as UTF-8 text").splitlines(), 1):
@@ -108,12 +108,12 @@ class ApiKeys:
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
-        found = None
+        matched = None
         # All keys are compared, in constant time each, so that the time of the answer shows nothing about them.
         for key, tenant in self.tenant_of_key.items():
             if hmac.compare_digest(key.encode(), given.strip().encode()) and scheme.lower() == "bearer":
-                found = tenant
-        return found
+                matched = tenant
+        return matched
 
 
 class Server:
@@ -127,7 +127,7 @@ class Server:
         self._config, self._name = config, name
         self._metrics = Metrics(engine)
         self._started = int(time.time())
-        self._limiter = CapacityLimiter(PREPARING)
+        self._limiter = CapacityLimiter(PREPARATION_THREADS)
 
     def app(self) -> Starlette:
         routes = [
@@ -159,7 +159,7 @@ class Server:
 
         async def guarded(request: Request) -> Response:
             try:
-                request.state.tenant = request.scope[ENTRY].tenant = self._tenant(request)
+                request.state.tenant = request.scope[ENTRY_KEY].tenant = self._tenant(request)
                 response = await handler(request)
             except HdtoolError as error:
                 response = _refused(request, error)
@@ -203,7 +203,7 @@ class Server:
         form = MessagesFormat(self._name, shows_thinking=body.shows_thinking)
         return await self._answer(request, choices, form, stream=bool(body.stream))
 
-    def _chosen(self, body: ChatRequest, request: Request) -> list[Choice]:
+    def _chosen(self, body: ChatRequest, request: Request) -> list[PreparedChoice]:
         return self._preparer.chat(body, request.state.tenant)
 
     async def _count_for_response(self, request: Request) -> Response:
@@ -227,19 +227,21 @@ class Server:
 
         return await to_thread.run_sync(prepared, limiter=self._limiter)
 
-    def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked not in (self._name, self._loaded.name):
+    def _check_model(self, requested: str | None) -> None:
+        if requested is not None and requested not in (self._name, self._loaded.name):
             raise RequestError(
-                f"the model {asked[:200]!r} is not served here: ask for {self._name}",
+                f"the model {requested[:200]!r} is not served here: ask for {self._name}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
 
-    async def _answer(self, request: Request, choices: Sequence[Choice], form: Format, *, stream: bool) -> Response:
+    async def _answer(
+        self, request: Request, choices: Sequence[PreparedChoice], form: Format, *, stream: bool
+    ) -> Response:
         answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
-        entry: Entry = request.scope[ENTRY]
+        entry: LogEntry = request.scope[ENTRY_KEY]
         entry.model, entry.answers = self._name, answers
         if stream:
             return StreamingResponse(
@@ -297,18 +299,18 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-async def _read_body(request: Request, most_mib: int, seconds: float) -> bytes:
+async def _read_body(request: Request, max_mib: int, seconds: float) -> bytes:
     """The body of a request; raises if it is larger, or takes longer to arrive."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most_mib * MIB:
-        raise _too_large(most_mib)
+    if declared.isdigit() and int(declared) > max_mib * MIB:
+        raise _too_large(max_mib)
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
-                if len(body) > most_mib * MIB:
-                    raise _too_large(most_mib)
+                if len(body) > max_mib * MIB:
+                    raise _too_large(max_mib)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
     except ClientDisconnect:
@@ -316,12 +318,12 @@ async def _read_body(request: Request, most_mib: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-def _too_large(most_mib: int) -> RequestError:
-    return RequestError(f"the body is larger than {most_mib} MiB", status=413, code="request_too_large")
+def _too_large(max_mib: int) -> RequestError:
+    return RequestError(f"the body is larger than {max_mib} MiB", status=413, code="request_too_large")
 
 
 async def _collect_garbage() -> None:
-    """Python collects by the number of objects, and a few of an ended answer may hold megabytes of tensors."""
+    """Collect garbage periodically: a few objects of an ended answer may hold megabytes of tensors."""
     while True:
         await asyncio.sleep(COLLECTION_SECONDS)
         gc.collect()
@@ -331,7 +333,7 @@ def _with_usage(body: GenerationRequest) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-async def _events(answers: Answers, entry: Entry, form: Format) -> AsyncIterator[str]:
+async def _events(answers: Answers, entry: LogEntry, form: Format) -> AsyncIterator[str]:
     """An answer as server-sent events."""
     try:
         for row in form.opening(answers.prompt_tokens):
@@ -366,7 +368,7 @@ async def _whole(answers: Answers, choices: int, form: Format) -> Response:
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """The response, or an end of the work on it once the client has gone."""
+    """The response, cancelled if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -400,7 +402,7 @@ def _refused(request: Request, error: HdtoolError) -> Response:
         error = RequestError(message, code="context_length_exceeded")
     if not isinstance(error, RequestError):
         error = RequestError(str(error))
-    request.scope[ENTRY].error = error.name
+    request.scope[ENTRY_KEY].error = error.name
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

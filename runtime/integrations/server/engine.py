@@ -1,4 +1,4 @@
-"""The engine of a server: one thread that decodes the requested answers in a batch, and the drafters of each tenant."""
+"""The engine thread that decodes requests in one batch, the drafters of each tenant, metrics and the request log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.decoding import OPTION_METHODS
 from hdtool.runtime.config.measuring import JSON_LINES
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import budget_for, drafter_within, history_for, together_for
-from hdtool.runtime.loop import Loop, Outcome, Reading, Request
+from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
+from hdtool.runtime.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.prompt_reader import PrefixCache
@@ -36,12 +36,12 @@ from hdtool.runtime.stores.store_set import StoreSet
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import Answers
 
-PIECE_ALONE, PIECE_BESIDE = 512, 128
+PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
 """Tokens of a prompt that are read in one pass, without and with other answers that wait for it."""
 
 
 class OverloadError(HdtoolError):
-    """The server takes no more requests, or ends those that it has."""
+    """The server is overloaded or shutting down."""
 
 
 class EngineError(Exception):
@@ -49,11 +49,11 @@ class EngineError(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class AnswerJob:
     """A request to the engine, and where its steps go."""
 
     tenant: str
-    request: Callable[[Job, Drafter], Request[Job]]
+    request: Callable[[AnswerJob, Drafter], Request[AnswerJob]]
     """Makes the request of this job once a drafter is free."""
     deliver: Callable[[Step | Exception], None]
     """Called in the engine's thread with each step, and with the error that ends the answer if there is one."""
@@ -94,7 +94,7 @@ class Tenants:
         return replace(opened, history=history_for(decoding, loaded.target, opened, tenant=tenant))
 
     def _made(self, tenant: str) -> Drafter:
-        return drafter_within(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
+        return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
 
     def _measure(self) -> None:
         """Time the passes for 1, 2, 4 … answers at once, if the method has a choice of sizes."""
@@ -102,7 +102,7 @@ class Tenants:
         if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
             return
         numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        self._together = together_for(target, numbers)
+        self._together = shared_costs_for(target, numbers)
 
     def _budget(self) -> Budget:
         return budget_for(self._decoding, lambda: self._together)
@@ -112,28 +112,28 @@ class Scheduler:
     """Answers jobs in the order in which they were submitted, several at once."""
 
     def __init__(
-        self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, most_waiting: int, prefix_bytes: int
+        self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int
     ) -> None:
         self._target, self._tenants, self._decoding = target, tenants, decoding
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes and decoding.prefix_caching else None
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[AnswerJob] = deque()
         self._changed = threading.Condition()
         self._is_stopping = False
-        self._drafters: dict[Job, Drafter] = {}
-        self._reading: Reading[Job] | None = None
+        self._drafters: dict[AnswerJob, Drafter] = {}
+        self._reading: PendingPrefill[AnswerJob] | None = None
         self._new_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _new_loop(self) -> None:
         target, decoding = self._target, self._decoding
-        self._loop = Loop[Job](
+        self._loop = Loop[AnswerJob](
             target,
             target.allocate(decoding.batch_size),
             max_new_tokens=decoding.max_new_tokens,
             prefixes=self.prefixes,
         )
-        self._running: dict[Job, Request[Job]] = {}
+        self._running: dict[AnswerJob, Request[AnswerJob]] = {}
 
     @property
     def waiting(self) -> int:
@@ -150,12 +150,12 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue jobs; raise OverloadError if too many wait."""
         with self._changed:
-            if len(self._waiting) + len(jobs) > self._most_waiting:
+            if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
-            if len(self._waiting) + len(jobs) > self._most_waiting or self._is_stopping:
+            if len(self._waiting) + len(jobs) > self._max_waiting or self._is_stopping:
                 raise OverloadError("the server has as many requests as it accepts: ask again later")
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -186,7 +186,9 @@ class Scheduler:
         self._drop_cancelled()
         if self._reading is None and not self._loop.is_full:
             self._start_next()
-        if self._reading is not None and self._reading.read(PIECE_BESIDE if len(self._loop) else PIECE_ALONE):
+        if self._reading is not None and self._reading.read(
+            PREFILL_CHUNK_BUSY if len(self._loop) else PREFILL_CHUNK_IDLE
+        ):
             reading, self._reading = self._reading, None
             self._running[reading.request.key] = reading.request
             self._hand_out(self._loop.join(reading))
@@ -206,7 +208,7 @@ class Scheduler:
                 drafter = self._drafters[job] = self._tenants.take(job.tenant)
             except Exception as error:  # no drafter could be made, which concerns no other answer
                 traceback.print_exc(file=sys.stderr)
-                job.deliver(_told(error))
+                job.deliver(_public_error(error))
                 continue
             try:
                 self._reading = self._loop.start(job.request(job, drafter))
@@ -226,13 +228,13 @@ class Scheduler:
                 self._reading = None
                 self._finish(job)
 
-    def _hand_out(self, outcome: Outcome[Job]) -> None:
+    def _hand_out(self, outcome: Outcome[AnswerJob]) -> None:
         request, step = outcome
         if isinstance(step, HdtoolError) or step.finish:
             self._finish(request.key)
         request.key.deliver(step)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: AnswerJob) -> None:
         self._running.pop(job, None)
         if drafter := self._drafters.pop(job, None):
             self._tenants.put(job.tenant, drafter)
@@ -251,20 +253,20 @@ class Scheduler:
                 jobs += self._waiting
                 self._waiting.clear()
         for job in jobs:
-            job.deliver(_told(error))
+            job.deliver(_public_error(error))
 
 
-def _told(error: Exception) -> HdtoolError | EngineError:
+def _public_error(error: Exception) -> HdtoolError | EngineError:
     return error if isinstance(error, HdtoolError) else EngineError(str(error))
 
 
-BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Upper ends of the histograms, in seconds."""
-ENTRY = "hdtool.request"
+ENTRY_KEY = "hdtool.request"
 """The key of the entry in the scope of a request."""
-POLLED = ("/health", "/metrics")
+POLLED_PATHS = ("/health", "/metrics")
 """Paths that monitors ask all the time; only failures of them are logged."""
-LONGEST_PATH = 200
+MAX_LOGGED_PATH = 200
 
 
 class Metrics:
@@ -273,7 +275,7 @@ class Metrics:
     def __init__(self, engine: Scheduler) -> None:
         registry = self._registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry, buckets=BUCKETS)
+        histogram = partial(Histogram, registry=registry, buckets=LATENCY_BUCKETS)
         self._requests = counter("hdtool_requests", "Requests, by path and status.", ["path", "status"])
         self._tokens = counter("hdtool_generated_tokens", "Tokens of answers.")
         self._prompt_tokens = counter("hdtool_prompt_tokens", "Tokens of prompts.")
@@ -315,7 +317,7 @@ class Metrics:
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """What the handlers of a request tell about it."""
 
     status: int = 500
@@ -336,7 +338,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        entry = scope[ENTRY] = Entry()
+        entry = scope[ENTRY_KEY] = LogEntry()
         started = time.monotonic()
 
         async def sent(message: Message) -> None:
@@ -350,26 +352,26 @@ class RequestLog:
             entry.status = 500
             raise
         finally:
-            if self._shown and not (scope["path"] in POLLED and entry.status < 400):
+            if self._shown and not (scope["path"] in POLLED_PATHS and entry.status < 400):
                 seconds = time.monotonic() - started
                 with suppress(OSError):  # the terminal is gone: requests are answered all the same
                     print(_line(scope, entry, seconds, self._form), file=sys.stderr, flush=True)
 
 
-def _line(scope: Scope, entry: Entry, seconds: float, form: str) -> str:
+def _line(scope: Scope, entry: LogEntry, seconds: float, form: str) -> str:
     moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path = quote(scope["path"], safe="/:")[:LONGEST_PATH]
+    path = quote(scope["path"], safe="/:")[:MAX_LOGGED_PATH]
     figures = _figures(entry, seconds)
     if form == JSON_LINES:
         return json.dumps(
             {"time": moment, "method": scope["method"], "path": path, "status": entry.status, **figures},
             ensure_ascii=False,
         )
-    named = (f"{name}={_word(value)}" for name, value in figures.items())
+    named = (f"{name}={_without_spaces(value)}" for name, value in figures.items())
     return " ".join((moment, scope["method"], path, str(entry.status), *named))
 
 
-def _figures(entry: Entry, seconds: float) -> dict[str, Any]:
+def _figures(entry: LogEntry, seconds: float) -> dict[str, Any]:
     made: dict[str, Any] = {"error": entry.error, "model": entry.model, "tenant": entry.tenant or None}
     if entry.answers is not None:
         stats = entry.answers.stats
@@ -384,7 +386,7 @@ def _figures(entry: Entry, seconds: float) -> dict[str, Any]:
     return {name: value for name, value in (made | {"seconds": round(seconds, 3)}).items() if value is not None}
 
 
-def _word(value: object) -> str:
-    """A value without spaces, as names of models may have them."""
+def _without_spaces(value: object) -> str:
+    """Replace the spaces of a value, which model names may contain."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' "=\t\n\r') else text

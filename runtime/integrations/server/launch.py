@@ -19,7 +19,7 @@ from hdtool.data.errors import ServeError
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.integrations.server.app import KEY_VARIABLE, MIB, ApiKeys, Server, TimedProtocol
+from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, MIB, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.engine import Scheduler, Tenants
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.model.cpu_threads import choose_threads
@@ -51,7 +51,7 @@ class Launch:
             loaded.target,
             self.tenants,
             decoding,
-            most_waiting=config.max_waiting,
+            max_waiting=config.max_waiting,
             prefix_bytes=config.prefix_cache_mib * MIB,
         )
         name = config.served_model_name or loaded.name
@@ -70,7 +70,7 @@ class Launch:
         if self._has_keys or host == "::1" or host.startswith("127."):
             return None
         return (
-            f"other machines can use this server without an API key: give --api-key-file, set {KEY_VARIABLE}, or "
+            f"other machines can use this server without an API key: give --api-key-file, set {API_KEY_VARIABLE}, or "
             "listen on this machine alone with --host 127.0.0.1"
         )
 

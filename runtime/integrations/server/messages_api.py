@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hdtool.data.errors import ContextError
-from hdtool.runtime.integrations.server.answers import Block, Blocks, Change, Event, Kind, blocks_of
+from hdtool.runtime.integrations.server.answers import Block, BlockKind, Blocks, Change, Event, blocks_of
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     INVALID,
@@ -21,7 +21,13 @@ from hdtool.runtime.integrations.server.formats import (
     Row,
 )
 from hdtool.runtime.integrations.server.preparation import PARAGRAPH
-from hdtool.runtime.integrations.server.requests import MOST_STOPS, UNREADABLE, UNSUPPORTED, Body, ChatRequest
+from hdtool.runtime.integrations.server.requests import (
+    MAX_STOPS,
+    UNREADABLE_NOTE,
+    UNSUPPORTED_CONTENT,
+    Body,
+    ChatRequest,
+)
 
 PATH = "/v1/messages"
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -33,7 +39,7 @@ ERROR_TYPES = {
     503: OVERLOADED,
 }
 MEDIA_PARTS = ("image", "document")
-BILLING = "x-anthropic-billing-header:"
+BILLING_PREFIX = "x-anthropic-billing-header:"
 """Begins a part of the system prompt that Claude Code writes for Anthropic's accounts, with a number that changes from
 conversation to conversation; as the model's first words it would keep the rest of the prompt out of the cache."""
 
@@ -67,7 +73,7 @@ class Tool(BaseModel):
     input_schema: dict[str, Any] | None = None
 
 
-class Choice(BaseModel):
+class ToolChoiceField(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -128,7 +134,7 @@ class TokenCountRequest(Body):
     messages: list[Message] = Field(min_length=1)
     system: str | list[Part] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
@@ -168,7 +174,7 @@ class MessagesRequest(TokenCountRequest):
     """The body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = Field(None, max_length=MOST_STOPS)
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
@@ -197,7 +203,7 @@ class MessagesRequest(TokenCountRequest):
 def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> Iterator[Row]:
     names: dict[str, str] = {}
     if isinstance(system, list):
-        system = [part for part in system if not (part.text or "").startswith(BILLING)]
+        system = [part for part in system if not (part.text or "").startswith(BILLING_PREFIX)]
     if system:
         yield {"role": "system", "content": _text(system, "system")}
     for place, message in enumerate(messages):
@@ -254,7 +260,8 @@ def _result(content: str | list[Part], where: str) -> str:
     if isinstance(content, str):
         return content
     notes = [
-        Part(type="text", text=UNREADABLE.format(part.type)) if part.type in MEDIA_PARTS else part for part in content
+        Part(type="text", text=UNREADABLE_NOTE.format(part.type)) if part.type in MEDIA_PARTS else part
+        for part in content
     ]
     return _text(notes, where)
 
@@ -274,7 +281,7 @@ def _unknown(part: Part, where: str) -> RequestError:
     return RequestError(
         f"{where}: this server takes texts and tools only, and this part is of type {part.type[:40]!r}: leave it out",
         param=where,
-        code=UNSUPPORTED,
+        code=UNSUPPORTED_CONTENT,
     )
 
 
@@ -290,7 +297,7 @@ def _function(tool: Tool, place: int) -> Row:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
-def _tool_choice(choice: Choice) -> Any:
+def _tool_choice(choice: ToolChoiceField) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
@@ -369,9 +376,9 @@ def _usage(usage: Row) -> Row:
 
 def _block(block: Block, *, is_empty: bool = False) -> Row:
     text = "" if is_empty else block.text
-    if block.kind is Kind.REASONING:
+    if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
-    if block.kind is Kind.TEXT:
+    if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": text, "citations": None}
     given = {} if is_empty else _arguments(text)
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": given}
@@ -380,10 +387,10 @@ def _block(block: Block, *, is_empty: bool = False) -> Row:
 def _arguments(text: str) -> Any:
     """The arguments of a call; what is no JSON stays a text that its reader can show."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = text
-    return found if isinstance(found, dict) else {"arguments": found}
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _event(event: Event) -> Row:
@@ -392,9 +399,9 @@ def _event(event: Event) -> Row:
         return {"type": "content_block_start", "index": index, "content_block": _block(event.block, is_empty=True)}
     if event.change is Change.CLOSED:
         return {"type": "content_block_stop", "index": index}
-    if event.block.kind is Kind.REASONING:
+    if event.block.kind is BlockKind.REASONING:
         delta = {"type": "thinking_delta", "thinking": event.text}
-    elif event.block.kind is Kind.TEXT:
+    elif event.block.kind is BlockKind.TEXT:
         delta = {"type": "text_delta", "text": event.text}
     else:
         delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(event.text), ensure_ascii=False)}

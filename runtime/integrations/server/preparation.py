@@ -1,7 +1,7 @@
-"""From a request to the jobs that answer it: prompts are encoded, grammars compiled, settings checked.
+"""Turns a request into jobs: encodes prompts, compiles grammars, checks settings, and predicts quoted text.
 
-Drafters match an answer with its prompt token by token. What a tool returned reads otherwise in the answer: without
-the line numbers that editors' tools print, and escaped, inside the JSON of a call. There every line end breaks a match.
+Drafters match an answer with its prompt token by token. Text that a tool returned differs in the answer: it has no
+line numbers, and it is escaped inside the JSON of a call, where every line end breaks a match.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.grammar import Guide, guided, masks_of
-from hdtool.runtime.integrations.server.engine import Job
+from hdtool.runtime.integrations.server.engine import AnswerJob
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
-    MOST_PROMPTS,
+    MAX_PROMPTS,
     NO_TOOLS,
     ChatRequest,
     CompletionRequest,
@@ -62,27 +62,27 @@ if TYPE_CHECKING:
 
 PARAGRAPH = "\n\n"
 SYSTEM, USER = "system", "user"
-LATE = ("after a question", "after an answer", "at the end")
+LATE_INSTRUCTIONS = ("after a question", "after an answer", "at the end")
 CONVERSATION = (
     {"role": SYSTEM, "content": "first instruction"},
     {"role": USER, "content": "question"},
-    {"role": SYSTEM, "content": LATE[0]},
+    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[0]},
     {"role": "assistant", "content": "answer"},
-    {"role": SYSTEM, "content": LATE[1]},
+    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[1]},
     {"role": USER, "content": "next question"},
-    {"role": SYSTEM, "content": LATE[2]},
+    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[2]},
 )
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template shows the model messages of the system wherever they are in a conversation."""
+    """Return True if the chat template shows the model messages of the system wherever they are in a conversation."""
     if not has_chat_template(tokenizer):
         return True
     try:
         text = conversation_text(tokenizer, CONVERSATION, chat=True)
     except PromptError:
         return False
-    return all(instruction in text for instruction in LATE)
+    return all(instruction in text for instruction in LATE_INSTRUCTIONS)
 
 
 def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,25 +103,25 @@ def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str
     return made
 
 
-QUOTING = ("user", "tool")
+QUOTING_ROLES = ("user", "tool")
 """Roles whose messages quote files."""
-NUMBERED = re.compile(r" *L?([0-9]{1,7})(?:→|\t| ?\| ?|: ?)")
+NUMBERED_LINE = re.compile(r" *L?([0-9]{1,7})(?:→|\t| ?\| ?|: ?)")
 """The number of a line, as tools print it before its text."""
-FEWEST_NUMBERED = 3
+MIN_NUMBERED_LINES = 3
 """Lines with consecutive numbers that are taken for a listing."""
-KEPT_CHARACTERS = 4_000_000
+MAX_KEPT_CHARACTERS = 4_000_000
 
 
 def without_line_numbers(text: str) -> str:
     """A text in which lines that are numbered in order have no numbers."""
     lines = text.split(LINE_END)
-    found = [NUMBERED.match(line) for line in lines]
-    offsets = [int(number[1]) - place if number else None for place, number in enumerate(found)]
+    numbers = [NUMBERED_LINE.match(line) for line in lines]
+    offsets = [int(number[1]) - place if number else None for place, number in enumerate(numbers)]
     for offset, places in groupby(range(len(lines)), offsets.__getitem__):
         listing = list(places)
-        if offset is not None and len(listing) >= FEWEST_NUMBERED:
+        if offset is not None and len(listing) >= MIN_NUMBERED_LINES:
             for place in listing:
-                number = found[place]
+                number = numbers[place]
                 lines[place] = lines[place][number.end() :] if number else lines[place]
     return LINE_END.join(lines)
 
@@ -143,17 +143,17 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 class Quotes:
     """Encodes what chats quote, each message once, as a conversation repeats its messages in every request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, most_characters: int = KEPT_CHARACTERS) -> None:
-        self._tokenizer, self._most = tokenizer, most_characters
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
+        self._tokenizer, self._max_characters = tokenizer, max_characters
         self._kept: OrderedDict[tuple[str, str, bool], Ints] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
         """What the messages quote, in the forms of an answer. What one ``owner`` sent saves no time to another."""
-        quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING]
-        found = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
-        return np.concatenate(found).tolist() if found else ()
+        quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING_ROLES]
+        encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
+        return np.concatenate(encoded).tolist() if encoded else ()
 
     def _encoded(self, text: str, owner: str, in_json: bool) -> Ints:
         key = owner, text, in_json
@@ -170,26 +170,26 @@ class Quotes:
         with self._lock:
             self._characters += len(text) if key not in self._kept else 0
             self._kept[key] = encoded
-            while self._characters > self._most:
+            while self._characters > self._max_characters:
                 (_, oldest, _), _ = self._kept.popitem(last=False)
                 self._characters -= len(oldest)
         return encoded
 
 
-MOST_GRAMMAR = 65_536
+MAX_GRAMMAR_CHARACTERS = 65_536
 """Characters of a grammar; larger ones would take seconds to compile."""
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """A prompt and its settings; all choices of an answer share them."""
 
     tokens: list[int]
     limit: int
-    """Of the tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     grammar: Grammar | None = None
     prediction: Sequence[int] = ()
-    """What the request says that the answer will look like."""
+    """The request's predicted output."""
     quotes: Sequence[int] = ()
     """What the prompt quotes, in the forms of an answer: the prediction of a request that has none."""
     logprobs: int | None = None
@@ -202,10 +202,10 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PreparedChoice:
     """One answer, ready to be generated."""
 
-    prompt: Prompt
+    prompt: PreparedPrompt
     sampler: Sampler
     stops: Container[int]
     stop_texts: tuple[str, ...]
@@ -223,7 +223,7 @@ class Preparer:
         self._lock = threading.Lock()
         self._quotes = Quotes(loaded.tokenizer)
 
-    def chat(self, body: ChatRequest, tenant: str) -> list[Choice]:
+    def chat(self, body: ChatRequest, tenant: str) -> list[PreparedChoice]:
         """The choices of a chat request."""
         tokenizer, variables = self._loaded.tokenizer, body.template_variables
         messages, choice = self._conversation(body)
@@ -234,7 +234,7 @@ class Preparer:
         text, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
         is_quoted = not predicted and self._decoding.method in HIERARCHIES
         in_json = bool(choice.tools or grammar)
-        prompt = Prompt(
+        prompt = PreparedPrompt(
             ids,
             self._limit(ids, body.max_completion_tokens or body.max_tokens),
             grammar or choice.grammar,
@@ -259,11 +259,11 @@ class Preparer:
         messages = template_messages(body.messages)
         return (messages if self._takes_late_instructions else with_early_instructions(messages)), choice
 
-    def completion(self, body: CompletionRequest) -> list[Choice]:
+    def completion(self, body: CompletionRequest) -> list[PreparedChoice]:
         """The choices of a completion request, prompt by prompt."""
         tokenizer, prompts = self._loaded.tokenizer, body.prompts
-        if not 1 <= len(prompts) <= MOST_PROMPTS:
-            raise RequestError(f"prompt must hold 1 to {MOST_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise RequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
         grammar = grammar_of(body.structure, "the request")
         predicted = prediction_of(body.prediction, "the request")
         prediction = encode_text(tokenizer, predicted, special=False) if predicted else ()
@@ -272,13 +272,13 @@ class Preparer:
             ids = self._ids(prompt)
             echo = (prompt if isinstance(prompt, str) else text_of(tokenizer, ids)) if body.echo else ""
             limit = self._limit(ids, body.max_tokens)
-            prepared.append(Prompt(ids, limit, grammar, prediction, logprobs=body.logprobs, echo=echo))
+            prepared.append(PreparedPrompt(ids, limit, grammar, prediction, logprobs=body.logprobs, echo=echo))
         return self._choices(body, prepared)
 
-    def job(self, choice: Choice, tenant: str, deliver: Callable[[Step | Exception], None]) -> Job:
+    def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
         """The job of the engine that generates a choice."""
 
-        def request(job: Job, drafter: Drafter) -> Request[Job]:
+        def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
             drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
             if choice.recorded is not None:
                 drafter = LogprobRecorder(drafter, choice.prompt.logprobs or 0, choice.recorded)
@@ -293,9 +293,9 @@ class Preparer:
                 tenant,
             )
 
-        return Job(tenant, request, deliver)
+        return AnswerJob(tenant, request, deliver)
 
-    def _choices(self, body: GenerationRequest, prepared: Sequence[Prompt]) -> list[Choice]:
+    def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         biases = self._biases(body.logit_bias or {})
         with self._lock:  # the library's preparation of ``generate`` is not made for several threads
@@ -305,7 +305,9 @@ class Preparer:
                 for number in range(body.n or 1)
             ]
 
-    def _choice(self, body: GenerationRequest, prompt: Prompt, seed: int, biases: Mapping[int, float]) -> Choice:
+    def _choice(
+        self, body: GenerationRequest, prompt: PreparedPrompt, seed: int, biases: Mapping[int, float]
+    ) -> PreparedChoice:
         given: dict[str, Any] = {
             "temperature": body.temperature,
             "top_k": None if body.top_k is None else max(0, body.top_k),
@@ -322,20 +324,21 @@ class Preparer:
             first.append(LogitBias(biases))
         sampler, stops = self._loaded.sampler(config, prompt.tokens, max_new_tokens=prompt.limit, first=first)
         recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
-        return Choice(prompt, sampler, stops, config.stop, guide, recorded)
+        return PreparedChoice(prompt, sampler, stops, config.stop, guide, recorded)
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
-        if grammar and len(grammar.text) > MOST_GRAMMAR:
+        if grammar and len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(
-                f"the {grammar.kind.label} has {len(grammar.text):,} characters, and at most {MOST_GRAMMAR:,} are "
+                f"the {grammar.kind.label} has {len(grammar.text):,} characters, "
+                f"and at most {MAX_GRAMMAR_CHARACTERS:,} are "
                 "accepted"
             )
         return self._loaded.guide(grammar)
 
     def _limit(self, ids: Sequence[int], given: int | None) -> int:
         """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""
-        most = self._decoding.max_new_tokens if given is None else given
-        room, _ = room_for(self._loaded.target, ids, most)
+        max_tokens = self._decoding.max_new_tokens if given is None else given
+        room, _ = room_for(self._loaded.target, ids, max_tokens)
         return room
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
@@ -385,17 +388,17 @@ class LogprobRecorder(WrappedDrafter):
 
     reads_logits = True
 
-    def __init__(self, drafter: Drafter, most: int, recorded: list[TokenLogprobs]) -> None:
-        """``most`` is the number of alternatives for each token; all are appended to ``recorded``."""
+    def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
+        """``num_alternatives`` is the number of alternatives for each token; all are appended to ``recorded``."""
         super().__init__(drafter)
-        self._most, self._recorded = most, recorded
+        self._num_alternatives, self._recorded = num_alternatives, recorded
 
     @torch.inference_mode()
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
         scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
-        best = scores.topk(min(self._most, scores.shape[1])) if self._most else None
+        best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
         for place, token in enumerate(accepted.tokens):
             pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
             self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))

@@ -1,4 +1,4 @@
-"""The bodies of requests as OpenAI's API describes them: their fields, the messages of a chat, and the tools.
+"""Request bodies of OpenAI's chat and completion APIs, and tools of its Responses API presented as functions.
 
 A custom tool, whose input is a text, becomes a function with that text as its one parameter. The functions of a
 namespace are named after it.
@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.integrations.server.formats import RequestError, Row
 
-MOST_CHOICES, MOST_STOPS, MOST_LOGPROBS, MOST_PROMPTS = 16, 16, 20, 64
+MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
 TEXT = "text"
-UNSUPPORTED = "unsupported_content"
-UNREADABLE = "[{}: left out, because this model reads text only]"
+UNSUPPORTED_CONTENT = "unsupported_content"
+UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"
 """What a model reads in place of an image that a tool returned; images of users are refused."""
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
@@ -63,7 +63,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stream: bool | None = None
@@ -78,8 +78,8 @@ class GenerationRequest(Body):
     @classmethod
     def _stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
         texts = [stop] if isinstance(stop, str) else stop or []
-        if len(texts) > MOST_STOPS or not all(texts) or any(len(text) > 1000 for text in texts):
-            raise ValueError(f"at most {MOST_STOPS} texts of 1 to 1,000 characters each")
+        if len(texts) > MAX_STOPS or not all(texts) or any(len(text) > 1000 for text in texts):
+            raise ValueError(f"at most {MAX_STOPS} texts of 1 to 1,000 characters each")
         return stop
 
     @property
@@ -136,7 +136,7 @@ class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -157,7 +157,7 @@ class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -199,7 +199,7 @@ def _require_text(message: ChatMessage, where: str) -> None:
                 f"this server answers text only, and part {place + 1} of {where} is of type {part.type[:40]!r}: leave "
                 "it out, or describe it in a part of type 'text'",
                 param=f"{where}.content.{place}.type",
-                code=UNSUPPORTED,
+                code=UNSUPPORTED_CONTENT,
             )
         if part.text is None:
             raise RequestError(f"part {place + 1} of {where} has no text", param=f"{where}.content.{place}.text")
@@ -207,13 +207,13 @@ def _require_text(message: ChatMessage, where: str) -> None:
 
 def require_text_answers(request: ChatRequest) -> None:
     """Refuse a request for sound, which OpenAI's API asks for by two fields."""
-    other = next((kind for kind in request.modalities or () if kind != TEXT), None)
-    if other is not None or request.audio is not None:
+    modality = next((kind for kind in request.modalities or () if kind != TEXT), None)
+    if modality is not None or request.audio is not None:
         raise RequestError(
-            f"this server answers text only, and the request asks for {(other or 'audio')[:40]!r}: leave out "
-            f"{'modalities' if other else 'audio'}",
-            param="modalities" if other else "audio",
-            code=UNSUPPORTED,
+            f"this server answers text only, and the request asks for {(modality or 'audio')[:40]!r}: leave out "
+            f"{'modalities' if modality else 'audio'}",
+            param="modalities" if modality else "audio",
+            code=UNSUPPORTED_CONTENT,
         )
 
 
@@ -234,14 +234,14 @@ class ToolChoice:
 
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
-    """Of a JSON array of calls; None where the model decides by itself whether it calls a function."""
-    most: int | None = None
+    """The grammar of a JSON array of calls; None if the model decides whether to call a function."""
+    max_calls: int | None = None
     """Calls in one answer."""
 
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
         """``parallel`` allows several calls in one answer."""
-        most = None if parallel else 1
+        max_calls = None if parallel else 1
         if not tools:
             if choice not in (None, "none", "auto"):
                 raise RequestError("tool_choice needs tools: send them, or leave it out", param="tool_choice")
@@ -249,22 +249,22 @@ class ToolChoice:
         if choice == "none":
             return cls()
         if choice in (None, "auto"):
-            return cls(tuple(tools), most=most)
+            return cls(tuple(tools), max_calls=max_calls)
         if choice == "required":
-            return cls(tuple(tools), _calls_of(tools, most), most)
+            return cls(tuple(tools), _calls_of(tools, max_calls), max_calls)
         named = choice.get("function", {}) if isinstance(choice, dict) and choice.get("type") == "function" else None
         if not isinstance(named, dict):
             raise RequestError(TOOL_CHOICE_FORMS, param="tool_choice")
         wanted = [tool for tool in tools if tool["function"]["name"] == named.get("name")]
         if not wanted:
             raise RequestError(f"tool_choice names no function of tools: {TOOL_CHOICE_FORMS}", param="tool_choice")
-        return cls(tuple(tools), _calls_of(wanted, most=1), most=1)
+        return cls(tuple(tools), _calls_of(wanted, max_calls=1), max_calls=1)
 
 
 NO_TOOLS = ToolChoice()
 
 
-def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
+def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
     """JSON arrays of calls of these functions, at least one."""
     calls = []
     for tool in tools:
@@ -280,15 +280,18 @@ def _calls_of(tools: Sequence[dict[str, Any]], most: int | None) -> Grammar:
             }
         )
     array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-    return Grammar.json_schema(array | ({"maxItems": most} if most else {}))
+    return Grammar.json_schema(array | ({"maxItems": max_calls} if max_calls else {}))
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
     """The first field that is wrong; where several types may stand, the fault of the one that fits best."""
     errors = error.errors(include_url=False, include_context=False)
-    faults = [([part for part in one["loc"] if not _is_branch(part)], one) for one in errors]
+    faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]
-    path, fault = max((one for one in faults if one[0][:1] == first), key=lambda one: len(one[0]))
+    path, fault = max(
+        (error_detail for error_detail in faults if error_detail[0][:1] == first),
+        key=lambda error_detail: len(error_detail[0]),
+    )
     place, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "this server does not know the field: leave it out"
@@ -296,15 +299,15 @@ def _wrong_field(error: ValidationError) -> RequestError:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a place names one of several types that a field may have, and not a field."""
+    """Return True if a part of a place names one of several types that a field may have, and not a field."""
     return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
 
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
-OFFERED_BY_AGENTS = ("web_search", "web_search_preview", "image_generation")
+BUILT_IN_TOOLS = ("web_search", "web_search_preview", "image_generation")
 """Tools that OpenAI's servers run, and that agents offer in every request; the model does without them."""
-INPUT = "input"
-BETWEEN_NAMES = "__"
+INPUT_FIELD = "input"
+NAMESPACE_SEPARATOR = "__"
 
 
 @dataclass(frozen=True)
@@ -322,7 +325,7 @@ class ResponseTools:
     def __init__(self, tools: Sequence[Row] | None) -> None:
         """Raises if one of them is none that the model can call."""
         given = list(tools or ())
-        left_out = [tool for tool in given if tool.get("type") in OFFERED_BY_AGENTS]
+        left_out = [tool for tool in given if tool.get("type") in BUILT_IN_TOOLS]
         self.presented: list[Row] = [tool for tool in given if tool not in left_out]
         """As the request has them."""
         if left_out and not self.presented:
@@ -330,8 +333,8 @@ class ResponseTools:
         self._by_name: dict[str, ResponseTool] = {}
         for place, tool in enumerate(given):
             if tool in self.presented:
-                for found in _tools_of(tool, f"tools.{place}"):
-                    self._by_name[found.function["name"]] = found
+                for response_tool in _tools_of(tool, f"tools.{place}"):
+                    self._by_name[response_tool.function["name"]] = response_tool
 
     @property
     def functions(self) -> list[Row] | None:
@@ -359,21 +362,21 @@ class ResponseTools:
 
 def function_name(name: Any, namespace: Any = None) -> Any:
     """The name under which a tool is presented."""
-    return f"{namespace}{BETWEEN_NAMES}{name}" if namespace else name
+    return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
 def custom_arguments(text: str) -> str:
     """The arguments of the function that presents a custom tool."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
+    return json.dumps({INPUT_FIELD: text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
     """The input of a custom tool in the arguments of its function; all of them where the model wrote others."""
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
-    text = found.get(INPUT) if isinstance(found, dict) else None
+    text = value.get(INPUT_FIELD) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
 
 
@@ -395,7 +398,7 @@ def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[R
     group = namespace["name"] if namespace else None
     described = [namespace.get("description") if namespace else None, tool.get("description")]
     if kind == CUSTOM:
-        parameters: Any = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+        parameters: Any = {"type": "object", "properties": {INPUT_FIELD: {"type": "string"}}, "required": [INPUT_FIELD]}
         described.append(_form(tool.get("format")))
     else:
         parameters = tool.get("parameters")

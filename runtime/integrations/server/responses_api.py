@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hdtool.data.chat import encode_text
-from hdtool.runtime.integrations.server.answers import Block, Blocks, Change, Event, Kind, blocks_of
+from hdtool.runtime.integrations.server.answers import Block, BlockKind, Blocks, Change, Event, blocks_of
 from hdtool.runtime.integrations.server.formats import Delta, RequestError, Row, TokenLogprobs, logprob_rows
 from hdtool.runtime.integrations.server.preparation import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import (
     CUSTOM,
-    MOST_LOGPROBS,
-    UNREADABLE,
-    UNSUPPORTED,
+    MAX_LOGPROBS,
+    UNREADABLE_NOTE,
+    UNSUPPORTED_CONTENT,
     Body,
     ChatRequest,
     ResponseTools,
@@ -39,7 +39,7 @@ CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output",
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
-PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 
 
 class Part(BaseModel):
@@ -140,7 +140,7 @@ class ResponsesRequest(TokenCountRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -247,7 +247,7 @@ def _text(content: str | list[Part] | None, where: str) -> str:
             raise RequestError(
                 f"{where}.content.{place}: this server takes text only, and this part is of type {part.type[:40]!r}",
                 param=f"{where}.content.{place}",
-                code=UNSUPPORTED,
+                code=UNSUPPORTED_CONTENT,
             )
     return "".join(part.text or part.refusal or "" for part in content)
 
@@ -257,7 +257,7 @@ def _output(output: str | list[Part] | None, where: str) -> str:
     if not isinstance(output, list):
         return output or ""
     notes = [
-        Part(type="text", text=UNREADABLE.format(MEDIA_PARTS[part.type])) if part.type in MEDIA_PARTS else part
+        Part(type="text", text=UNREADABLE_NOTE.format(MEDIA_PARTS[part.type])) if part.type in MEDIA_PARTS else part
         for part in output
     ]
     return _text(notes, where)
@@ -272,7 +272,7 @@ def _unknown(item: Item, where: str) -> RequestError:
         f"{where}: this server takes messages, reasoning and calls of functions, and this item is of type "
         f"{item.type[:40]!r}: leave it out",
         param=where,
-        code=UNSUPPORTED,
+        code=UNSUPPORTED_CONTENT,
     )
 
 
@@ -349,21 +349,21 @@ class ResponsesFormat:
     def _events(self, event: Event) -> Iterator[Row]:
         block = event.block
         at = {"item_id": self._identity(block)["id"], "output_index": block.index}
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             return self._call_events(event, at)
         return self._text_events(event, at | {"content_index": 0})
 
     def _text_events(self, event: Event, at: Row) -> Iterator[Row]:
         block, index = event.block, event.block.index
-        name = "response.reasoning_text" if block.kind is Kind.REASONING else "response.output_text"
+        name = "response.reasoning_text" if block.kind is BlockKind.REASONING else "response.output_text"
         if event.change is Change.OPENED:
             yield self._event("response.output_item.added", output_index=index, item=self._item(block, IN_PROGRESS))
             yield self._event("response.content_part.added", **at, part=self._part(block))
         elif event.change is Change.ADDED:
-            logprobs = {"logprobs": self._logprobs(event.logprobs)} if block.kind is Kind.TEXT else {}
+            logprobs = {"logprobs": self._logprobs(event.logprobs)} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.delta", **at, delta=event.text, **logprobs)
         else:
-            logprobs = {"logprobs": self._logprobs(block.logprobs)} if block.kind is Kind.TEXT else {}
+            logprobs = {"logprobs": self._logprobs(block.logprobs)} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.done", **at, text=block.text, **logprobs)
             yield self._event("response.content_part.done", **at, part=self._part(block))
             yield self._event("response.output_item.done", output_index=index, item=self._item(block))
@@ -385,15 +385,15 @@ class ResponsesFormat:
 
     def _item(self, block: Block, status: str = COMPLETED) -> Row:
         made = {**self._identity(block), "status": status}
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             return {**made, **self._tools.called(block.name, block.text)}
         content = [] if status == IN_PROGRESS else [self._part(block)]
-        if block.kind is Kind.REASONING:
+        if block.kind is BlockKind.REASONING:
             return {**made, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**made, "type": "message", "role": "assistant", "content": content}
 
     def _part(self, block: Block) -> Row:
-        if block.kind is Kind.REASONING:
+        if block.kind is BlockKind.REASONING:
             return {"type": "reasoning_text", "text": block.text}
         logprobs = self._logprobs(block.logprobs)
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
@@ -403,7 +403,7 @@ class ResponsesFormat:
 
     def _identity(self, block: Block) -> Row:
         if block not in self._ids:
-            call = {"call_id": _id("call")} if block.kind is Kind.CALL else {}
+            call = {"call_id": _id("call")} if block.kind is BlockKind.CALL else {}
             self._ids[block] = {"id": _id(PREFIXES[block.kind]), **call}
         return self._ids[block]
 

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer, read by the response parser of ``transformers``."""
+"""Splits the text of an answer into plain text, reasoning and tool calls, by the response parser of transformers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hdtool.runtime.text_stream import begun_length
+from hdtool.runtime.text_stream import partial_stop_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPENING, CLOSING = "<think>", "</think>"
+THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 LINE_END = "\n"
 
 
-class Place(Enum):
+class ThinkingPlace(Enum):
     START = "start"
     THINKING = "thinking"
     ANSWER = "answer"
@@ -33,46 +33,46 @@ class ThinkingReader:
     def __init__(self, prompt: str) -> None:
         """The ``prompt`` may open the reasoning itself, or close it."""
         end = prompt.rstrip()
-        self._place = Place.START
-        if end.endswith(OPENING):
-            self._place = Place.THINKING
-        elif end.endswith(CLOSING):
-            self._place = Place.ANSWER
+        self._place = ThinkingPlace.START
+        if end.endswith(THINK_OPENING):
+            self._place = ThinkingPlace.THINKING
+        elif end.endswith(THINK_CLOSING):
+            self._place = ThinkingPlace.ANSWER
         self._held = ""
-        self._skips_lines = self._place is Place.THINKING
+        self._skips_lines = self._place is ThinkingPlace.THINKING
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> ThinkingReader | None:
         """None if the chat template knows no such tags."""
-        return cls(prompt) if CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
+        return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """The plain text and the reasoning that more text completes."""
         self._held += text
         reasoning = ""
-        if self._place is Place.START:
+        if self._place is ThinkingPlace.START:
             self._read_start(is_last=is_last)
-        if self._place is Place.THINKING:
+        if self._place is ThinkingPlace.THINKING:
             reasoning = self._read_thinking(is_last=is_last)
-        return (self._taken(len(self._held)) if self._place is Place.ANSWER else ""), reasoning
+        return (self._taken(len(self._held)) if self._place is ThinkingPlace.ANSWER else ""), reasoning
 
     def _read_start(self, *, is_last: bool) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(OPENING):
-            self._held, self._place, self._skips_lines = begun.removeprefix(OPENING), Place.THINKING, True
-        elif is_last or not OPENING.startswith(begun):
-            self._place = Place.ANSWER
+        if begun.startswith(THINK_OPENING):
+            self._held, self._place, self._skips_lines = begun.removeprefix(THINK_OPENING), ThinkingPlace.THINKING, True
+        elif is_last or not THINK_OPENING.startswith(begun):
+            self._place = ThinkingPlace.ANSWER
 
     def _read_thinking(self, *, is_last: bool) -> str:
-        thought, closing, rest = self._held.partition(CLOSING)
+        thought, closing, rest = self._held.partition(THINK_CLOSING)
         if closing:
             self._held = thought.rstrip(LINE_END)
             reasoning = self._taken(len(self._held))
-            self._held, self._place, self._skips_lines = rest, Place.ANSWER, True
+            self._held, self._place, self._skips_lines = rest, ThinkingPlace.ANSWER, True
             return reasoning
         if is_last:
             return self._taken(len(self._held))
-        shown = self._held[: len(self._held) - begun_length(self._held, (CLOSING,))]
+        shown = self._held[: len(self._held) - partial_stop_length(self._held, (THINK_CLOSING,))]
         return self._taken(len(shown.rstrip(LINE_END)))
 
     def _taken(self, length: int) -> str:
@@ -84,7 +84,7 @@ class ThinkingReader:
         return taken
 
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field for what a model writes before its answer."""
 
 
@@ -96,7 +96,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Notation:
+class CallNotation:
     """How a family of models writes tool calls."""
 
     marker: str
@@ -108,8 +108,8 @@ class Notation:
 
 
 _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
-NOTATIONS = (
-    Notation(
+CALL_NOTATIONS = (
+    CallNotation(
         "<function=",
         "<tool_call>",
         {
@@ -121,13 +121,13 @@ NOTATIONS = (
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
     ),
-    Notation(
+    CallNotation(
         "<tool_call>",
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, **_JSON},
     ),
-    Notation("[TOOL_CALLS]", "[TOOL_CALLS]", {"open": "[TOOL_CALLS]", **_JSON}),
-    Notation("<|python_tag|>", "", {"open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"(?:name|type)"\s*:)', **_JSON}),
+    CallNotation("[TOOL_CALLS]", "[TOOL_CALLS]", {"open": "[TOOL_CALLS]", **_JSON}),
+    CallNotation("<|python_tag|>", "", {"open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"(?:name|type)"\s*:)', **_JSON}),
 )
 """Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first marker that a template contains counts."""
 
@@ -143,20 +143,20 @@ class ToolCallReader:
         return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
-        own = getattr(tokenizer, "response_template", None)
-        self.reads_thinking = own is not None
-        """Whether the tokenizer describes its answers, and what is thinking in them."""
+        response_template = getattr(tokenizer, "response_template", None)
+        self.reads_thinking = response_template is not None
+        """True if the tokenizer describes its answers, and what is thinking in them."""
         self._takes_calls = bool(tools)
         self._opening = self._unread = ""
-        template = own or self._fallback(str(getattr(tokenizer, "chat_template", "")))
+        template = response_template or self._fallback(str(getattr(tokenizer, "chat_template", "")))
         self._parser = (
-            tokenizer.get_response_parser(template, prefix=prompt if own else "", tools=list(tools))
+            tokenizer.get_response_parser(template, prefix=prompt if response_template else "", tools=list(tools))
             if template
             else None
         )
 
     def _fallback(self, chat_template: str) -> dict[str, Any] | None:
-        for notation in NOTATIONS:
+        for notation in CALL_NOTATIONS:
             if notation.marker in chat_template:
                 self._opening = notation.opening
                 fields = {"tool_calls": notation.field, "content": {"content": "text"}}
@@ -187,7 +187,7 @@ class ToolCallReader:
         for event in events:
             field, text = event["field"], event.get("text", "")
             if event["type"] == "region_chunk" and not event.get("dirty"):
-                if field in REASONING:
+                if field in REASONING_FIELDS:
                     reasoning += text
                 else:
                     plain += text
@@ -196,9 +196,9 @@ class ToolCallReader:
             elif event["type"] == "region_close":
                 self._unread = ""
             if event["type"] == "region_close" and field == "tool_calls":
-                found = calls_of(event["value"]) if self._takes_calls else []
-                calls += found
-                if not found:
+                new_calls = calls_of(event["value"]) if self._takes_calls else []
+                calls += new_calls
+                if not new_calls:
                     plain += self._opening + _text_of(event["value"])
         return plain, reasoning, calls
 

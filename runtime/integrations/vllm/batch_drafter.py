@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from hdtool.runtime.config import MEMORY, VllmConfig
-from hdtool.runtime.drafters.hierarchy.drafter import ANY_TOKEN, Hierarchy
-from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, MinProbability, draft_rows, no_requests
+from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
+from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, MinProbability, draft_rows, new_request_states
 from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.history_store import History
@@ -80,7 +80,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Whether a table holds a prefix of a context; its last token is compared first, as it usually differs."""
+    """Return True if a table holds a prefix of a context; its last token is compared first, as it usually differs."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
@@ -98,7 +98,13 @@ class BatchDrafter(Uncopyable):
     """A hierarchy with one context table per request; stores, history and learned weights are shared."""
 
     def __init__(
-        self, store_set: StoreSet, config: VllmConfig, *, rows: int, longest: int, vocabulary: int = ANY_TOKEN
+        self,
+        store_set: StoreSet,
+        config: VllmConfig,
+        *,
+        rows: int,
+        longest: int,
+        vocabulary: int = UNLIMITED_VOCABULARY,
     ) -> None:
         """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids.
 
@@ -106,7 +112,7 @@ class BatchDrafter(Uncopyable):
         """
         self.store_set = store_set
         self.min_probability = MinProbability(config.min_draft_prob)
-        self.most = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
+        self.max_tables = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
         """The maximum number of context tables; requests without a table get no drafts."""
         self._longest = longest
         self.history = store_set.history or (History() if config.history == MEMORY else None)
@@ -114,8 +120,10 @@ class BatchDrafter(Uncopyable):
         self._tables: list[Ints] = []
         self._count = 0
         lasts = bool(self.history and self.history.store)
-        self._requests = no_requests(self.most, self._hierarchy.shards, history=bool(self.history), ended=lasts)
-        self._rows_of = np.full(self.most, NO_TABLE, np.int64)
+        self._requests = new_request_states(
+            self.max_tables, self._hierarchy.shards, history=bool(self.history), ended=lasts
+        )
+        self._rows_of = np.full(self.max_tables, NO_TABLE, np.int64)
         self._chosen = np.empty(rows, np.int64)
         self._drafts = np.empty((rows, config.draft_tokens), np.int64)
         self._sizes = np.zeros(rows, np.int64)
@@ -171,10 +179,10 @@ class BatchDrafter(Uncopyable):
 
     def _make_tables(self, wanted: int) -> None:
         """Allocate context tables up to ``wanted`` or the maximum."""
-        while self._count < min(wanted, self.most):
+        while self._count < min(wanted, self.max_tables):
             place = self._count % TABLES_PER_BLOCK
             if place == 0:
-                self._tables.append(np.zeros(min(TABLES_PER_BLOCK, self.most - self._count), CONTEXT_TABLE))
+                self._tables.append(np.zeros(min(TABLES_PER_BLOCK, self.max_tables - self._count), CONTEXT_TABLE))
             table = self._tables[-1][place : place + 1]
             clear(table[0])
             self._requests.tables[self._count] = table.ctypes.data
@@ -183,8 +191,8 @@ class BatchDrafter(Uncopyable):
     def _compile(self) -> None:
         """Compile or load everything now, so that no request waits for it."""
         self._make_tables(1)
-        row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
-        self._grow(row, one, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
+        row, length = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._grow(row, length, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)
         if self.history:
             lane = self._requests.lanes[:1]
             self.history.answers.answer(lane)

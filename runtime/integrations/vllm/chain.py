@@ -15,28 +15,28 @@ import numpy as np
 
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
-from hdtool.runtime.drafters.hierarchy.matches import ANSWERS, append_to_log, found_at, table_of
+from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, places_of
 from hdtool.runtime.stores.live_tables import add
-from hdtool.runtime.stores.token_log import LANE, LOG, LONGEST_MATCH, OVERLAP, finish, start
+from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
 
-LOWEST = 0.02
+MIN_FLOOR = 0.02
 """Lower bound: less probable drafts cost more to find than they save."""
 NO_DRAFT_ABOVE = 0.9
 """If the minimum is higher than this, nothing is drafted."""
 PRIOR_TOKENS = 256.0
 """Prior: the number of tokens at which a pass takes twice as long as with one token."""
-PRIOR_WEIGHT = 1.0
+SLOPE_PRIOR_WEIGHT = 1.0
 """Weight of the prior slope, as a variance of the tokens per pass."""
-EMA_WINDOW = 64.0
+PASS_WINDOW = 64.0
 """Window of the moving averages, in passes."""
 STALL_FACTOR = 4.0
 """Seconds of a pass are clipped to this multiple of the mean, because stalls have other causes."""
 
-EMPTY = np.empty(0, np.int64)
+NO_TOKENS = np.empty(0, np.int64)
 
 
 class MinProbability:
@@ -48,23 +48,23 @@ class MinProbability:
         # Moving averages over passes, the variance of their tokens, and its covariance with seconds.
         self._rows = self._tokens = self._emitted = self._seconds = 0.0
         self._variance = self._covariance = 0.0
-        self._last: tuple[float, Ints, Ints, Ints] = 0.0, EMPTY, EMPTY, EMPTY
+        self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
 
     def floor(self, rows: int) -> float:
         """The minimum probability in a batch of ``rows`` requests."""
         if self._fixed is not None:
             return self._fixed
         if not self._passes:
-            return max(LOWEST, rows / (PRIOR_TOKENS + rows))
+            return max(MIN_FLOOR, rows / (PRIOR_TOKENS + rows))
         slope = self.seconds_per_token
         seconds = max(self._seconds + slope * (rows - self._rows), slope * rows)
-        return max(LOWEST, slope * rows * self._emitted / self._rows / seconds)
+        return max(MIN_FLOOR, slope * rows * self._emitted / self._rows / seconds)
 
     @property
     def seconds_per_token(self) -> float:
         """Seconds per additional token of a pass: a regression slope, shrunk to the prior."""
         assumed = self._seconds / (PRIOR_TOKENS + self._tokens)
-        return max(0.0, (self._covariance + PRIOR_WEIGHT * assumed) / (self._variance + PRIOR_WEIGHT))
+        return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
         """Update with the pass since the last call, if it computed the same requests only."""
@@ -83,7 +83,7 @@ class MinProbability:
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
-        step = max(1 / self._passes, 1 / EMA_WINDOW)
+        step = max(1 / self._passes, 1 / PASS_WINDOW)
         off_tokens, off_seconds = tokens - self._tokens, seconds - self._seconds
         self._rows += step * (rows - self._rows)
         self._tokens += step * off_tokens
@@ -93,19 +93,19 @@ class MinProbability:
         self._covariance += step * ((1 - step) * off_tokens * off_seconds - self._covariance)
 
 
-WORTH_LOOKING, WORTH_ADDING = 0.1, 0.03
+SKIPPED_ORDER_SHARE, SKIPPED_CONTRIBUTION_SHARE = 0.1, 0.03
 """Shorter orders and single contributions are skipped below these shares of the minimum probability of a token. With 1
 and 0.3, tokens that 39 % of answers went on with were estimated at 18 % beside a minimum of 17 %, and a fifth of the
 drafts that pay were not sent."""
 
-FIRST_ANSWER = 1 << 10
+FIRST_ANSWER_NUMBER = 1 << 10
 """Lower numbers are left to the drafter that the requests share."""
-NEXT, ENDED = range(2)
+NEXT_ANSWER, NUM_ENDED = range(2)
 """The number of the next answer, and how many answers ended lately."""
-CONTEXT, HISTORY = SourceName.CONTEXT.value, SourceName.HISTORY.value
+CONTEXT_NUMBER, HISTORY_NUMBER = SourceName.CONTEXT.value, SourceName.HISTORY.value
 
 
-class Requests(NamedTuple):
+class RequestStates(NamedTuple):
     """The state of each request; all other data of a draft is shared and stays in the processor's cache."""
 
     tables: Ints
@@ -124,27 +124,33 @@ class Requests(NamedTuple):
     """The number of the next answer, which is 0 without a history, and the number of ``ended`` lanes."""
 
 
-def no_requests(most: int, shards: int, *, history: bool = False, ended: bool = False) -> Requests:
-    """Empty state for ``most`` requests; with ``ended``, the lanes of answers that others follow are copied."""
-    tails = np.full((most, LONGEST_MATCH), -1, np.int64)
-    places = np.zeros((most, LONGEST_RANGE + 1, shards, 2), np.int64)
-    lanes = np.zeros(most, LANE)
-    lanes_at = lanes.ctypes.data + np.arange(most, dtype=np.int64) * LANE.itemsize
-    answers = np.array([FIRST_ANSWER if history else 0, 0], np.int64)
-    return Requests(
-        np.zeros(most, np.int64), tails, places, lanes, lanes_at, np.zeros(most if ended else 0, LANE), answers
+def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
+    """Empty state for ``max_requests`` requests; with ``ended``, the lanes of answers that others follow are copied."""
+    tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
+    places = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
+    lanes = np.zeros(max_requests, LANE)
+    lanes_at = lanes.ctypes.data + np.arange(max_requests, dtype=np.int64) * LANE.itemsize
+    answers = np.array([FIRST_ANSWER_NUMBER if history else 0, 0], np.int64)
+    return RequestStates(
+        np.zeros(max_requests, np.int64),
+        tails,
+        places,
+        lanes,
+        lanes_at,
+        np.zeros(max_requests if ended else 0, LANE),
+        answers,
     )
 
 
 @compiled
-def grow_chain(at: int, most: int, floor: float) -> int:
-    """Fill the workspace with at most ``most`` tokens, each with a path probability >= ``floor``; return how many."""
+def grow_chain(at: int, max_tokens: int, floor: float) -> int:
+    """Fill the workspace with up to ``max_tokens`` tokens of path probability >= ``floor``; return how many."""
     work = work_at(at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
-    while node < most:
-        least = floor / work.probs[node]
-        expand(at, node, WORTH_LOOKING * least, WORTH_ADDING * least, DRAFTING)
+    while node < max_tokens:
+        min_left = floor / work.probs[node]
+        expand(at, node, SKIPPED_ORDER_SHARE * min_left, SKIPPED_CONTRIBUTION_SHARE * min_left, DRAFTING)
         best, prob = 0, 0.0
         for candidate in range(work.size):
             if work.chances[candidate] > prob:
@@ -162,62 +168,62 @@ def grow_chain(at: int, most: int, floor: float) -> int:
 
 
 @compiled
-def catch_up(at: int, context: Ints, sampled: int, few: int, requests: Requests, is_drafting: bool) -> None:
+def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
 
     If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
     Without drafting, the tokens are appended alone, and the root is moved to the end when drafting goes on.
     """
-    history, tail = found_at(at, HISTORY), work_at(at).tails[0]
-    table = table_of(found_at(at, CONTEXT))
+    history, tail = matches_at(at, HISTORY_NUMBER), work_at(at).tails[0]
+    table = table_of(matches_at(at, CONTEXT_NUMBER))
     begins = table.end == 0 or len(context) - table.end > few
     if begins:
         for place in range(table.end, len(context) - sampled):
             add(table, np.int64(context[place]))
-    old = last_tokens(context[: table.end], LONGEST_MATCH)
+    old = last_tokens(context[: table.end], MAX_MATCH_TOKENS)
     if begins or history.owner == 0:
-        begin_answer(history, requests, old[max(0, len(old) - OVERLAP) :])
+        begin_answer(history, requests, old[max(0, len(old) - OVERLAP_TOKENS) :])
     new = last_tokens(context[table.end :], len(context))
     if is_drafting:
-        if begins or tail[LONGEST_MATCH - 1] < 0:
+        if begins or tail[MAX_MATCH_TOKENS - 1] < 0:
             restart(at, old)
         feed(at, new)
         return
     for token in new:
         add(table, token)
         append_to_log(history, token)
-    tail[LONGEST_MATCH - 1] = -1
+    tail[MAX_MATCH_TOKENS - 1] = -1
 
 
 @compiled
-def last_tokens(tokens: Ints, most: int) -> Ints:
+def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
     """A copy of the last tokens, in the width that all compiled code takes."""
-    first = max(0, len(tokens) - most)
+    first = max(0, len(tokens) - max_tokens)
     copied = np.empty(len(tokens) - first, np.int64)
     copied[:] = tokens[first:]
     return copied
 
 
 @compiled
-def begin_answer(history: Any, requests: Requests, before: Ints) -> None:
+def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
     """Begin an answer of the history after some tokens."""
     answers = requests.answers
-    if answers[NEXT] == 0:
+    if answers[NEXT_ANSWER] == 0:
         return
-    lane, log = array_at(history.lane, 1, LANE), array_at(history.log[ANSWERS], 1, LOG)
+    lane, log = array_at(history.lane, 1, LANE), array_at(history.log[ANSWERS_LOG], 1, LOG)
     if lane[0].owner > 0 and len(requests.ended) > 0:
-        requests.ended[answers[ENDED]] = lane[0]
-        answers[ENDED] += 1
+        requests.ended[answers[NUM_ENDED]] = lane[0]
+        answers[NUM_ENDED] += 1
     finish(log, lane)
-    start(log, lane, answers[NEXT], before, len(before))
-    history.owner = answers[NEXT]
-    answers[NEXT] += 1
+    start(log, lane, answers[NEXT_ANSWER], before, len(before))
+    history.owner = answers[NEXT_ANSWER]
+    answers[NEXT_ANSWER] += 1
 
 
 @compiled
 def draft_rows(
     at: int,
-    requests: Requests,
+    requests: RequestStates,
     chosen: Ints,
     contexts: Ints,
     lengths: Ints,
@@ -233,15 +239,20 @@ def draft_rows(
     ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
     is drafted, and the tokens are appended to tables and answers.
     """
-    longest, most, floor = limits
+    longest, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
-    context, history, work, ranges = found_at(at, CONTEXT), found_at(at, HISTORY), work_at(at), ranges_at(at)
+    context, history, work, ranges = (
+        matches_at(at, CONTEXT_NUMBER),
+        matches_at(at, HISTORY_NUMBER),
+        work_at(at),
+        ranges_at(at),
+    )
     for turn in range(len(rows)):
         sizes[turn] = 0
         request = chosen[turn]
         if request >= 0:
-            context.log[ANSWERS] = requests.tables[request]
-            if history.log[ANSWERS]:
+            context.log[ANSWERS_LOG] = requests.tables[request]
+            if history.log[ANSWERS_LOG]:
                 history.lane = requests.lanes_at[request]
                 history.owner = array_at(history.lane, 1, LANE)[0].owner
             work.tails[0] = requests.tails[request]
@@ -249,9 +260,9 @@ def draft_rows(
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
-            catch_up(at, contexts[rows[turn], :length], new, most + 1, requests, is_drafting)
+            catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
             # The target adds a bonus token after the last draft.
-            size = grow_chain(at, min(most, longest - length - 1), floor) if is_drafting else 0
+            size = grow_chain(at, min(max_drafts, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.integrations.vllm.chain import ENDED, Requests
+from hdtool.runtime.integrations.vllm.chain import NUM_ENDED, RequestStates
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.history_store import History
 
 
-def appends(parallel: Any) -> bool:
-    """Whether a worker of vLLM appends to the history: the one whose drafts count, of those that run one model.
+def appends_history(parallel: Any) -> bool:
+    """Return True if a worker of vLLM appends to the history: the one whose drafts count, of those that run one model.
 
     All tensor parallel workers of the last pipeline stage draft for the same requests, and vLLM takes the drafts of the
     first one.
@@ -31,30 +31,30 @@ def appends(parallel: Any) -> bool:
     return bool(parallel.rank % (stage * parallel.pipeline_parallel_size) == last)
 
 
-CHECKED = 0.5
+CHECK_SECONDS = 0.5
 """Seconds between two checks, as long as an answer is in progress."""
-SHORTEST, LONGEST = 1.0, 10.0
+MIN_IDLE_SECONDS, MAX_IDLE_SECONDS = 1.0, 10.0
 """Bounds of the seconds without a step after which an answer is finished."""
-STEPS = 4.0
+IDLE_STEPS = 4.0
 """Between these bounds, they are the time of so many steps, slow ones of late: on some devices a step takes seconds.
 
 The time between two steps is that of a step unless it is longer than the upper bound.
 """
-FIRST_STEP, DECAY = 1.25, 0.95
+FIRST_STEP_SECONDS, SLOW_STEP_DECAY = 1.25, 0.95
 """Seconds of a slow step to begin with, and how they decrease with each step: the first ones of an engine are slow."""
 
 
 class FinishedAnswers:
     """The answers in progress of a history that lasts; ``lock`` is held while its logs are read or written."""
 
-    def __init__(self, history: History, requests: Requests) -> None:
+    def __init__(self, history: History, requests: RequestStates) -> None:
         self.lock = Lock()
         self._history, self._requests = history, requests
         self._followed: list[Ints] = []
         """The lanes of answers that others followed since the last check."""
         self._seen = np.zeros(len(requests.lanes) + 1)
         """When a step drafted for each request lately; the last number is for rows without a table."""
-        self._last, self._slowest = -np.inf, FIRST_STEP
+        self._last, self._slowest = -np.inf, FIRST_STEP_SECONDS
         self._timer: Timer | None = None
         # Called at the end of this process, also where multiprocessing started it.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
@@ -63,10 +63,10 @@ class FinishedAnswers:
         """Note the requests that a step has drafted for; the caller holds the lock."""
         self._seen[chosen] = at
         since, self._last = at - self._last, at
-        self._slowest = max(DECAY * self._slowest, since if since < LONGEST else 0.0)
-        if ended := int(self._requests.answers[ENDED]):
+        self._slowest = max(SLOW_STEP_DECAY * self._slowest, since if since < MAX_IDLE_SECONDS else 0.0)
+        if ended := int(self._requests.answers[NUM_ENDED]):
             self._followed += np.split(self._requests.ended[:ended].copy(), ended)
-            self._requests.answers[ENDED] = 0
+            self._requests.answers[NUM_ENDED] = 0
         if self._timer is None:
             self._refresh()
             self._start_timer()
@@ -83,7 +83,7 @@ class FinishedAnswers:
         with self.lock:
             self._timer = None
             self._refresh()
-            self._append(time.perf_counter() - min(max(SHORTEST, STEPS * self._slowest), LONGEST))
+            self._append(time.perf_counter() - min(max(MIN_IDLE_SECONDS, IDLE_STEPS * self._slowest), MAX_IDLE_SECONDS))
             if self._requests.lanes["owner"].any():
                 self._start_timer()
 
@@ -97,16 +97,16 @@ class FinishedAnswers:
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
-        """Take notice of the answers of other processes."""
+        """See the answers of other processes."""
         if self._history.store:
             self._history.store.refresh()
 
     def _start_timer(self) -> None:
-        self._timer = Timer(CHECKED, self._check)
+        self._timer = Timer(CHECK_SECONDS, self._check)
         self._timer.daemon = True
         self._timer.start()
 
 
 def _finish_all(answers: weakref.ref[FinishedAnswers]) -> None:
-    if found := answers():
-        found.finish_all()
+    if finished := answers():
+        finished.finish_all()

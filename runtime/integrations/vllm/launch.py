@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.stores.home import has_stores, namespace_among
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm_plugin import METHOD, PLUGIN, PROPOSER, REQUEST_V2
+from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.store_set import NONE, StoreSet, lasting_history, tenant_among
+from hdtool.runtime.stores.store_set import NO_STORE, StoreSet, lasting_history, tenant_among
 
-VALUES = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
-ADDRESS = ("--host", "--port", "--uds", "--config")
+VALUE_OPTIONS = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
+ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config")
 
 
 class _Reader(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ class _Reader(argparse.ArgumentParser):
 def read_options(words: Sequence[str]) -> argparse.Namespace:
     """The options that hdtool needs; as in vLLM, underscores equal dashes and names may be abbreviated."""
     parser = _Reader(add_help=False, exit_on_error=False)
-    for name in (*VALUES, *ADDRESS):
+    for name in (*VALUE_OPTIONS, *ADDRESS_OPTIONS):
         parser.add_argument(name)
     for name in ("--served-model-name", "--api-key"):
         parser.add_argument(name, nargs="+")
@@ -71,14 +71,14 @@ def _dashed(option: str) -> str:
     return name.replace("_", "-") + equals + value if option.startswith("--") else option
 
 
-KEY = "hdtool"
-STORES = ("model_db", "corpus_db")
-DRAFTING = ("min_draft_prob", "context_mib", "history")
+CONFIG_KEY = "hdtool"
+STORE_FIELDS = ("model_db", "corpus_db")
+DRAFTING_FIELDS = ("min_draft_prob", "context_mib", "history")
 TENANT = "tenant"
 
 
 @dataclass(frozen=True)
-class Settings:
+class VllmSettings:
     """The stores and the drafting options."""
 
     serving: VllmConfig
@@ -87,29 +87,30 @@ class Settings:
     """Whose answers are kept; None is the one that the names of the model stand for, and an empty name is nobody."""
 
     @classmethod
-    def of(cls, additional: Any, draft_tokens: int) -> Settings:
+    def of(cls, additional: Any, draft_tokens: int) -> VllmSettings:
         """Read them from vLLM's additional configuration; raise OptionError if they are invalid."""
-        values = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(values, Mapping) or not set(values) <= {*STORES, *DRAFTING, TENANT}:
-            known = ", ".join((*STORES, *DRAFTING, TENANT))
-            raise OptionError(f"{KEY} in vLLM's additional configuration is {values!r}: it takes {known}")
+        values = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(values, Mapping) or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS, TENANT}:
+            known = ", ".join((*STORE_FIELDS, *DRAFTING_FIELDS, TENANT))
+            raise OptionError(f"{CONFIG_KEY} in vLLM's additional configuration is {values!r}: it takes {known}")
         try:
-            serving = VllmConfig(draft_tokens, **{name: values[name] for name in DRAFTING if name in values})
+            serving = VllmConfig(draft_tokens, **{name: values[name] for name in DRAFTING_FIELDS if name in values})
         except TypeError:
             raise OptionError(
-                f"{KEY} in vLLM's additional configuration is {values!r}: its limits and probabilities must be numbers"
+                f"{CONFIG_KEY} in vLLM's additional configuration is {values!r}: "
+                "its limits and probabilities must be numbers"
             ) from None
-        stores = StoresConfig(**{name: str(values[name]) for name in STORES if values.get(name)})
+        stores = StoresConfig(**{name: str(values[name]) for name in STORE_FIELDS if values.get(name)})
         tenant = values.get(TENANT)
         return cls(serving, stores, None if tenant is None else str(tenant))
 
     def additional(self) -> dict[str, Any]:
         """The additional configuration for vLLM's command line, without defaults."""
-        values = {name: getattr(self.stores, name) for name in STORES}
-        values |= {name: getattr(self.serving, name) for name in DRAFTING}
+        values = {name: getattr(self.stores, name) for name in STORE_FIELDS}
+        values |= {name: getattr(self.serving, name) for name in DRAFTING_FIELDS}
         values |= {TENANT: self.tenant}
         defaults = VllmConfig()
-        return {KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
+        return {CONFIG_KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
 
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:
         """The stores to open; a tenant's if the model is served under the name of a namespace."""
@@ -117,9 +118,9 @@ class Settings:
         return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(names))
 
 
-KNOWN = ("--api-key", "--hf-token", "--ssl-keyfile-password")
+SECRET_OPTIONS = ("--api-key", "--hf-token", "--ssl-keyfile-password")
 """Secret options of vLLM; argparse also accepts abbreviations."""
-SECRET = re.compile(
+SECRET_WORD = re.compile(
     r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
 )
 """The last word of a secret option, or of a secret key in a JSON option."""
@@ -146,7 +147,7 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_option(word: str) -> bool:
-    """Whether argparse reads this word as an option."""
+    """Return True if argparse reads this word as an option."""
     name = word.partition("=")[0]
     return len(word) > 1 and word[0] == "-" and " " not in name and not NEGATIVE_NUMBER.fullmatch(word)
 
@@ -155,8 +156,8 @@ def _is_secret(name: str) -> bool:
     dashed = name.replace("_", "-")
     if dashed == "--ssl-keyfile":  # a path, although it is a prefix of a secret option
         return False
-    shortened = len(dashed) > len("--a") and any(known.startswith(dashed) for known in KNOWN)
-    return shortened or bool(SECRET.search(dashed))
+    shortened = len(dashed) > len("--a") and any(known.startswith(dashed) for known in SECRET_OPTIONS)
+    return shortened or bool(SECRET_WORD.search(dashed))
 
 
 def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
@@ -164,23 +165,23 @@ def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
     if not value.lstrip().startswith("{"):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return value
     secret: list[str] = []
-    pruned = _pruned(found, option, secret)
+    pruned = _pruned(parsed, option, secret)
     names += secret
     return json.dumps(pruned) if secret else value
 
 
-def _pruned(found: Any, place: str, secret: list[str]) -> Any:
-    if isinstance(found, list):
-        return [_pruned(item, place, secret) for item in found]
-    if not isinstance(found, dict):
-        return found
+def _pruned(value_of_json: Any, place: str, secret: list[str]) -> Any:
+    if isinstance(value_of_json, list):
+        return [_pruned(item, place, secret) for item in value_of_json]
+    if not isinstance(value_of_json, dict):
+        return value_of_json
     kept = {}
-    for key, value in found.items():
-        if SECRET.search(key):
+    for key, value in value_of_json.items():
+        if SECRET_WORD.search(key):
             secret.append(f"{place}.{key}")
         else:
             kept[key] = _pruned(value, f"{place}.{key}", secret)
@@ -230,7 +231,7 @@ def _is_loopback(host: str | None) -> bool:
         return host.lower() == "localhost"
 
 
-HOOK = "v1/spec_decode/custom_class_proposer.py"
+HOOK_FILE = "v1/spec_decode/custom_class_proposer.py"
 """The file of vLLM that loads drafters of others."""
 
 
@@ -277,7 +278,7 @@ class Launch:
     def command(self) -> list[str]:
         """The command line of the server; it works on any machine that has the same folders."""
         speculation = {
-            "method": METHOD,
+            "method": CUSTOM_CLASS_METHOD,
             "model": PROPOSER,
             "num_speculative_tokens": self._serving.draft_tokens,
         }
@@ -295,10 +296,10 @@ class Launch:
     def _additional(self) -> dict[str, Any]:
         """The user's additional configuration, with the settings of hdtool for every worker."""
         opened = (self.store_set.model, self.store_set.corpus)
-        folders = (str(store.folder.resolve()) if store else NONE for store in opened)
+        folders = (str(store.folder.resolve()) if store else NO_STORE for store in opened)
         return {
             **self._known.additional_config,
-            **Settings(self._serving, StoresConfig(*folders), self._tenant).additional(),
+            **VllmSettings(self._serving, StoresConfig(*folders), self._tenant).additional(),
         }
 
     def run(self) -> NoReturn:
@@ -312,12 +313,13 @@ def require_hook(environment: Mapping[str, str]) -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return
-    if not (Path(spec.origin).parent / HOOK).exists():
-        raise ServeError(f"this vLLM has no {METHOD} drafters (no {HOOK}): {install_command('vllm')}")
+    if not (Path(spec.origin).parent / HOOK_FILE).exists():
+        raise ServeError(f"this vLLM has no {CUSTOM_CLASS_METHOD} drafters (no {HOOK_FILE}): {install_command('vllm')}")
     plugins = environment.get("VLLM_PLUGINS")
-    if environment.get(REQUEST_V2) == "1" and plugins is not None and PLUGIN not in plugins.split(","):
+    if environment.get(REQUEST_V2) == "1" and plugins is not None and PLUGIN_NAME not in plugins.split(","):
         raise ServeError(
-            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN}, the drafter of Model Runner V2: add it, or unset {REQUEST_V2}"
+            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN_NAME}, the drafter of Model Runner V2: "
+            f"add it, or unset {REQUEST_V2}"
         )
 
 

@@ -1,12 +1,11 @@
-"""hdtool's drafter in the interface of vLLM's Model Runner V2, which calls it with tensors on the device.
-
-Temperature, top-k and top-p of draft tokens are read from uninitialized memory, because they are written to a copy.
-And a batch without draft tokens crashes the engine if a request samples with top-k. Each defect is tested for, so a
-build without it is not changed.
+"""hdtool's drafter in the interfaces of vLLM's V1 and V2 model runners, and repairs of vLLM on CPUs.
 
 V2 keeps the tokens of each request on the device, in a slot that the request has until its end, and verifies the same
 number of drafts for every request. So each step copies the latest tokens of the batch to the host, which waits for the
-pass, and fills up shorter drafts with a token that the model refuses unless it would have sampled it.
+pass, and pads shorter drafts with a token that the model rejects unless it would have sampled it.
+
+Two functions of vLLM are replaced if a probe finds them defective: one leaves the sampling settings of draft tokens
+uninitialized, the other crashes on top-k in a batch without draft tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import torch
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.config import ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm.chain import LOWEST
-from hdtool.runtime.integrations.vllm.launch import Settings
+from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR
+from hdtool.runtime.integrations.vllm.launch import VllmSettings
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, tenant_among
 
-PROBE = (0.25, 3.0, 0.5)
+PROBE_SETTINGS = (0.25, 3.0, 0.5)
 
 
 def repair_sampling() -> list[str]:
@@ -39,17 +38,17 @@ def repair_sampling() -> list[str]:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    found = []
+    repairs = []
     if not _expands(rejection_sampler.expand_batch_to_tokens):
-        rejection_sampler.expand_batch_to_tokens = expanded
-        found.append("sampling settings of drafted tokens")
+        rejection_sampler.expand_batch_to_tokens = expand_settings
+        repairs.append("sampling settings of drafted tokens")
     if not _accepts_empty_batch(topk_topp_sampler.apply_top_k_only):
         topk_topp_sampler.apply_top_k_only = with_rows_only(topk_topp_sampler.apply_top_k_only)
-        found.append("top-k of a batch without drafts")
-    return found
+        repairs.append("top-k of a batch without drafts")
+    return repairs
 
 
-def expanded(
+def expand_settings(
     settings: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
     """Repeat each request's setting for each of its draft tokens; ``ends`` are cumulative counts."""
@@ -68,10 +67,11 @@ def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _expands(expand: Callable[..., Any]) -> bool:
-    settings, ends = torch.tensor(PROBE), torch.tensor([1, 1, 4], dtype=torch.int32)
+    settings, ends = torch.tensor(PROBE_SETTINGS), torch.tensor([1, 1, 4], dtype=torch.int32)
     # Uninitialized memory may hold the right numbers by chance, but not twice.
     return all(
-        expand(factor * settings, ends, 4, 0, 1).tolist() == [factor * PROBE[0], *[factor * PROBE[2]] * 3]
+        expand(factor * settings, ends, 4, 0, 1).tolist()
+        == [factor * PROBE_SETTINGS[0], *[factor * PROBE_SETTINGS[2]] * 3]
         for factor in (1.0, 2.0)
     )
 
@@ -92,7 +92,7 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
     """The drafter of one worker, which opens the stores; ``adapt`` changes its settings to those of a runner."""
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     try:
-        settings = Settings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
+        settings = VllmSettings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
         named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(named, model.tokenizer_revision)
         named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
@@ -117,14 +117,14 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
     )
 
 
-def _with_history(store_set: StoreSet, settings: Settings, vllm_config: Any) -> StoreSet:
+def _with_history(store_set: StoreSet, settings: VllmSettings, vllm_config: Any) -> StoreSet:
     # Loads lmdb, which a history in memory does not need.
-    from hdtool.runtime.integrations.vllm.finished_answers import appends
+    from hdtool.runtime.integrations.vllm.finished_answers import appends_history
     from hdtool.runtime.stores.store_set import lasting_history
 
     model = vllm_config.model_config
     tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant
-    read_only = not appends(vllm_config.parallel_config)
+    read_only = not appends_history(vllm_config.parallel_config)
     store = lasting_history(settings.serving.history, store_set, model.model, tenant, read_only=read_only)
     LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
     return replace(store_set, history=History(store=store))
@@ -164,9 +164,9 @@ class HierarchySpeculator:
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
             raise OptionError("--prefill-context-parallel-size is above 1: hdtool's drafter needs whole prompts")
-        self.drafter = open_drafter(vllm_config, send_all)
+        self.drafter = open_drafter(vllm_config, without_min_prob)
         self._device, self._states = device, req_states
-        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._num_drafts = vllm_config.speculative_config.num_speculative_tokens
         self._slots = TokenSlots(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -198,8 +198,8 @@ class HierarchySpeculator:
         """Draft tokens for each row of the batch, as many as vLLM verifies at most."""
         rows = input_batch.num_reqs
         if dummy_run:
-            return torch.zeros((rows, self._most), dtype=torch.int64, device=self._device)
-        latest = latest_tokens(self._states, input_batch.idx_mapping[:rows], num_sampled[:rows], self._most + 1)
+            return torch.zeros((rows, self._num_drafts), dtype=torch.int64, device=self._device)
+        latest = latest_tokens(self._states, input_batch.idx_mapping[:rows], num_sampled[:rows], self._num_drafts + 1)
         sampled, lengths = latest[:, 0], latest[:, 1]
         slots = input_batch.idx_mapping_np[:rows]
         for row, slot in enumerate(slots.tolist()):
@@ -215,10 +215,10 @@ class HierarchySpeculator:
         counts: list[range] = [range(0)] * len(self._slots.lengths)
         for slot, count in zip(slots.tolist(), sampled.tolist(), strict=True):
             counts[slot] = range(count)
-        found = self.drafter.draft(counts, self._slots.lengths, self._slots.tokens)
-        drafts = np.repeat(last.astype(np.int64)[:, None], self._most, axis=1)
+        drafted = self.drafter.draft(counts, self._slots.lengths, self._slots.tokens)
+        drafts = np.repeat(last.astype(np.int64)[:, None], self._num_drafts, axis=1)
         for row, slot in enumerate(slots.tolist()):
-            drafts[row, : len(found[slot])] = found[slot]
+            drafts[row, : len(drafted[slot])] = drafted[slot]
         return drafts
 
 
@@ -246,15 +246,15 @@ class TokenSlots:
         self.tokens[slot, : len(tokens)], self.lengths[slot], self._owners[slot] = tokens, len(tokens), request
 
 
-def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, most: int) -> npt.NDArray[np.int32]:
-    """For each row its number of sampled tokens, its length and its last ``most`` tokens, in one copy to the host."""
+def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, max_tokens: int) -> npt.NDArray[np.int32]:
+    """Copy each row's number of sampled tokens, length and last ``max_tokens`` tokens to the host at once."""
     lengths = states.total_len.gpu[slots]
-    places = lengths[:, None] - torch.arange(most, 0, -1, device=lengths.device)
+    places = lengths[:, None] - torch.arange(max_tokens, 0, -1, device=lengths.device)
     tokens = states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
     latest: npt.NDArray[np.int32] = torch.cat([sampled[:, None], lengths[:, None], tokens], 1).int().cpu().numpy()
     return latest
 
 
-def send_all(serving: VllmConfig) -> VllmConfig:
+def without_min_prob(serving: VllmConfig) -> VllmConfig:
     """V2 verifies the same number of drafts for every request, so each probable draft is better than none."""
-    return serving if serving.min_draft_prob is not None else replace(serving, min_draft_prob=LOWEST)
+    return serving if serving.min_draft_prob is not None else replace(serving, min_draft_prob=MIN_FLOOR)
