@@ -1,4 +1,4 @@
-"""Commands that make a model ready ahead of time: convert, compile and export."""
+"""``hdtool convert`` and ``export``, and the compiling of drafters ahead of time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT, option
+from hdtool.cli.command import OUTPUT_PANEL, option
 from hdtool.cli.model_argument import require_model
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 def convert(
     *,
     inputs: options.Inputs,
-    out: Annotated[Path, option(OUTPUT, "File of conversations, JSON Lines; .gz and .zst compress it.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "File of conversations, JSON Lines; .gz and .zst compress it.")],
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -66,7 +66,7 @@ def convert(
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.conversation_files import ConversationReader, canonical_file, write_canonical
     from hdtool.data.input_files import find_inputs
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import progress_bar
 
     paths = find_inputs(inputs)
     if any(path.exists() and out.exists() and path.samefile(out) for path in paths):
@@ -74,21 +74,21 @@ def convert(
     file = canonical_file(out)
     file.check()
     reader = ConversationReader(paths, tolerance=config.max_bad_fraction)
-    with bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         written = write_canonical(reader, file, shown)
     print_left_out(reader.tally)
     counts = {**written.counts(), "left_out": reader.tally.bad}
     if as_json:
         print(json.dumps({"file": str(out), **counts}, ensure_ascii=False))
         return
-    print(f"{out}: {written.in_words()}, {counted(reader.tally.bad, 'record')} left out")
+    print(f"{out}: {written.in_words()}, {count_of(reader.tally.bad, 'record')} left out")
     if not written.answers:
         print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)
 
 
 def export(
     *,
-    out: Annotated[Path, option(OUTPUT, "The new folder.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "The new folder.")],
     loading: Annotated[
         ModelConfig,
         only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
@@ -105,14 +105,14 @@ def export(
     """
     require_model("export", loading.model)
 
-    from hdtool.builders.export import CODE
+    from hdtool.builders.export import CODE_FILE
     from hdtool.builders.export import export as write
     from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries()
     files = write(loading, out, decoding, store_set)
     if as_json:
-        print(json.dumps({"folder": str(out), "files": len(files), "code": CODE}, ensure_ascii=False))
+        print(json.dumps({"folder": str(out), "files": len(files), "code": CODE_FILE}, ensure_ascii=False))
         return
-    print(f"{out}: links to {len(files)} files, and {CODE}")
+    print(f"{out}: links to {len(files)} files, and {CODE_FILE}")
     print(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import best_of
 from hdtool.runtime.drafters.trained.draft_passes import CHUNK, DraftPasses, causal_mask
@@ -182,7 +182,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
     except Exception as error:  # the library raises many kinds for checkpoints that it does not know
         kind = model.config.model_type
         raise HeadsError(
-            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {HELP}"
+            f"the MTP layers of {name} cannot be used (type {kind!r}: {error_reason(error)}): {HELP}"
         ) from error
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 import hdtool
-from hdtool.data.kept_records import KeptRecord
+from hdtool.data.kept_records import CachedValue
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
@@ -80,7 +80,7 @@ class KeptProof:
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
         """``settings`` is the model's configuration, ``family`` its class, and ``files`` all that it is loaded from."""
         code = Path(str(sys.modules[family.__module__].__file__))
-        self.record = KeptRecord(
+        self.record = CachedValue(
             proofs_at_home(),
             {
                 "format": FORMAT,
