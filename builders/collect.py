@@ -1,8 +1,7 @@
-"""A model's own answers, collected: one line of JSON for each prompt, resumable after a kill.
+"""Collecting a model's answers: one JSON line per prompt, resumable after a kill.
 
-Each line is on disk before the next is begun. A line that a kill cut short is answered again when the work goes
-on; anything else that is not a line of collect is refused, and the file stays as it is. Lines stand in the order of the
-prompts, so answers that are made beside a longer one wait for it.
+Lines are flushed to disk one by one, in the order of the prompts. A torn line is answered again on resumption; a file
+with any other foreign line is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.errors import PromptError, worded
-from hdtool.data.kept_records import append, cut, exclusive, is_torn, lines_of, may_be_torn_from
+from hdtool.data.errors import PromptError, os_errors_as
+from hdtool.data.kept_records import append_row, cut_torn_line, file_lock, is_torn, may_be_torn_start, read_lines
 from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answer, Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
@@ -47,25 +46,25 @@ class GenerationFile:
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive(self.path.with_name(f".{self.path.name}.lock"), busy):
+            with file_lock(self.path.with_name(f".{self.path.name}.lock"), busy):
                 done, torn = self._read(prompts)
-                cut(self.path, torn)
+                cut_torn_line(self.path, torn)
                 self.path.open("ab").close()  # fails before the first answer if the file cannot be written
                 yield prompts[done:]
 
     def _errors_worded(self) -> AbstractContextManager[None]:
         advice = "the answers in it are kept; make room or choose another --out, and run the command again"
-        return worded(PromptError, f"{self.path} cannot be written", advice)
+        return os_errors_as(PromptError, f"{self.path} cannot be written", advice)
 
     def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
         """Append the answers to all turns of a prompt."""
         conversation = prompt.conversation([answer.text for answer in given])
         answers = [_recorded(answer) for answer in given]
-        append(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
+        append_row(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def counts(self) -> tuple[int, int]:
         """The number of answers in the file, and of their tokens."""
-        rows = (json.loads(line) for line in lines_of(self.path))
+        rows = (json.loads(line) for line in read_lines(self.path))
         lengths = [len(answer["output_ids"]) for row in rows for answer in row["answers"]]
         return len(lengths), sum(lengths)
 
@@ -75,7 +74,7 @@ class GenerationFile:
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
         """The number of answered prompts, and the torn last line, if any."""
         done = 0
-        for line in lines_of(self.path):
+        for line in read_lines(self.path):
             if is_torn(line):
                 self._check_torn(line, done, prompts)
                 return done, line
@@ -86,8 +85,8 @@ class GenerationFile:
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
         """Raise unless the torn line can be the start of the answer to the next prompt."""
         if number < len(prompts):
-            row = {**self._asked(prompts[number]), "messages": [dict(one) for one in prompts[number].messages]}
-            if may_be_torn_from(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
+            row = {**self._asked(prompts[number]), "messages": [dict(message) for message in prompts[number].messages]}
+            if may_be_torn_start(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
                 return
         raise PromptError(
             f"{self.path}:{number + 1} is cut short and is not an answer of collect to the prompt there: remove that "
@@ -99,20 +98,22 @@ class GenerationFile:
         try:
             row = json.loads(line)
             known = {name: row[name] for name in self._settings}
-            asked = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
+            messages = tuple(row["messages"][: len(prompts[number].messages)]) if number < len(prompts) else None
         except (ValueError, KeyError, TypeError):
             raise PromptError(
                 f"{where} is not a line of collect: choose another --out, or move the file away"
             ) from None
-        if asked is None or asked != prompts[number].messages:
+        if messages is None or messages != prompts[number].messages:
             raise PromptError(
                 f"{where} answers a different prompt than the file of prompts has there: choose another --out"
             )
         if {kind.value: row[kind.value] for kind in GrammarKind if kind.value in row} != _grammar(prompts[number]):
             raise PromptError(f"{where} was answered under another grammar: choose another --out")
-        for name, wanted in self._settings.items():
-            if known[name] != wanted:
-                raise PromptError(f"{where} was answered with {name} {known[name]}, not {wanted}: choose another --out")
+        for name, expected in self._settings.items():
+            if known[name] != expected:
+                raise PromptError(
+                    f"{where} was answered with {name} {known[name]}, not {expected}: choose another --out"
+                )
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
@@ -135,14 +136,14 @@ def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile)
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done
-        given: list[Answer] = []
+        answers: list[Answer] = []
         for answer in answerer.all_answers(left):
             for _ in answer:
                 pass
             if answer.interrupted:  # an incomplete answer is not recorded
                 raise KeyboardInterrupt
-            given.append(answer)
-            if len(given) > len(answer.prompt.later_turns):
-                file.add(answer.prompt, given)
-                given, done = [], done + 1
+            answers.append(answer)
+            if len(answers) > len(answer.prompt.later_turns):
+                file.add(answer.prompt, answers)
+                answers, done = [], done + 1
                 yield done

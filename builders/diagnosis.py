@@ -1,4 +1,4 @@
-"""What ``hdtool doctor`` finds: packages, machine, folders, stores, a model and a short answer."""
+"""Checks of ``hdtool doctor``: packages, machine, folders, stores, a model and a short answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from packaging.requirements import Requirement
 
 import hdtool
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, install_command, reason_of, requirements_of
+from hdtool.data.errors import HdtoolError, error_reason, extra_requirements, install_command
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import StoredItem, home, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
@@ -51,7 +51,7 @@ class Finding:
     """The command or the step that mends it."""
 
 
-IMPORTED = ("numba", "transformers", "datasets", "lmdb")
+IMPORT_CHECKED = ("numba", "transformers", "datasets", "lmdb")
 """Packages that fail when they are imported if another one is too new or too old for them."""
 EXTRAS = {
     "gguf": "models in GGUF files",
@@ -62,48 +62,52 @@ EXTRAS = {
     "vllm": "hdtool serve --engine vllm",
     "ray": "builds on a cluster",
 }
-STATED = ("torch", "transformers", "numba")
+VERSIONS_SHOWN = ("torch", "transformers", "numba")
 """Packages whose versions are shown."""
 
 
 def package_findings() -> Iterator[Finding]:
     needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
-    own = [each for each in needed if each.marker is None]
+    required = [requirement for requirement in needed if requirement.marker is None]
     yield Finding("hdtool", metadata.version("hdtool"))
-    for name in STATED:
+    for name in VERSIONS_SHOWN:
         if (version := _version(name)) is not None:
             yield Finding(name, version)
-    yield from _unfit(own)
-    yield from _broken()
+    yield from _version_conflicts(required)
+    yield from _broken_imports()
     for extra, purpose in EXTRAS.items():
-        yield _extra(extra, purpose, requirements_of(extra))
+        yield _extra(extra, purpose, extra_requirements(extra))
 
 
-def _unfit(needed: list[Requirement]) -> Iterator[Finding]:
-    faults = [(each, _version(each.name)) for each in needed if not _fits(each)]
-    for each, version in faults:
-        found = f"{version}, and {each.specifier} is needed" if version else f"missing, and {each} is needed"
-        yield Finding(each.name, found, MEND, f'pip install "{each.name}{each.specifier}"')
+def _version_conflicts(needed: list[Requirement]) -> Iterator[Finding]:
+    faults = [(requirement, _version(requirement.name)) for requirement in needed if not _fits(requirement)]
+    for requirement, version in faults:
+        fault = (
+            f"{version}, and {requirement.specifier} is needed" if version else f"missing, and {requirement} is needed"
+        )
+        yield Finding(requirement.name, fault, MEND, f'pip install "{requirement.name}{requirement.specifier}"')
     if not faults:
         yield Finding("others", f"all {len(needed)} packages that hdtool needs are there, in versions that fit")
 
 
-def _broken() -> Iterator[Finding]:
-    for name in IMPORTED:
+def _broken_imports() -> Iterator[Finding]:
+    for name in IMPORT_CHECKED:
         try:
             import_module(name)
         except Exception as error:  # extension modules raise many kinds
-            yield Finding(name, f"cannot be imported ({reason_of(error)})", MEND, f"pip install --upgrade {name}")
+            yield Finding(name, f"cannot be imported ({error_reason(error)})", MEND, f"pip install --upgrade {name}")
 
 
 def _extra(extra: str, purpose: str, parts: list[Requirement]) -> Finding:
-    lacking = [each.name for each in parts if _version(each.name) is None]
+    lacking = [requirement.name for requirement in parts if _version(requirement.name) is None]
     command = install_command(extra)
     if lacking:
         return Finding(f"[{extra}]", f"{purpose}: not installed ({', '.join(lacking)})", NOTE, command)
-    if wrong := [f"{each.name} {_version(each.name)}" for each in parts if not _fits(each)]:
-        return Finding(f"[{extra}]", f"{purpose}: {', '.join(wrong)} does not fit", MEND, command)
-    installed = ", ".join(f"{each.name} {_version(each.name)}" for each in parts)
+    if conflicts := [
+        f"{requirement.name} {_version(requirement.name)}" for requirement in parts if not _fits(requirement)
+    ]:
+        return Finding(f"[{extra}]", f"{purpose}: {', '.join(conflicts)} does not fit", MEND, command)
+    installed = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in parts)
     return Finding(f"[{extra}]", f"{purpose}: {installed}")
 
 
@@ -119,7 +123,7 @@ def _fits(requirement: Requirement) -> bool:
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-DRIVERS = ("nvidia-smi", "rocm-smi")
+DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi")
 """Programs that come with the driver of a GPU."""
 TORCH_PAGE = "https://pytorch.org/get-started/locally"
 
@@ -153,7 +157,7 @@ def _devices() -> Iterator[Finding]:
         return
     if torch.backends.mps.is_available():
         yield Finding("mps", "the GPU of this Mac")
-    elif driver := next(filter(shutil.which, DRIVERS), None):
+    elif driver := next(filter(shutil.which, DRIVER_PROGRAMS), None):
         yield Finding(
             "GPU",
             f"{driver} is here, and torch {torch.__version__} sees no GPU",
@@ -166,21 +170,21 @@ def _devices() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
-    found = f"{torch.get_num_threads()} at most; measured here: {measured} models"
+    text = f"{torch.get_num_threads()} at most; measured here: {measured} models"
     if not measured:
         return Finding(
-            "threads", found, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
+            "threads", text, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
         )
-    return Finding("threads", found)
+    return Finding("threads", text)
 
 
-LITTLE = 2 * 10**9
-"""Bytes free on a disk below which a converted or downloaded model does not fit."""
+LOW_DISK_BYTES = 2 * 10**9
+"""Free bytes on disk below which a converted or downloaded model does not fit."""
 
 
 def folder_findings() -> Iterator[Finding]:
     yield _writable("home", home(), "HDTOOL_HOME")
-    yield _compiled()
+    yield _compiled_code()
     yield from _hub()
 
 
@@ -194,28 +198,30 @@ def store_findings() -> Iterator[Finding]:
 
 
 def _writable(name: str, folder: Path, variable: str) -> Finding:
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Finding(name, f"{folder} cannot be written", MEND, f"correct the permissions, or set {variable}")
-    free = shutil.disk_usage(there).free
-    state, advice = (NOTE, f"make room, or set {variable} to a folder on another disk") if free < LITTLE else (OK, "")
+    free = shutil.disk_usage(existing).free
+    state, advice = (
+        (NOTE, f"make room, or set {variable} to a folder on another disk") if free < LOW_DISK_BYTES else (OK, "")
+    )
     return Finding(name, f"{folder}, {free / 1e9:.1f} GB free", state, advice)
 
 
-def _compiled() -> Finding:
+def _compiled_code() -> Finding:
     """numba keeps compiled functions beside their files, or in a folder of the user where those are read-only."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
-    kept = sum(1 for place in places for part in _parts(place) for _ in part.rglob("*.nbi"))
-    if kept:
-        return Finding("compiled", f"{kept} functions kept in {places[-1]}")
+    file_count = sum(1 for place in places for part in _code_folders(place) for _ in part.rglob("*.nbi"))
+    if file_count:
+        return Finding("compiled", f"{file_count} functions kept in {places[-1]}")
     return Finding("compiled", "none yet: the first answer compiles the drafter, which takes a minute", NOTE)
 
 
-def _parts(place: Path) -> Iterator[Path]:
+def _code_folders(place: Path) -> Iterator[Path]:
     """The folders of hdtool; in a checkout there are others beside them, such as an environment."""
-    own = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
-    yield from own or [place]
+    packages = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
+    yield from packages or [place]
 
 
 def _hub() -> Iterator[Finding]:
@@ -223,8 +229,8 @@ def _hub() -> Iterator[Finding]:
 
     cache = Path(constants.HF_HUB_CACHE)
     models = sum(1 for _ in cache.glob("models--*"))
-    found = _writable("hub cache", cache, "HF_HOME")
-    yield replace(found, found=f"{found.found}, {counted(models, 'model')}")
+    finding = _writable("hub cache", cache, "HF_HOME")
+    yield replace(finding, found=f"{finding.found}, {count_of(models, 'model')}")
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "HF_HUB_OFFLINE is set: nothing is downloaded", NOTE, "unset HF_HUB_OFFLINE to download")
     elif get_token() is None:
@@ -245,7 +251,7 @@ def _store(item: StoredItem) -> Finding:
 
 
 BYTES_IN_FLOAT32 = 2.0
-"""Most checkpoints have 16-bit numbers, and processors compute in 32 bits."""
+"""Size in float32 over size on disk: most checkpoints are 16-bit, and CPUs compute in float32."""
 
 
 def model_findings(config: ModelConfig) -> Iterator[Finding]:
@@ -281,13 +287,13 @@ def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
         yield _no_weights(config)
         return
     size = sum(file.stat().st_size for file in files)
-    found = f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
+    text = f"{size / 1e9:.2f} GB in {count_of(len(files), 'file')}"
     needed, available = size * BYTES_IN_FLOAT32, available_memory()
     if pick_device("auto").type == "cpu" and available and needed > available:
         advice = "take --dtype bfloat16, --quantization q8_0 or int8, or a smaller model"
-        yield Finding("weights", f"{found}, {needed / 1e9:.1f} GB in float32: more than the memory", NOTE, advice)
+        yield Finding("weights", f"{text}, {needed / 1e9:.1f} GB in float32: more than the memory", NOTE, advice)
     else:
-        yield Finding("weights", found)
+        yield Finding("weights", text)
 
 
 def _no_weights(config: ModelConfig) -> Finding:
@@ -314,8 +320,8 @@ def _tokenizer(config: ModelConfig) -> Iterator[Finding]:
 
 
 def _model_store(config: ModelConfig, model: Checkpoint | None, tokenizer: TokenizerFingerprint) -> Finding:
-    if found := model_store_for(model, tokenizer):
-        return Finding("model store", _described(found))
+    if store := model_store_for(model, tokenizer):
+        return Finding("model store", _described(store))
     advice = f"hdtool build-model-db --model {shlex.quote(config.name)} --from answers.jsonl"
     return Finding("model store", "none of this model" if model else "none, as the weights are not here", NOTE, advice)
 
@@ -324,18 +330,18 @@ def _described(folder: Path) -> str:
     return f"{folder}, {read_manifest(folder).counts['tokens']:,} tokens"
 
 
-PROMPT = "def read(path):"
-TOKENS = 10
-NODES = 8
+PROBE_PROMPT = "def read(path):"
+PROBE_TOKENS = 10
+PROBE_NODES = 8
 """Draft tokens of each step: their number is not left to measured passes, which may say that none pay."""
 
 
 def decoding_findings() -> Iterator[Finding]:
     try:
-        (plain, _), (drafted, steps) = decoded("ar"), decoded("hd")
+        (plain, _), (drafted, steps) = decode_probe("ar"), decode_probe("hd")
     except Exception as error:  # libraries that do not fit raise many kinds
         advice = "install the versions of constraints.txt, and report this with the output of hdtool doctor --json"
-        yield Finding("decoding", f"the embedded model cannot be used ({reason_of(error)})", MEND, advice)
+        yield Finding("decoding", f"the embedded model cannot be used ({error_reason(error)})", MEND, advice)
         return
     if drafted != plain:
         advice = "report this with the output of hdtool doctor --json"
@@ -344,9 +350,9 @@ def decoding_findings() -> Iterator[Finding]:
     yield Finding("decoding", f"the embedded model gives {len(plain)} tokens in {steps} steps, as without drafts")
 
 
-def decoded(method: str) -> tuple[list[int], int]:
+def decode_probe(method: str) -> tuple[list[int], int]:
     """An answer of the embedded model and the number of its steps; no proof or cost curve is kept."""
-    decoding = DecodeConfig(method, draft_tokens=NODES, max_new_tokens=TOKENS)
+    decoding = DecodeConfig(method, draft_tokens=PROBE_NODES, max_new_tokens=PROBE_TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     answerer = Answerer(
         ModelConfig(dtype="float32", threads=torch.get_num_threads()),
@@ -354,7 +360,7 @@ def decoded(method: str) -> tuple[list[int], int]:
         SamplingConfig(),
         store_set=stores,
     )
-    for answer in answerer.all_answers([Prompt.from_text(PROMPT)]):
+    for answer in answerer.all_answers([Prompt.from_text(PROBE_PROMPT)]):
         for _ in answer:
             pass
     return answer.output_ids, answer.stats.steps

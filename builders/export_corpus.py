@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hdtool.builders.stores.edit_store import Contents, HistoryDocuments
-from hdtool.builders.stores.sequences import BATCH, ids_of
+from hdtool.builders.stores.edit_store import HistoryDocuments, StoreContents
+from hdtool.builders.stores.sequences import TOKENIZER_BATCH, encode_texts
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.output_files import OutputFile
-from hdtool.data.progress import Bar, bar
+from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Tokens, holds_history
@@ -81,7 +81,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
     tokenizer = load_tokenizer(model)
     folders, documents, size = _documents(tokenizer, checkpoint_of(model), stores, history)
     exported = ExportedCorpus(folders)
-    with file.replaced() as stream, bar(size, "export", unit="tokens") as shown:
+    with file.replaced() as stream, progress_bar(size, "export", unit="tokens") as shown:
         for written in _texts(documents, tokenizer, shown):
             exported.count(written)
             if written.tokens:
@@ -97,7 +97,7 @@ def _documents(
     """The folders to export, their documents, and how many tokens these have."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
-    contents = [Contents.of(store.folder) for store in (found.model, found.corpus) if store]
+    contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
     kept = _history_folder(history, fingerprint, model)
     answers = HistoryDocuments([kept] if kept else [], fingerprint)
     folders = [*([kept] if kept else []), *(one.folder for one in contents)]
@@ -130,11 +130,11 @@ def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkp
     return folder
 
 
-def _texts(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Written]:
+def _texts(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, shown: ProgressBar) -> Iterator[Written]:
     remaining, done = iter(documents), 0
-    while batch := [document.ids for document in islice(remaining, BATCH)]:
+    while batch := [document.ids for document in islice(remaining, TOKENIZER_BATCH)]:
         texts = [text_of(tokenizer, ids) for ids in batch]
-        for ids, text, back in zip(batch, texts, ids_of(texts, tokenizer), strict=True):
+        for ids, text, back in zip(batch, texts, encode_texts(texts, tokenizer), strict=True):
             yield Written(text, len(back), len(ids) - kept_tokens(ids, back))
             done += len(ids)
         shown.to(done)

@@ -1,4 +1,4 @@
-"""Answers as a stream, as JSON and as a line of figures."""
+"""Output of answers: streamed, as JSON, and as a line of statistics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def colors_shown() -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
 
 
-def painted(text: str, source: SourceName) -> str:
+def colored(text: str, source: SourceName) -> str:
     color = registered()[source].terminal
     return f"\033[{color}m{text}\033[0m" if text and color else text
 
 
 def legend(drafted: Iterable[SourceName]) -> str:
     """The colours of some sources."""
-    named = [painted(str(source), source) for source in drafted]
+    named = [colored(str(source), source) for source in drafted]
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
 
 
@@ -41,9 +41,9 @@ def print_sources(store_set: StoreSet) -> None:
         print(f"drafting from {store_set}", file=sys.stderr)
 
 
-def stream(answer: Answer, *, show: bool = True, color: bool = False) -> None:
+def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
     """Compute an answer and print it as it grows; Ctrl-C ends it and keeps its tokens."""
-    pieces = (painted(*piece) for piece in answer.by_source()) if color else iter(answer)
+    pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
             if show:
@@ -63,8 +63,8 @@ def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
         yield number, answer
 
 
-def record(answer: Answer) -> dict[str, Any]:
-    """The answer as ``--json`` prints it; names stay as they are once they have shipped."""
+def answer_record(answer: Answer) -> dict[str, Any]:
+    """An answer's ``--json`` output; its names are stable."""
     stats = answer.stats
     return {
         "id": answer.prompt.id,
@@ -85,21 +85,21 @@ def record(answer: Answer) -> dict[str, Any]:
     }
 
 
-ENDINGS = {
+FINISH_TEXTS = {
     Finish.LENGTH: "; stopped at --max-new-tokens",
     Finish.CONTEXT: "; stopped at the end of the context",
     Finish.INTERRUPT: "; interrupted",
 }
 
 
-def summary(stats: Stats) -> str:
+def answer_summary(stats: Stats) -> str:
     """The figures of an answer in a line."""
-    ending = ENDINGS.get(stats.finish, "") if stats.finish else ""
+    ending = FINISH_TEXTS.get(stats.finish, "") if stats.finish else ""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
         f"{stats.steps} steps ({stats.tokens_per_step:.2f} tokens per step), a step {stats.verify_ms_per_step:.2f} ms "
         f"in the model and {stats.outside_us_per_step:.0f} µs around it{ending}"
-        + "".join(f"\n{_contribution(stats, source)}" for source in stats.sources)
+        + "".join(f"\n{_source_summary(stats, source)}" for source in stats.sources)
     )
 
 
@@ -108,7 +108,7 @@ def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 
-def _contribution(stats: Stats, source: SourceName) -> str:
+def _source_summary(stats: Stats, source: SourceName) -> str:
     drafted, accepted = stats.drafted[source], stats.accepted[source]
     share = f" ({accepted / drafted:.0%})" if drafted else ""
     rejected = f" and {drafted - accepted:,} rejected" if source is SourceName.PREDICTION else ""
@@ -119,7 +119,7 @@ def _contribution(stats: Stats, source: SourceName) -> str:
 
 
 def quiet_libraries(*, quiet: bool = False) -> None:
-    """Keep the libraries' own progress bars, notes and warnings off a command's output; with ``quiet`` any bar."""
+    """Silence progress bars and warnings of libraries; with ``quiet``, hdtool's bars too."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 

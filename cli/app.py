@@ -29,16 +29,16 @@ from hdtool.cli import (
     setup,
     verify,
 )
-from hdtool.cli.command import Command, break_messages_between_words, with_hyphens
-from hdtool.cli.options import INTERRUPTED, with_options
+from hdtool.cli.command import Command, restore_hyphens, wrap_standard_error
+from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.lean_imports import import_leanly
 
-SEVERAL = "TORCHELASTIC_RUN_ID"
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set in the environment of processes that torchrun started."""
-BROKEN_PIPE = 141
+BROKEN_PIPE_EXIT = 141
 """The exit code that shells use for a closed pipe."""
-COMPLETION = "_HDTOOL_COMPLETE"
+COMPLETION_VARIABLE = "_HDTOOL_COMPLETE"
 """Set in the environment by the completion script of a shell."""
 
 VLLM_COMMAND = "serve-vllm"
@@ -49,17 +49,17 @@ class Commands(typer.core.TyperGroup):
     """The commands; the options of ``serve`` depend on its engine."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM:
+        if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:
             return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
         return super().resolve_command(ctx, args)
 
     def get_help(self, ctx: Any) -> str:
-        return with_hyphens(super().get_help(ctx))
+        return restore_hyphens(super().get_help(ctx))
 
     # typer shows its panels by rich only.
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = formatter.width - 6 - max(map(len, self.commands))
-        for group in GROUPS:
+        for group in COMMAND_SECTIONS:
             listed = [
                 one
                 for one in self.commands.values()
@@ -77,7 +77,7 @@ app = typer.Typer(
 )
 
 
-GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
+COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
     "Start here": {
         demo.demo: ("hdtool demo", "hdtool demo smollm2 --method pld --num-prompts 8"),
         chat.chat: ("hdtool chat MODEL", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
@@ -170,13 +170,13 @@ GROUPS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
     },
 }
 """The commands by the sections of ``hdtool --help``, in their order, each with two examples."""
-for group, commands in GROUPS.items():
+for group, commands in COMMAND_SECTIONS.items():
     for function, examples in commands.items():
         app.command(
             function.__name__.replace("_", "-"),
             cls=Command,
             epilog="\n".join(f"  {line}" for line in examples),
-            context_settings=serve.PASSED_ON if function is serve.serve_vllm else None,
+            context_settings=serve.PASS_UNKNOWN_OPTIONS if function is serve.serve_vllm else None,
             hidden=function is serve.serve_vllm,
             rich_help_panel=group,
         )(with_options(function))
@@ -199,25 +199,27 @@ def hdtool(
 
 def main() -> None:
     """Run the command line and exit."""
-    break_messages_between_words()
-    if COMPLETION in os.environ:
+    wrap_standard_error()
+    if COMPLETION_VARIABLE in os.environ:
         app(prog_name="hdtool")
-    several = SEVERAL in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = TORCHRUN_VARIABLE in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not several and not _uses_vllm(sys.argv[1:]):
         import_leanly()
     sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
 
 
 def _uses_vllm(arguments: list[str]) -> bool:
-    """Whether the command loads vLLM, which computes with the parts of torch that a lean import leaves out."""
-    return arguments[:1] == [VLLM_COMMAND] or (arguments[:1] == ["serve"] and serve.engine_of(arguments) == serve.VLLM)
+    """Return True if the command loads vLLM, which computes with the parts of torch that a lean import leaves out."""
+    return arguments[:1] == [VLLM_COMMAND] or (
+        arguments[:1] == ["serve"] and serve.engine_of(arguments) == serve.VLLM_ENGINE
+    )
 
 
 def _run_together(arguments: list[str]) -> int:
     """One of several processes: the first runs the command, the others compute with it."""
     if arguments[:1] != ["generate"]:
-        found = " ".join(arguments[:1]) or "no command"
-        message = f"torchrun works with hdtool generate only, got {found}: run it without torchrun"
+        command = " ".join(arguments[:1]) or "no command"
+        message = f"torchrun works with hdtool generate only, got {command}: run it without torchrun"
         return _report(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
 
     from hdtool.cli.answer_output import quiet_libraries
@@ -247,11 +249,11 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _report("interrupted", INTERRUPTED)
+        return _report("interrupted", INTERRUPTED_EXIT)
     except BrokenPipeError:
         # The pipe is closed. Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return BROKEN_PIPE_EXIT
     except Exception as error:
         # typer's usage errors are of its own copy of click, so they are recognised by their attributes.
         message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)

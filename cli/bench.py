@@ -1,4 +1,4 @@
-"""``hdtool bench``: methods and transformers' own generate on one model, question by question."""
+"""``hdtool bench``, ``bench-cost`` and ``bench-shape``: compare methods, and measure forward passes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, MEASUREMENT, OUTPUT, completion, option, structured
+from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, completion, option, with_structure
 from hdtool.cli.options import numbers, only, without
 from hdtool.cli.result_tables import as_columns, rounded
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import Tally
-from hdtool.data.prompts import Prompt, of_all_categories, of_each_task, read_prompts
+from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.data.records import read_traces
 from hdtool.runtime.config import (
     METHODS,
@@ -44,17 +44,19 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.load import Loaded
     from hdtool.runtime.stores.store_set import StoreSet
 
-SHAPE = typer.Argument(
+SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
-LOADING = only("model", "device", "dtype", "threads", "trust_remote_code").described(model=options.THAT_ANSWERED)
+SHAPE_MODEL_OPTIONS = only("model", "device", "dtype", "threads", "trust_remote_code").described(
+    model=options.THAT_ANSWERED
+)
 
 
 def bench_shape(
     *,
-    traces: Annotated[Path, option(INPUT, "Recorded answers, as replay takes them.")],
-    config: Annotated[ShapeConfig, only("shape", "methods", "limit").described(shape=SHAPE)],
-    loading: Annotated[ModelConfig, LOADING],
+    traces: Annotated[Path, option(INPUT_PANEL, "Recorded answers, as replay takes them.")],
+    config: Annotated[ShapeConfig, only("shape", "methods", "limit").described(shape=SHAPE_ARGUMENT)],
+    loading: Annotated[ModelConfig, SHAPE_MODEL_OPTIONS],
     decoding: Annotated[DecodeConfig, only("draft_tokens", "max_new_tokens")],
     stores: Annotated[StoresConfig, without("namespace")],
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
@@ -69,12 +71,12 @@ def bench_shape(
     tally = Tally()
     recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
 
-    from hdtool.builders.evaluation.bench import fitting, paired_benchmark
+    from hdtool.builders.evaluation.bench import fitting_turns, paired_benchmark
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.store_output import print_left_out
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import progress_bar
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
@@ -85,7 +87,7 @@ def bench_shape(
     reader = TurnReader.of_model(loading)
     every = [turn for _, turns in reader.usable(recorded, tally) for turn in turns]
     print_left_out(tally, reading.max_bad_fraction)
-    turns = fitting(every, loaded.target, decoding.max_new_tokens)
+    turns = fitting_turns(every, loaded.target, decoding.max_new_tokens)
     if not turns:
         raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")
     if len(turns) < len(every):
@@ -94,11 +96,11 @@ def bench_shape(
     store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading), identified=True)
     timings: dict[str, Timing] = {}
     new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
-    with bar(len(turns), "answers", quiet=quiet) as shown:
+    with progress_bar(len(turns), "answers", quiet=quiet) as progress:
         for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - the last ones are reported
-            shown.advance()
-    found = _report(loaded, str(traces), len(turns), timings)
-    print(json.dumps(found, ensure_ascii=False) if as_json else shape_table(found))
+            progress.advance()
+    report = _shape_report(loaded, str(traces), len(turns), timings)
+    print(json.dumps(report, ensure_ascii=False) if as_json else shape_table(report))
 
 
 def _runners(
@@ -117,16 +119,16 @@ def _runners(
     }
 
 
-def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing]) -> dict[str, Any]:
-    """As ``--json`` prints it; names stay as they are once they have shipped."""
+def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, Timing]) -> dict[str, Any]:
+    """The ``--json`` output; its names are stable."""
     import torch
 
-    from hdtool.builders.evaluation.bench import bandwidth
-    from hdtool.builders.evaluation.contenders import weights_read
+    from hdtool.builders.evaluation.bench import copy_bandwidth
+    from hdtool.builders.evaluation.contenders import weight_bytes_read
     from hdtool.runtime.environment import dtype_name, machine
 
     target = loaded.target
-    limit = weights_read(target) / bandwidth(target.device)
+    limit = weight_bytes_read(target) / copy_bandwidth(target.device)
     return {
         "model": loaded.name,
         "parameters": sum(weight.numel() for weight in target.model.parameters()),
@@ -138,15 +140,15 @@ def _report(loaded: Loaded, traces: str, answers: int, found: dict[str, Timing])
         "answers": answers,
         "drafters": WARM,
         "bandwidth_limit_ms": round(1e3 * limit, 4),
-        "methods": {name: _figures(one, limit) for name, one in found.items()},
+        "methods": {name: _figures(timing, limit) for name, timing in timings.items()},
     }
 
 
-def _figures(one: Timing, limit: float) -> dict[str, float]:
-    figures = {"tokens": one.tokens, **rounded(one, tokens_per_second=2)}
-    if one.stats:
-        figures |= rounded(one.stats, tokens_per_step=3)
-    if (later := one.later) and later.steps:
+def _figures(timing: Timing, limit: float) -> dict[str, float]:
+    figures = {"tokens": timing.tokens, **rounded(timing, tokens_per_second=2)}
+    if timing.stats:
+        figures |= rounded(timing.stats, tokens_per_step=3)
+    if (later := timing.later) and later.steps:
         figures |= {
             "model_ms_per_step": round(later.verify_ms_per_step, 4),
             "share_of_bandwidth_limit": round(1e3 * limit / later.verify_ms_per_step, 3),
@@ -155,7 +157,7 @@ def _figures(one: Timing, limit: float) -> dict[str, float]:
     return figures
 
 
-COLUMNS = {
+SHAPE_COLUMNS = {
     "tokens_per_second": "tokens/s",
     "tokens_per_step": "per step",
     "model_ms_per_step": "model ms",
@@ -165,23 +167,23 @@ COLUMNS = {
 }
 
 
-def shape_table(found: dict[str, Any]) -> str:
-    """The figures as text."""
-    steps = "captured steps" if found["captured"] else "steps called one by one"
-    first = next(iter(found["methods"].values()))["tokens_per_second"]
-    rows = [["", *COLUMNS.values(), "speed-up"]]
-    for name, figures in found["methods"].items():
-        cells = (f"{figures[column]:.2f}" if column in figures else "" for column in COLUMNS)
+def shape_table(report: dict[str, Any]) -> str:
+    """The report as a text table."""
+    steps = "captured steps" if report["captured"] else "steps called one by one"
+    first = next(iter(report["methods"].values()))["tokens_per_second"]
+    rows = [["", *SHAPE_COLUMNS.values(), "speed-up"]]
+    for name, figures in report["methods"].items():
+        cells = (f"{figures[column]:.2f}" if column in figures else "" for column in SHAPE_COLUMNS)
         rows.append([name, *cells, f"{figures['tokens_per_second'] / first:.2f}"])
     return "\n".join(
         (
-            f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['dtype']}, {steps}",
-            f"{found['machine']}, threads: {found['threads']}",
-            f"{found['answers']} answers as recorded in {found['traces']}: real steps, recorded acceptance",
+            f"{report['model']}: {report['parameters'] / 1e9:.2f} billion parameters in {report['dtype']}, {steps}",
+            f"{report['machine']}, threads: {report['threads']}",
+            f"{report['answers']} answers as recorded in {report['traces']}: real steps, recorded acceptance",
             "drafters: warm, with the history and the weights of the answers before",
-            f"reading the weights once takes {found['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
+            f"reading the weights once takes {report['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
             "",
-            as_columns(rows, widths=(16, *[9] * (len(COLUMNS) + 1))),
+            as_columns(rows, widths=(16, *[9] * (len(SHAPE_COLUMNS) + 1))),
         )
     )
 
@@ -196,7 +198,7 @@ def bench_cost(
     shape: Annotated[
         str | None,
         option(
-            MEASUREMENT,
+            MEASUREMENT_PANEL,
             f"Time a model of this shape with random weights: {', '.join(SHAPES)}, or a config.json.",
             values=SHAPES,
         ),
@@ -204,7 +206,7 @@ def bench_cost(
     contexts: Annotated[
         str | None,
         option(
-            MEASUREMENT,
+            MEASUREMENT_PANEL,
             f"Context lengths separated by commas. Default: powers of two from {CostConfig.shortest} to "
             f"{CostConfig.longest} that fit the model.",
         ),
@@ -212,24 +214,26 @@ def bench_cost(
     bandwidth: Annotated[
         float | None,
         option(
-            MEASUREMENT,
+            MEASUREMENT_PANEL,
             "Estimate passes of --shape instead of timing them: gigabytes of weights, keys and values that a device "
             "reads in a second.",
         ),
     ] = None,
     teraflops: Annotated[
         float | None,
-        option(MEASUREMENT, "With --bandwidth: what the device computes in a second. Default: it never waits for it."),
+        option(
+            MEASUREMENT_PANEL, "With --bandwidth: what the device computes in a second. Default: it never waits for it."
+        ),
     ] = None,
     overlap: Annotated[
         float,
         option(
-            MEASUREMENT,
+            MEASUREMENT_PANEL,
             "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass wake "
             "fewer experts than independent ones would.",
         ),
     ] = 0.0,
-    out: Annotated[Path, option(OUTPUT, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
+    out: Annotated[Path, option(OUTPUT_PANEL, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -243,13 +247,13 @@ def bench_cost(
     if config.bandwidth and not shape:
         raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
 
-    from hdtool.builders.evaluation.contenders import draw_cost, estimated_passes, picture_file
+    from hdtool.builders.evaluation.contenders import cost_plot_file, draw_cost, estimated_passes
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.runtime.budget.cost_curve import cost_file
 
     quiet_libraries()
     figures, drawing = out / "cost.json", out / "cost.png"
-    for file in (cost_file(figures), picture_file(drawing)):
+    for file in (cost_file(figures), cost_plot_file(drawing)):
         file.check()
     if shape and config.bandwidth:
         curve = estimated_passes(shape, loading, config)
@@ -263,7 +267,7 @@ def bench_cost(
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
     """Timed passes, which are also saved for later runs of the model."""
     from hdtool.builders.evaluation.contenders import load_shape
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import progress_bar
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
@@ -272,7 +276,7 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     choose_threads(loaded.target, loading.threads)
     lengths = context_lengths_for(loaded, config)
     check_saving(loaded.target)
-    with bar(len(lengths), "contexts", quiet=quiet) as shown:
+    with progress_bar(len(lengths), "contexts", quiet=quiet) as shown:
         curve = measure_cost_curve(loaded, lengths, shown.to)
     save_at_home(loaded.target, curve)
     return curve
@@ -296,7 +300,7 @@ def bench(
     questions: Annotated[
         Path | None,
         option(
-            INPUT,
+            INPUT_PANEL,
             "Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded prompts.",
             "--questions",
             "--prompts",
@@ -310,11 +314,13 @@ def bench(
     structure: GrammarConfig,
     tools: options.Tools = None,
     loading: Annotated[ModelConfig, without("device_map", "threads").as_argument()],
-    out: Annotated[Path, option(OUTPUT, "Folder of the results; the same command resumes an interrupted run.")] = Path(
-        BenchConfig.out
-    ),
+    out: Annotated[
+        Path, option(OUTPUT_PANEL, "Folder of the results; the same command resumes an interrupted run.")
+    ] = Path(BenchConfig.out),
     report: options.Report = None,
-    temperatures: Annotated[str | None, option(OUTPUT, "More temperatures for --report, separated by commas.")] = None,
+    temperatures: Annotated[
+        str | None, option(OUTPUT_PANEL, "More temperatures for --report, separated by commas.")
+    ] = None,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -325,28 +331,28 @@ def bench(
     number of identical answers for each task, and writes a file of answers per method in Spec-Bench's format.
     """
     more_temperatures = _temperatures(temperatures, sampling)
-    asked, spare = _sample(structured(read_prompts(questions or demo.PROMPTS), structure, tools), settings)
+    asked, spare = _sample(with_structure(read_prompts(questions or demo.PROMPTS), structure, tools), settings)
 
-    from hdtool.builders.evaluation.bench_plan import Plan
-    from hdtool.builders.evaluation.report.measurements import Measured
-    from hdtool.builders.evaluation.report.pages import prepare
+    from hdtool.builders.evaluation.bench_plan import BenchPlan
+    from hdtool.builders.evaluation.report.measurements import BenchMeasurements
+    from hdtool.builders.evaluation.report.pages import check_report_folder
     from hdtool.builders.evaluation.scores import scores_of
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.result_tables import bench_record, bench_table, report_bench
     from hdtool.data.bench_results import refuse_files_without_run
-    from hdtool.data.progress import late_bar
+    from hdtool.data.progress import deferred_bar
 
     quiet_libraries(quiet=quiet)
-    plan = Plan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
+    plan = BenchPlan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
     plans = (plan, *map(plan.at, more_temperatures))
     # Files in the way are refused before anything is measured.
     for one in plans:
         refuse_files_without_run(Path(one.bench.out), settings.methods or (*METHODS, *PEERS))
     if report:
-        prepare(report)
+        check_report_folder(report)
     measured = []
     for one in plans:
-        with late_bar("answers", quiet=quiet) as show:
+        with deferred_bar("answers", quiet=quiet) as show:
             measured.append(one.results(show))
     for one in plans:
         print(f"the results are in {one.bench.out}", file=sys.stderr)
@@ -354,23 +360,23 @@ def bench(
     scores = scores_of(results, settings.baseline)
     print(json.dumps(bench_record(results, scores), ensure_ascii=False) if as_json else bench_table(results, scores))
     if report:
-        report_bench(report, plan, Measured(results, settings.baseline, others), quiet=quiet)
+        report_bench(report, plan, BenchMeasurements(results, settings.baseline, others), quiet=quiet)
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:
     """The questions to measure, and those left for the warm-up."""
     measured = prompts
     if settings.per_task is not None:
-        measured = of_each_task(prompts, settings.per_task)
+        measured = interleave_tasks(prompts, settings.per_task)
     elif settings.limit is not None:
-        measured = of_all_categories(prompts, settings.limit)
+        measured = interleave_categories(prompts, settings.limit)
     chosen = set(map(id, measured))
     return measured, [prompt for prompt in prompts if id(prompt) not in chosen]
 
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
     """The temperatures besides that of the sampling settings."""
-    found = numbers("temperatures", listed, float, "numbers separated by commas") or ()
-    for temperature in found:
+    temperatures = numbers("temperatures", listed, float, "numbers separated by commas") or ()
+    for temperature in temperatures:
         replace(sampling, temperature=temperature)  # checks it
-    return [temperature for temperature in dict.fromkeys(found) if temperature != sampling.temperature]
+    return [temperature for temperature in dict.fromkeys(temperatures) if temperature != sampling.temperature]

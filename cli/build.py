@@ -1,4 +1,4 @@
-"""Commands that build: stores of n-grams, corpora and drafting heads."""
+"""``hdtool build-model-db``, ``build-corpus-db`` and ``train-heads``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import HEADS, INPUT, OUTPUT, option
+from hdtool.cli.command import HEADS_PANEL, INPUT_PANEL, OUTPUT_PANEL, option
 from hdtool.cli.options import only, without
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, refuse_replacing
-from hdtool.data.stores.store_files import CORPUS, MODEL, check_destination
+from hdtool.data.stores.store_files import CORPUS_KIND, MODEL_KIND, check_destination
 from hdtool.runtime.config import BuildConfig, HeadsConfig, ModelConfig, TrainConfig
 
 
@@ -24,7 +24,9 @@ def build_model_db(
     inputs: Annotated[
         list[str] | None,
         option(
-            INPUT, "The model's answers: a history store, a file of collect, or any input of build-corpus-db.", "--from"
+            INPUT_PANEL,
+            "The model's answers: a history store, a file of collect, or any input of build-corpus-db.",
+            "--from",
         ),
     ] = None,
     loading: options.ModelOfStore,
@@ -44,7 +46,18 @@ def build_model_db(
     if not inputs and not rankings:
         raise OptionError("nothing to build from: give the model's answers with --from, or --rankings")
     check = None if replace else refuse_replacing
-    _build(MODEL, inputs or [], loading, config, out, namespace, check, rankings=rankings, quiet=quiet, as_json=as_json)
+    _build(
+        MODEL_KIND,
+        inputs or [],
+        loading,
+        config,
+        out,
+        namespace,
+        check,
+        rankings=rankings,
+        quiet=quiet,
+        as_json=as_json,
+    )
 
 
 def build_corpus_db(
@@ -63,7 +76,7 @@ def build_corpus_db(
     The index is a suffix array over the tokens of all inputs. Each turn of a conversation is a document.
     """
     check = None if replace else refuse_replacing
-    _build(CORPUS, inputs, loading, config, out, namespace, check, quiet=quiet, as_json=as_json)
+    _build(CORPUS_KIND, inputs, loading, config, out, namespace, check, quiet=quiet, as_json=as_json)
 
 
 def _build(
@@ -82,7 +95,7 @@ def _build(
     from hdtool.builders.stores.build import build_corpus_index, build_model_store
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.cli.answer_output import quiet_libraries
-    from hdtool.cli.store_output import engine_for, rankings_for, reading, report
+    from hdtool.cli.store_output import engine_for, open_reading, print_built, rankings_for
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
 
@@ -91,16 +104,16 @@ def _build(
     quiet_libraries(quiet=quiet)
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
-    model = checkpoint_of(loading) if kind == MODEL else None
+    model = checkpoint_of(loading) if kind == MODEL_KIND else None
     folder = out
     if folder is None:
         folder = _folder_at_home(kind, model, fingerprint, namespace, loading.name)
         _check_folder(folder, check)
     build: Callable[..., Manifest]
     on_models = None
-    if kind == MODEL:
-        found = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
-        build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=found)
+    if kind == MODEL_KIND:
+        ranked = rankings_for(loading, fingerprint, quiet=quiet) if rankings else None
+        build = partial(build_model_store, top_k=config.top_k, per_key=config.per_key, model=model, rankings=ranked)
         command = shlex.join(
             ["hdtool", "build-model-db", "--model", "MODEL", *(word for name in inputs for word in ("--from", name))]
         )
@@ -109,12 +122,12 @@ def _build(
         build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
     with (
         engine_for(config, quiet=quiet) as engine,
-        reading(
+        open_reading(
             inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet, on_models=on_models
         ) as (sources, documents),
     ):
         manifest = build(folder, documents, fingerprint, sources, engine=engine, check=check)
-    report(folder, manifest, as_json=as_json)
+    print_built(folder, manifest, as_json=as_json)
 
 
 def _check_folder(folder: Path, check: FolderCheck | None) -> None:
@@ -128,7 +141,7 @@ def _folder_at_home(
 ) -> Path:
     from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 
-    if kind != MODEL:
+    if kind != MODEL_KIND:
         return corpus_index_at_home(tokenizer, namespace)
     if model:
         return model_store_at_home(model, tokenizer, namespace)
@@ -142,16 +155,20 @@ def train_heads(
     *,
     inputs: Annotated[
         list[str],
-        option(INPUT, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
+        option(INPUT_PANEL, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
     ],
-    out: Annotated[Path, option(OUTPUT, "Folder of the heads; the same command resumes an interrupted training.")],
+    out: Annotated[
+        Path, option(OUTPUT_PANEL, "Folder of the heads; the same command resumes an interrupted training.")
+    ],
     hidden_states: Annotated[
         Path | None,
-        option(OUTPUT, "File for the model's hidden states: computed once, read by each epoch and each training."),
+        option(
+            OUTPUT_PANEL, "File for the model's hidden states: computed once, read by each epoch and each training."
+        ),
     ] = None,
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
-    medusa: Annotated[bool, option(HEADS, "The same as --kind medusa.", "--medusa")] = False,
+    medusa: Annotated[bool, option(HEADS_PANEL, "The same as --kind medusa.", "--medusa")] = False,
     heads: HeadsConfig,
     config: TrainConfig,
     quiet: options.Quiet = False,

@@ -1,4 +1,4 @@
-"""``hdtool chat``: the command and its loop."""
+"""``hdtool chat``: the command and its read-answer loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat in the terminal: its lines, turns and saved conversation."""
+"""A chat session in the terminal: line editor, slash commands and saved conversations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hdtool.cli.answer_output import colors_shown, legend, stream, summary
-from hdtool.data.conversation import turns_in
+from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
+from hdtool.data.conversation import message_turns
 from hdtool.data.errors import ContextError, PromptError
-from hdtool.data.input_files import faults_named
+from hdtool.data.input_files import input_errors_as
 from hdtool.data.output_files import OutputFile, json_object
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
@@ -22,11 +22,11 @@ from hdtool.runtime.source_names import SourceName
 
 ReadMessage = Callable[[], str]
 """Returns the next message; raises EOFError at the end of the input."""
-PROMPT = "> "
+INPUT_PROMPT = "> "
 
 
 def is_interactive() -> bool:
-    """Whether both ends are a terminal."""
+    """Return True if both ends are a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -53,7 +53,7 @@ def _line_editor() -> ReadMessage:
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    session: PromptSession[str] = PromptSession(PROMPT, multiline=True, key_bindings=keys)
+    session: PromptSession[str] = PromptSession(INPUT_PROMPT, multiline=True, key_bindings=keys)
 
     def read() -> str:
         while True:
@@ -73,29 +73,29 @@ def _next_line() -> str:
         raise PromptError("standard input is not UTF-8 text: pipe messages in as text, one per line") from None
 
 
-WRITER = {"saved_by": "hdtool chat"}
+SAVED_BY = {"saved_by": "hdtool chat"}
 
 
-def write_chat(path: Path, model: str, messages: Sequence[Message], own: set[Path]) -> None:
-    """Write a conversation; a file that is there is replaced only if it is in ``own``, to which the file is added."""
+def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable: set[Path]) -> None:
+    """Write a conversation and add its file to ``replaceable``; an existing file outside of that set is refused."""
 
-    def is_ours(place: Path) -> bool:
-        return place.resolve() in own and json_object(place).get("saved_by") == WRITER["saved_by"]
+    def is_ours(candidate: Path) -> bool:
+        return candidate.resolve() in replaceable and json_object(candidate).get("saved_by") == SAVED_BY["saved_by"]
 
     advice = "choose another name, or move it away"
     file = OutputFile(path, "a conversation that was saved or loaded since the start", is_ours, PromptError, advice)
-    file.write(json.dumps({**WRITER, "model": model, "messages": messages}, ensure_ascii=False) + "\n")
-    own.add(path.resolve())
+    file.write(json.dumps({**SAVED_BY, "model": model, "messages": messages}, ensure_ascii=False) + "\n")
+    replaceable.add(path.resolve())
 
 
 def read_chat(path: Path) -> list[Message]:
     """The messages of a conversation; raises if the file holds none, or several."""
-    with faults_named(path, PromptError):
+    with input_errors_as(path, PromptError):
         row = json_object(path)
     if "messages" not in row:
         raise PromptError(f"{path} is not one conversation with messages: name a file that /save wrote")
     try:
-        turns = turns_in(row["messages"], "messages")
+        turns = message_turns(row["messages"], "messages")
     except RowError as fault:
         raise PromptError(f"{path}: {fault}: correct it, or name a file that /save wrote") from None
     if not turns:
@@ -103,11 +103,11 @@ def read_chat(path: Path) -> list[Message]:
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
-SLASH = "/"
-ADVICE = "/undo takes back the last turn, /clear begins a new conversation"
-NOTES = {
+COMMAND_PREFIX = "/"
+CONTEXT_ADVICE = "/undo takes back the last turn, /clear begins a new conversation"
+FINISH_NOTES = {
     Finish.LENGTH: "the answer stopped at --max-new-tokens",
-    Finish.CONTEXT: f"the answer stopped at the end of the model's context: {ADVICE}",
+    Finish.CONTEXT: f"the answer stopped at the end of the model's context: {CONTEXT_ADVICE}",
     Finish.INTERRUPT: "interrupted: the answer so far is part of the conversation",
 }
 
@@ -119,14 +119,14 @@ class Session:
         self.messages: list[Message] = []
         self.is_over = False
         self.is_interrupted = False
-        """Whether Ctrl-C ended the last answer."""
+        """True if Ctrl-C ended the last answer."""
         self._answerer = answerer
         self._shows_stats = stats
         self._colored = False
         self._explained: set[SourceName] = set()
         """The sources whose colours a legend has shown."""
         self._stats: list[Stats] = []
-        """Of the answers since the start of the program."""
+        """Statistics of all answers since the program started."""
         self._files: set[Path] = set()
         """Files that this session wrote or read, and may replace."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
@@ -148,7 +148,7 @@ class Session:
 
     def take(self, text: str) -> None:
         """Answer a message, or run a command."""
-        if text.startswith(SLASH):
+        if text.startswith(COMMAND_PREFIX):
             self._run(text)
         elif text.strip():
             self._ask([*self.messages, {"role": "user", "content": text}])
@@ -172,9 +172,9 @@ class Session:
         self.is_interrupted = False
         try:
             answer = next(self._answerer.answers(Prompt(tuple(messages))))
-            stream(answer, color=self._colored)
+            stream_answer(answer, color=self._colored)
         except ContextError as error:
-            raise PromptError(f"the conversation is full ({error.found}): {ADVICE}") from None
+            raise PromptError(f"the conversation is full ({error.found}): {CONTEXT_ADVICE}") from None
         self.is_interrupted = answer.interrupted
         self._stats.append(answer.stats)
         if self._colored and not self._explained.issuperset(drafted := answer.stats.that_drafted):
@@ -183,10 +183,10 @@ class Session:
         if answer.interrupted and not answer.text:
             return _note("interrupted: the message is not part of the conversation")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        if note := answer.stats.finish and NOTES.get(answer.stats.finish):
+        if note := answer.stats.finish and FINISH_NOTES.get(answer.stats.finish):
             _note(note)
         if self._shows_stats:
-            print(summary(answer.stats), file=sys.stderr)
+            print(answer_summary(answer.stats), file=sys.stderr)
         return None
 
     def _help(self, _: str) -> None:
@@ -198,9 +198,9 @@ class Session:
         if not self._stats:
             raise PromptError("there are no figures yet: ask something first")
         last, every = self._stats[-1], Stats.total(self._stats)
-        print(f"{summary(last)}\n  prompt tokens kept from the turn before: {last.cached_tokens:,}")
+        print(f"{answer_summary(last)}\n  prompt tokens kept from the turn before: {last.cached_tokens:,}")
         if len(self._stats) > 1:
-            print(f"{len(self._stats)} answers: {summary(every)}")
+            print(f"{len(self._stats)} answers: {answer_summary(every)}")
 
     def _switch_color(self, _: str) -> None:
         if not self._colored and not colors_shown():

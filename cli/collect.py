@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, option, structured
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option, with_structure
 from hdtool.cli.options import only, without
-from hdtool.data.progress import Tally, counted
+from hdtool.data.progress import Tally, count_of
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import BuildConfig, DecodeConfig, GrammarConfig, ModelConfig, RecordingConfig, SamplingConfig
 
@@ -18,9 +18,12 @@ from hdtool.runtime.config import BuildConfig, DecodeConfig, GrammarConfig, Mode
 def collect(
     *,
     prompts: Annotated[
-        Path, option(INPUT, "File of prompts: text with one per line, or conversations in any form, as generate takes.")
+        Path,
+        option(
+            INPUT_PANEL, "File of prompts: text with one per line, or conversations in any form, as generate takes."
+        ),
     ],
-    out: Annotated[Path, option(OUTPUT, "File of the answers; the same command resumes an interrupted run.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "File of the answers; the same command resumes an interrupted run.")],
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, without("device_map").as_argument()],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
@@ -37,27 +40,27 @@ def collect(
     rankings if asked for), and the grammar if there is one.
     """
     tally = Tally()
-    asked = structured(read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally), structure, tools)
+    questions = with_structure(read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally), structure, tools)
 
     from hdtool.builders.collect import GenerationFile
     from hdtool.builders.collect import collect as collected
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.store_output import print_left_out
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import progress_bar
     from hdtool.runtime.answerer import Answerer
 
     quiet_libraries(quiet=quiet)
     print_left_out(tally)
     # A file that cannot be resumed is refused before the model is loaded.
     file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
-    file.check(asked)
+    file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
-    answerer.check(asked)
-    with bar(len(asked), "prompts", quiet=quiet) as shown:
-        for answered in collected(answerer, asked, file):
+    answerer.check(questions)
+    with progress_bar(len(questions), "prompts", quiet=quiet) as shown:
+        for answered in collected(answerer, questions, file):
             shown.to(answered)
     answers, tokens = file.counts()
-    print(f"{out}: {counted(answers, 'answer')}, {counted(tokens, 'token')}", file=sys.stderr)
+    print(f"{out}: {count_of(answers, 'answer')}, {count_of(tokens, 'token')}", file=sys.stderr)
     print(f"next: {_build_command(loading, out)}", file=sys.stderr)
 
 

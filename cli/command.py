@@ -1,4 +1,4 @@
-"""The class of all commands: ``--help`` in panels with examples, and the check for options without effect."""
+"""The command class: help panels with examples, wrapped messages, and checks of options."""
 
 from __future__ import annotations
 
@@ -18,71 +18,73 @@ from hdtool.cli.model_argument import refuse_unused, take_model
 from hdtool.data.prompts import Prompt, read_tools
 from hdtool.runtime.config import METHODS, GrammarConfig
 
-COLOR = re.compile("\033\\[[0-9;]*m")
-CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
+COLOR_CODE = re.compile("\033\\[[0-9;]*m")
+CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
 """Other than line breaks, tabs and colours: text that holds one moves the cursor itself, as progress bars do."""
-ERASED = "\r\033[K"
+ERASE_LINE = "\r\033[K"
 """Erases the line of the cursor: a message replaces a bar, which is drawn again below it."""
-INDENT = "  "
+CONTINUATION_INDENT = "  "
 """Indent of a continued line beyond that of its first line."""
 
 
-def broken(text: str, width: int, indent: str = INDENT) -> str:
+def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
     """The text with its long lines broken between words; a longer word, such as a path, stays whole."""
-    if len(text) <= width or CONTROLS.search(COLOR.sub("", text)):
+    if len(text) <= width or CONTROL_CHARACTERS.search(COLOR_CODE.sub("", text)):
         return text
-    return "\n".join(_broken_line(line, width, indent) for line in text.split("\n"))
+    return "\n".join(_wrap_line(line, width, indent) for line in text.split("\n"))
 
 
-def printable(text: str, indent: str = INDENT) -> str:
+def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
     """A text as standard output takes it: lines are broken where it is a terminal."""
-    return broken(text, width, indent) if (width := _width(sys.stdout)) else text
+    return wrap_text(text, width, indent) if (width := _terminal_width(sys.stdout)) else text
 
 
-def break_messages_between_words() -> None:
+def wrap_standard_error() -> None:
     """Break long lines of everything that this process prints on standard error, if that is a terminal."""
-    if _width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _Messages):
-        sys.stderr = cast(TextIO, _Messages(sys.stderr))
+    if _terminal_width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _WrappedStream):
+        sys.stderr = cast(TextIO, _WrappedStream(sys.stderr))
 
 
-class _Messages:
+class _WrappedStream:
     """A stream for messages to people."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_on_bar = False
-        """Whether the line of the cursor holds a progress bar."""
+        """True if the line of the cursor holds a progress bar."""
 
     def write(self, text: str) -> int:
-        erased = ERASED if self._is_on_bar and not text.startswith(("\r", "\n")) else ""
+        erased = ERASE_LINE if self._is_on_bar and not text.startswith(("\r", "\n")) else ""
         if text:
             self._is_on_bar = text.startswith("\r") and not text.endswith("\n")
-        return self._stream.write(erased + (broken(text, width) if (width := _width(self._stream)) else text))
+        return self._stream.write(
+            erased + (wrap_text(text, width) if (width := _terminal_width(self._stream)) else text)
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _broken_line(line: str, width: int, indent: str) -> str:
-    if _length(line) <= width:
+def _wrap_line(line: str, width: int, indent: str) -> str:
+    if _visible_length(line) <= width:
         return line
     words = re.findall("[ \t]*[^ \t]+", line)
     margin = indent + line[: len(line) - len(line.lstrip())]
     lines = words[:1]
     for word in words[1:]:
-        if _length(lines[-1] + word) <= width:
+        if _visible_length(lines[-1] + word) <= width:
             lines[-1] += word
         else:
             lines.append(margin + word.lstrip())
     return "\n".join(lines)
 
 
-def _length(text: str) -> int:
+def _visible_length(text: str) -> int:
     """Columns of a text, without its colours."""
-    return len(COLOR.sub("", text))
+    return len(COLOR_CODE.sub("", text))
 
 
-def _width(stream: TextIO) -> int:
+def _terminal_width(stream: TextIO) -> int:
     """Columns of a terminal, 0 for anything else."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
@@ -90,13 +92,13 @@ def _width(stream: TextIO) -> int:
         return 0
 
 
-STORES = ("model_db", "corpus_db")
+STORE_OPTIONS = ("model_db", "corpus_db")
 NO_STORE = "none"
 
 
 def require_stores(parameters: Mapping[str, Any]) -> None:
     """Raise StoreError if a store that was named is not there."""
-    named = [value for name in STORES if isinstance(value := parameters.get(name), str) and value != NO_STORE]
+    named = [value for name in STORE_OPTIONS if isinstance(value := parameters.get(name), str) and value != NO_STORE]
     if named:
         from hdtool.data.stores.home import store_folder
         from hdtool.data.stores.store import read_manifest
@@ -105,33 +107,44 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
             read_manifest(store_folder(name))
 
 
-def structured(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
+def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
     """Prompts with the grammar and the tools of the options, where a line does not have its own."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
 
-INPUT, MODEL, DRAFTING, SAMPLING, OUTPUT = "Input", "Model", "Drafting", "Sampling", "Output"
-STRUCTURE, SERVER = "Structured output", "Server"
-RARE = "Rarely used"
-BUILD, HEADS, TRAINING, MEASUREMENT = "Build", "Architecture of the heads", "Training", "Measurement"
-PANELS = (
+INPUT_PANEL, MODEL_PANEL, DRAFTING_PANEL, SAMPLING_PANEL, OUTPUT_PANEL = (
+    "Input",
+    "Model",
+    "Drafting",
+    "Sampling",
+    "Output",
+)
+STRUCTURE_PANEL, SERVER_PANEL = "Structured output", "Server"
+RARE_PANEL = "Rarely used"
+BUILD_PANEL, HEADS_PANEL, TRAINING_PANEL, MEASUREMENT_PANEL = (
+    "Build",
+    "Architecture of the heads",
+    "Training",
+    "Measurement",
+)
+PANEL_ORDER = (
     "Arguments",
-    INPUT,
-    SERVER,
-    MODEL,
-    HEADS,
-    TRAINING,
-    DRAFTING,
-    SAMPLING,
-    STRUCTURE,
-    BUILD,
-    MEASUREMENT,
-    OUTPUT,
-    RARE,
+    INPUT_PANEL,
+    SERVER_PANEL,
+    MODEL_PANEL,
+    HEADS_PANEL,
+    TRAINING_PANEL,
+    DRAFTING_PANEL,
+    SAMPLING_PANEL,
+    STRUCTURE_PANEL,
+    BUILD_PANEL,
+    MEASUREMENT_PANEL,
+    OUTPUT_PANEL,
+    RARE_PANEL,
     "Options",
 )
-SHORT = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
+SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
 """Short names of the options that are typed most."""
 RARELY_USED = {
     "attn_implementation",
@@ -154,8 +167,8 @@ RARELY_USED = {
     "tree",
 }
 """Options that ``--help`` leaves out of long lists; ``--help-all`` shows them."""
-LONG_LIST = 25
-"""Most parameters that ``--help`` shows without leaving any out."""
+MAX_SHORT_LIST = 25
+"""Maximum number of parameters that ``--help`` shows in full."""
 HELP_ALL = "help_all"
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
@@ -165,13 +178,13 @@ class Command(TyperCommand):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.help = unbroken(self.help or "")
+        self.help = protect_hyphens(self.help or "")
         if not self.context_settings.get("ignore_unknown_options"):  # they may be short options of another program
             for parameter in self.params:
-                parameter.opts[:0] = [SHORT[name] for name in parameter.opts if name in SHORT]
+                parameter.opts[:0] = [SHORT_NAMES[name] for name in parameter.opts if name in SHORT_NAMES]
 
     def get_help(self, ctx: Any) -> str:
-        return with_hyphens(super().get_help(ctx))
+        return restore_hyphens(super().get_help(ctx))
 
     # typer's own panels need rich, which would double the time that a command takes to start.
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -181,16 +194,16 @@ class Command(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in parameters:
             usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            panel = RARE if parameter.name in rare else getattr(parameter, "rich_help_panel", None) or usual
+            panel = RARE_PANEL if parameter.name in rare else getattr(parameter, "rich_help_panel", None) or usual
             record = parameter.get_help_record(ctx)
-            if record and (shows_all or panel != RARE):
-                panels.setdefault(panel, []).append((record[0], unbroken(record[1])))
-        for panel in sorted(panels, key=PANELS.index):
+            if record and (shows_all or panel != RARE_PANEL):
+                panels.setdefault(panel, []).append((record[0], protect_hyphens(record[1])))
+        for panel in sorted(panels, key=PANEL_ORDER.index):
             with formatter.section(panel):
                 formatter.write_dl(panels[panel])
         if shows_all and has_methods(one.name for one in parameters):
             with formatter.section("Methods"):
-                formatter.write_dl([(name, unbroken(method.description)) for name, method in METHODS.items()])
+                formatter.write_dl([(name, protect_hyphens(method.description)) for name, method in METHODS.items()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:
@@ -209,23 +222,23 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def unbroken(text: str) -> str:
-    """A text whose lines are not broken at its hyphens; ``with_hyphens`` restores them."""
+def protect_hyphens(text: str) -> str:
+    """A text whose lines are not broken at its hyphens; ``restore_hyphens`` restores them."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
-def with_hyphens(text: str) -> str:
+def restore_hyphens(text: str) -> str:
     return text.replace(NON_BREAKING_HYPHEN, "-")
 
 
 def rarely_used(names: Iterable[str | None]) -> set[str]:
     """The options of a command that its ``--help`` leaves out."""
     given = {name for name in names if name} - {"help", HELP_ALL}
-    return given & RARELY_USED if len(given) > LONG_LIST else set()
+    return given & RARELY_USED if len(given) > MAX_SHORT_LIST else set()
 
 
 def has_methods(names: Iterable[str | None]) -> bool:
-    """Whether a command takes drafting methods."""
+    """Return True if a command takes drafting methods."""
     return not {"method", "methods"}.isdisjoint(names)
 
 

@@ -1,4 +1,4 @@
-"""Commands that make a model ready ahead of time: convert, compile and export."""
+"""``hdtool convert`` and ``export``, and the compiling of drafters ahead of time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT, option
+from hdtool.cli.command import OUTPUT_PANEL, option
 from hdtool.cli.model_argument import require_model
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
 
 
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 def convert(
     *,
     inputs: options.Inputs,
-    out: Annotated[Path, option(OUTPUT, "File of conversations, JSON Lines; .gz and .zst compress it.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "File of conversations, JSON Lines; .gz and .zst compress it.")],
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -68,7 +68,7 @@ def convert(
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.conversation_files import ConversationReader, canonical_file, write_canonical
     from hdtool.data.input_files import find_inputs
-    from hdtool.data.progress import bar
+    from hdtool.data.progress import progress_bar
 
     paths = find_inputs(inputs)
     if any(path.exists() and out.exists() and path.samefile(out) for path in paths):
@@ -76,14 +76,14 @@ def convert(
     file = canonical_file(out)
     file.check()
     reader = ConversationReader(paths, tolerance=config.max_bad_fraction)
-    with bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         written = write_canonical(reader, file, shown)
     print_left_out(reader.tally)
     counts = {**written.counts(), "left_out": reader.tally.bad}
     if as_json:
         print(json.dumps({"file": str(out), **counts}, ensure_ascii=False))
         return
-    print(f"{out}: {written.in_words()}, {counted(reader.tally.bad, 'record')} left out")
+    print(f"{out}: {written.in_words()}, {count_of(reader.tally.bad, 'record')} left out")
     if not written.answers:
         print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)
 
@@ -96,16 +96,17 @@ EXAMPLE_NODES = 8
 Target = Annotated[
     str,
     option(
-        OUTPUT, f"What is written: a folder for {TRANSFORMERS}, or the stores' documents for {SGLANG}, as a file.",
+        OUTPUT_PANEL,
+        f"What is written: a folder for {TRANSFORMERS}, or the stores' documents for {SGLANG}, as a file.",
         values=TARGETS,
     ),
-]  # fmt: skip
+]
 
 
 def export(
     *,
     to: Target = TRANSFORMERS,
-    out: Annotated[Path, option(OUTPUT, "The new folder, or SGLang's new file.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "The new folder, or SGLang's new file.")],
     loading: Annotated[
         ModelConfig,
         only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
@@ -139,13 +140,13 @@ def export(
 def _export_folder(
     loading: ModelConfig, out: Path, decoding: DecodeConfig, store_set: StoresConfig, *, as_json: bool
 ) -> None:
-    from hdtool.builders.export import CODE, export
+    from hdtool.builders.export import CODE_FILE, export
 
     files = export(loading, out, decoding, store_set)
     if as_json:
-        print(json.dumps({"folder": str(out), "files": len(files), "code": CODE}, ensure_ascii=False))
+        print(json.dumps({"folder": str(out), "files": len(files), "code": CODE_FILE}, ensure_ascii=False))
         return
-    print(f"{out}: links to {len(files)} files, and {CODE}")
+    print(f"{out}: links to {len(files)} files, and {CODE_FILE}")
     print(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', file=sys.stderr)
 
 
@@ -158,15 +159,17 @@ def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: Stores
         print(json.dumps(row, ensure_ascii=False))
         return
     print(
-        f"{out}: {counted(exported.documents, 'document')}, {counted(exported.tokens, 'token')} as SGLang counts them"
+        f"{out}: {count_of(exported.documents, 'document')}, {count_of(exported.tokens, 'token')} as SGLang counts them"
     )
     for folder in exported.stores:
         print(f"from {folder}", file=sys.stderr)
     if lost := exported.lost_tokens:
-        of = counted(exported.changed_documents, "document")
-        print(f"note: {counted(lost, 'token')} of {of} come back as others when SGLang reads the text", file=sys.stderr)
+        of = count_of(exported.changed_documents, "document")
+        print(
+            f"note: {count_of(lost, 'token')} of {of} come back as others when SGLang reads the text", file=sys.stderr
+        )
     if empty := exported.empty_documents:
-        print(f"note: {counted(empty, 'document')} left out: no text remains", file=sys.stderr)
+        print(f"note: {count_of(empty, 'document')} left out: no text remains", file=sys.stderr)
     limit = exported.tokens if exported.tokens > DEFAULT_LIMIT else None
     command = [
         f"sglang serve --model-path {shlex.quote(str(loading.model))} --speculative-algorithm NGRAM",

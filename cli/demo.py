@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.command import INPUT, MODEL, option
+from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option
 from hdtool.cli.convert import compiled_meanwhile
-from hdtool.cli.options import INTERRUPTED, only
+from hdtool.cli.options import INTERRUPTED_EXIT, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import ModelError, OptionError, install_command
@@ -24,22 +24,24 @@ if TYPE_CHECKING:
     from hdtool.runtime.sequence import Stats
 
 
-NEEDED = (demo_files.PACKAGE, "gguf", "accelerate")
-MODELS = option(
-    MODEL,
+SMOLLM2_PACKAGES = (demo_files.PACKAGE, "gguf", "accelerate")
+DEMO_MODEL_OPTION = option(
+    MODEL_PANEL,
     f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with hdtool. "
     f"Default: {SMOLLM2} if installed.",
     values=(SMOLLM2, EMBEDDED),
 )
-LOADING = only("model", "device", "activations").described(model=MODELS).as_argument()
-TOY = "The embedded model is a toy of 7 million parameters"
+DEMO_MODEL_OPTIONS = only("model", "device", "activations").described(model=DEMO_MODEL_OPTION).as_argument()
+TOY_NOTE = "The embedded model is a toy of 7 million parameters"
 
 
 def demo(
     *,
-    num_prompts: Annotated[int, option(INPUT, "Number of the demo's prompts to answer.", "--num-prompts", min=1)] = 4,
+    num_prompts: Annotated[
+        int, option(INPUT_PANEL, "Number of the demo's prompts to answer.", "--num-prompts", min=1)
+    ] = 4,
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
-    loading: Annotated[ModelConfig, LOADING],
+    loading: Annotated[ModelConfig, DEMO_MODEL_OPTIONS],
 ) -> int:
     """Compare drafting with plain decoding on a demo model.
 
@@ -48,8 +50,8 @@ def demo(
     ``generate``, which answers the first prompt.
     """
     from hdtool.builders.demo.stores import is_first_demo
-    from hdtool.cli.answer_output import colors_shown, legend, quiet_libraries, stream, summary
-    from hdtool.cli.command import printable
+    from hdtool.cli.answer_output import answer_summary, colors_shown, legend, quiet_libraries, stream_answer
+    from hdtool.cli.command import wrap_for_terminal
     from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.sequence import Stats
@@ -57,7 +59,7 @@ def demo(
     quiet_libraries()
     method = decoding.method
     with compiled_meanwhile(method) if is_first_demo() else nullcontext() as compiling:
-        loading, store_set, questions = _chosen(loading)
+        loading, store_set, questions = _chosen_model(loading)
         plain, drafting = (
             Answerer(
                 loading, replace(decoding, method=one, prefix_caching=False), SamplingConfig(), store_set=store_set
@@ -77,23 +79,23 @@ def demo(
         for _ in usual:
             pass
         (answer,) = drafting.answers(prompt)
-        print(printable(f"\n▌ {prompt.category}\n{answer.question}\n", indent=""))
-        stream(answer, color=color)
+        print(wrap_for_terminal(f"\n▌ {prompt.category}\n{answer.question}\n", indent=""))
+        stream_answer(answer, color=color)
         if answer.interrupted:
-            return INTERRUPTED
+            return INTERRUPTED_EXIT
         same += answer.output_ids == usual.output_ids
         totals["plain"].append(usual.stats)
         totals["drafting"].append(answer.stats)
-        print(f"\n{_beside(method, usual.stats, answer.stats)}", flush=True)
+        print(f"\n{_comparison(method, usual.stats, answer.stats)}", flush=True)
     before, after = (Stats.total(parts) for parts in totals.values())
     shown = len(totals["drafting"])
-    print(f"\n▌ in total: {same} of {shown} answers are identical\n{_beside(method, before, after)}")
+    print(f"\n▌ in total: {same} of {shown} answers are identical\n{_comparison(method, before, after)}")
     speed = _speed_without_hdtool(plain, loading, every[0], decoding.max_new_tokens)
-    print(printable(f"\n{_gains(before, after, totals['plain'][0], speed, compiled=_is_compiled(plain))}"))
-    print(printable(f"\n{method}: {summary(after)}"))
+    print(wrap_for_terminal(f"\n{_gains(before, after, totals['plain'][0], speed, compiled=_is_compiled(plain))}"))
+    print(wrap_for_terminal(f"\n{method}: {answer_summary(after)}"))
     if color:
-        print(printable(legend(after.that_drafted)))
-    print(printable(f"\n{'' if loading.model else f'{TOY}. '}Name your own model: hdtool chat MODEL"))
+        print(wrap_for_terminal(legend(after.that_drafted)))
+    print(wrap_for_terminal(f"\n{'' if loading.model else f'{TOY_NOTE}. '}Name your own model: hdtool chat MODEL"))
     return 0 if same == shown else 1
 
 
@@ -109,7 +111,7 @@ def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compi
 
 
 def _is_compiled(answerer: Answerer) -> bool:
-    """Whether compiled layers or matrix products of hdtool compute the model, instead of torch's."""
+    """Return True if compiled layers or matrix products of hdtool compute the model, instead of torch's."""
     from hdtool.runtime.kernels.linear import has_compiled_layers
 
     return has_compiled_layers(answerer.loaded.target.model)
@@ -123,27 +125,27 @@ def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
 
 def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int) -> float:
     """Tokens per second of ``generate`` of transformers."""
-    from hdtool.builders.evaluation.bench_plan import Lineup
+    from hdtool.builders.evaluation.bench_plan import ContenderFactory
     from hdtool.data.chat import encode_conversation
 
     decoding = DecodeConfig(max_new_tokens=max_new_tokens)
-    lineup = Lineup(plain.loaded, plain.store_set, loading, decoding, SamplingConfig())
+    lineup = ContenderFactory(plain.loaded, plain.store_set, loading, decoding, SamplingConfig())
     ids = encode_conversation(plain.loaded.tokenizer, prompt.messages)
     (contender,) = lineup.contenders(["generate"]).values()
     turn = contender.answer(ids)
     return len(turn.output_ids) / turn.seconds
 
 
-def _chosen(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
+def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """The model, its stores and the demo's questions."""
     model = loading.model
     if model not in (None, SMOLLM2, EMBEDDED):
         raise OptionError(f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}: hdtool chat {model} runs your model")
     file = demo_files.smollm2_file()
-    lacking = [name for name in NEEDED if not (file if name == demo_files.PACKAGE else find_spec(name))]
+    lacking = [name for name in SMOLLM2_PACKAGES if not (file if name == demo_files.PACKAGE else find_spec(name))]
     if model == EMBEDDED or (model is None and lacking):
         if model is None:
-            print(f"{TOY}; for a real one: {_advice(lacking)}", file=sys.stderr)
+            print(f"{TOY_NOTE}; for a real one: {_advice(lacking)}", file=sys.stderr)
         loading = replace(loading, model=None)
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
     if lacking:
@@ -161,7 +163,7 @@ def _advice(lacking: Sequence[str]) -> str:
     return " && ".join(steps)
 
 
-def _beside(method: str, plain: Stats, drafted: Stats) -> str:
+def _comparison(method: str, plain: Stats, drafted: Stats) -> str:
     """A line for plain decoding and one for the method."""
     width = max(len(method), len("plain"))
     lines = (

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
 from hdtool.cli.options import only
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.diagnosis import Finding
 
-SIGNS = {"ok": "✓", "note": "·", "mend": "✗"}
-COLORS = {"ok": 32, "note": 33, "mend": 31}
-INDENT = "  "
-ARROW = "→ "
-LEAST, MOST = 40, 110
+STATE_SIGNS = {"ok": "✓", "note": "·", "mend": "✗"}
+STATE_COLORS = {"ok": 32, "note": 33, "mend": 31}
+ADVICE_INDENT = "  "
+ADVICE_ARROW = "→ "
+MIN_WIDTH, MAX_WIDTH = 40, 110
 """Columns of the text."""
 
 
-def in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
+def findings_in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
     """A table for each group, wrapped to the width of the terminal, and a last line that sums up."""
-    width = max(LEAST, min(MOST, shutil.get_terminal_size().columns))
+    width = max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns))
     names = max(len(finding.name) for findings in groups.values() for finding in findings)
     lines = [
         line
@@ -35,31 +35,31 @@ def in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
         for line in (group, *(part for finding in findings for part in _lines(finding, names, width)), "")
     ]
     wrong, notes = (_count(groups, state) for state in ("mend", "note"))
-    verdict = "all is well" if not wrong else f"{counted(wrong, 'fault')} to mend"
-    return "\n".join([*lines, verdict + (f", {counted(notes, 'note')}" if notes else "")])
+    verdict = "all is well" if not wrong else f"{count_of(wrong, 'fault')} to mend"
+    return "\n".join([*lines, verdict + (f", {count_of(notes, 'note')}" if notes else "")])
 
 
 def _lines(finding: Finding, names: int, width: int) -> Iterator[str]:
-    start = f"{INDENT}{_sign(finding.state)} {finding.name:{names}}  "
-    margin = len(INDENT) + 2 + names + 2
+    start = f"{ADVICE_INDENT}{_sign(finding.state)} {finding.name:{names}}  "
+    margin = len(ADVICE_INDENT) + 2 + names + 2
     first, *others = _wrapped(finding.found, width - margin)
     yield start + first
     for line in others:
         yield " " * margin + line
     if finding.advice:
-        for number, line in enumerate(_wrapped(finding.advice, width - margin - len(ARROW))):
-            yield " " * margin + (INDENT if number else ARROW) + line
+        for number, line in enumerate(_wrapped(finding.advice, width - margin - len(ADVICE_ARROW))):
+            yield " " * margin + (ADVICE_INDENT if number else ADVICE_ARROW) + line
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Lines cut between words only, so that paths and commands can be copied."""
-    return textwrap.wrap(text, max(LEAST // 2, width), break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, max(MIN_WIDTH // 2, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _sign(state: str) -> str:
     from hdtool.cli.answer_output import colors_shown
 
-    return f"\033[{COLORS[state]}m{SIGNS[state]}\033[0m" if colors_shown() else SIGNS[state]
+    return f"\033[{STATE_COLORS[state]}m{STATE_SIGNS[state]}\033[0m" if colors_shown() else STATE_SIGNS[state]
 
 
 def _count(groups: Mapping[str, Sequence[Finding]], state: str) -> int:
@@ -107,5 +107,5 @@ def doctor(
         rows = {group: [asdict(finding) for finding in findings] for group, findings in groups.items()}
         print(json.dumps({"ok": not wrong, "checks": rows}, ensure_ascii=False))
     else:
-        print(in_words(groups))
+        print(findings_in_words(groups))
     return 1 if wrong else 0

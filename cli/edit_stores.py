@@ -12,30 +12,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, completion, option
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option
 from hdtool.cli.options import only
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_manifest, refuse_replacing, require
-from hdtool.data.stores.store_files import MODEL, holds_history
+from hdtool.data.stores.store import read_manifest, refuse_replacing, require_store
+from hdtool.data.stores.store_files import MODEL_KIND, holds_history
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.data.stores.home import StoredItem
 
-LIST, REMOVE = "list", "remove"
-CONVERTED, QUANTIZED = "gguf", "quantized"
+LIST_ACTION, REMOVE_ACTION = "list", "remove"
+CONVERTED_KIND, QUANTIZED_KIND = "gguf", "quantized"
 """The kinds of models that were converted from a GGUF file, and of those that were quantized on loading."""
 
 
 def stores(
     action: Annotated[
         str,
-        typer.Argument(help=f"{LIST} or {REMOVE}.", metavar="ACTION", autocompletion=completion((LIST, REMOVE))),
-    ] = LIST,
+        typer.Argument(
+            help=f"{LIST_ACTION} or {REMOVE_ACTION}.",
+            metavar="ACTION",
+            autocompletion=completion((LIST_ACTION, REMOVE_ACTION)),
+        ),
+    ] = LIST_ACTION,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="What to remove, by its name.")] = None,
-    yes: Annotated[bool, option(INPUT, "Remove without asking.", "--yes")] = False,
+    yes: Annotated[bool, option(INPUT_PANEL, "Remove without asking.", "--yes")] = False,
     as_json: options.JsonObject = False,
 ) -> None:
     """List the stores in hdtool's home, or remove some.
@@ -44,27 +48,29 @@ def stores(
     shown by inspect. Models converted from GGUF files or quantized on loading are listed too, and so are set-ups, which
     keep copies of the conversations in their logs.
     """
-    from hdtool.cli.store_output import as_row, listed
+    from hdtool.cli.store_output import store_record, store_table
     from hdtool.data.stores.home import home
 
-    found = _everything()
-    if action == REMOVE:
-        _remove(names or [], found, yes=yes)
-    elif action != LIST:
-        raise OptionError(f"hdtool stores can {LIST} and {REMOVE}, got {action}: leave it out for the list")
+    items = _all_items()
+    if action == REMOVE_ACTION:
+        _remove(names or [], items, yes=yes)
+    elif action != LIST_ACTION:
+        raise OptionError(
+            f"hdtool stores can {LIST_ACTION} and {REMOVE_ACTION}, got {action}: leave it out for the list"
+        )
     elif names:
-        raise OptionError(f"hdtool stores {LIST} takes no names, got {names[0]}: hdtool inspect shows one store")
+        raise OptionError(f"hdtool stores {LIST_ACTION} takes no names, got {names[0]}: hdtool inspect shows one store")
     elif yes:
-        raise OptionError(f"--yes has no effect without {REMOVE}: leave it out")
+        raise OptionError(f"--yes has no effect without {REMOVE_ACTION}: leave it out")
     elif as_json:
-        print(json.dumps({"home": str(home()), "stores": [as_row(item) for item in found]}, ensure_ascii=False))
+        print(json.dumps({"home": str(home()), "stores": [store_record(item) for item in items]}, ensure_ascii=False))
     else:
-        print(listed(found, str(home())))
+        print(store_table(items, str(home())))
 
 
-def _everything() -> list[StoredItem]:
+def _all_items() -> list[StoredItem]:
     from hdtool.builders.setup.work_folder import kept_setups
-    from hdtool.data.stores.home import DIGITS, StoredItem, stored_items, with_single_names
+    from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, stored_items, with_unique_names
     from hdtool.data.stores.manifest import Checkpoint
     from hdtool.runtime.model.gguf.converted_folder import MANIFEST, manifests
     from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED_MANIFEST
@@ -72,8 +78,8 @@ def _everything() -> list[StoredItem]:
 
     models = [
         StoredItem(
-            f"{CONVERTED}-{manifest.sha256[:DIGITS]}",
-            CONVERTED,
+            f"{CONVERTED_KIND}-{manifest.sha256[:SHOWN_FINGERPRINT_DIGITS]}",
+            CONVERTED_KIND,
             folder,
             (folder / MANIFEST).stat().st_mtime,
             sum(manifest.files.values()),
@@ -83,8 +89,8 @@ def _everything() -> list[StoredItem]:
     ]
     models += [
         StoredItem(
-            f"{QUANTIZED}-{manifest.scheme}-{manifest.sha256[:DIGITS]}",
-            QUANTIZED,
+            f"{QUANTIZED_KIND}-{manifest.scheme}-{manifest.sha256[:SHOWN_FINGERPRINT_DIGITS]}",
+            QUANTIZED_KIND,
             folder,
             (folder / QUANTIZED_MANIFEST).stat().st_mtime,
             sum(file.bytes for file in manifest.files.values()),
@@ -92,57 +98,57 @@ def _everything() -> list[StoredItem]:
         )
         for folder, manifest in quantized_manifests()
     ]
-    return with_single_names(
+    return with_unique_names(
         [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *kept_setups()]
     )
 
 
-def _remove(names: list[str], found: list[StoredItem], *, yes: bool) -> None:
-    from hdtool.cli.store_output import in_words
-    from hdtool.data.stores.home import found_item
+def _remove(names: list[str], items: list[StoredItem], *, yes: bool) -> None:
+    from hdtool.cli.store_output import store_in_words
+    from hdtool.data.stores.home import find_item
 
     if not names:
         raise OptionError("nothing to remove: give the names that hdtool stores lists")
-    chosen = {item.folder: item for item in (found_item(name, found) for name in names)}.values()
+    chosen = {item.folder: item for item in (find_item(name, items) for name in names)}.values()
     if not yes:
         if not sys.stdin.isatty():
             raise OptionError("hdtool stores remove asks before it removes, and there is no terminal: give --yes")
         for item in chosen:
-            print(in_words(item), file=sys.stderr)
+            print(store_in_words(item), file=sys.stderr)
         typer.confirm("Remove?" if len(chosen) == 1 else f"Remove these {len(chosen)}?", abort=True, err=True)
     for item in chosen:
         _remove_one(item)
-        print(f"removed {in_words(item)}", file=sys.stderr)
+        print(f"removed {store_in_words(item)}", file=sys.stderr)
 
 
 def _remove_one(item: StoredItem) -> None:
-    from hdtool.builders.setup.work_folder import KIND, remove_setup
+    from hdtool.builders.setup.work_folder import SETUP_KIND, remove_setup
     from hdtool.data.stores.home import remove_store
     from hdtool.runtime.model.gguf.converted import remove_converted
     from hdtool.runtime.model.gguf.converted_folder import Manifest
 
-    if item.kind == KIND:
+    if item.kind == SETUP_KIND:
         remove_setup(item)
-    elif item.kind == QUANTIZED:
+    elif item.kind == QUANTIZED_KIND:
         from hdtool.runtime.model.quantized_folder import remove_quantized
 
         remove_quantized(item.folder)
-    elif item.kind != CONVERTED:
+    elif item.kind != CONVERTED_KIND:
         remove_store(item)
     elif manifest := Manifest.read(item.folder):
         remove_converted(item.folder, manifest)
 
 
-LARGEST_AGE = 36_500
+MAX_AGE_DAYS = 36_500
 """Days."""
 
 
 def merge(
     stores: Annotated[
         list[Path],
-        typer.Argument(metavar="STORE...", parser=options.store_of_name, help="Stores of one kind and one tokenizer."),
+        typer.Argument(metavar="STORE...", parser=options.store_by_name, help="Stores of one kind and one tokenizer."),
     ],
-    out: Annotated[Path, option(OUTPUT, "Folder of the merged store; it may be one of the inputs.")],
+    out: Annotated[Path, option(OUTPUT_PANEL, "Folder of the merged store; it may be one of the inputs.")],
     replace: options.Replace = False,
     as_json: options.Json = False,
 ) -> None:
@@ -151,12 +157,12 @@ def merge(
     An input that several of them hold is counted once.
     """
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.cli.store_output import report
+    from hdtool.cli.store_output import print_built
 
     check = None if replace else refuse_replacing
     if check and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
         check(out)
-    report(out, rework.merge(stores, out, check), as_json=as_json)
+    print_built(out, rework.merge(stores, out, check), as_json=as_json)
 
 
 def add(
@@ -178,9 +184,9 @@ def add(
 
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.builders.stores.engine import LocalEngine
+    from hdtool.builders.stores.engine import LocalBuildEngine
     from hdtool.cli.answer_output import quiet_libraries
-    from hdtool.cli.store_output import rankings_for, reading, report
+    from hdtool.cli.store_output import open_reading, print_built, rankings_for
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries(quiet=quiet)
@@ -189,17 +195,19 @@ def add(
     _check_model(store, before, loading, rankings=rankings)
     tokenizer = load_tokenizer(loading)
     mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
-    found = None
+    ranked = None
     if rankings:
-        require(before, store, MODEL, mark)
-        found = rankings_for(loading, mark, quiet=quiet)
+        require_store(before, store, MODEL_KIND, mark)
+        ranked = rankings_for(loading, mark, quiet=quiet)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
-    with reading(inputs or [], tokenizer, mark, LocalEngine(), kind, tolerance, quiet=quiet, on_models=on_models) as (
+    with open_reading(
+        inputs or [], tokenizer, mark, LocalBuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
+    ) as (
         sources,
         documents,
     ):
-        manifest = rework.add(store, documents, sources, mark, kind, found)
-    report(store, manifest, as_json=as_json)
+        manifest = rework.add(store, documents, sources, mark, kind, ranked)
+    print_built(store, manifest, as_json=as_json)
 
 
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
@@ -224,12 +232,13 @@ def drop(
     source: Annotated[
         str | None,
         option(
-            INPUT,
+            INPUT_PANEL,
             "Input to remove: its name as inspect shows it, its file name if unique, or 8 or more digits of its hash.",
         ),
     ] = None,
     older_than: Annotated[
-        float | None, option(INPUT, "Of a history store, remove the conversations that are older than so many days.")
+        float | None,
+        option(INPUT_PANEL, "Of a history store, remove the conversations that are older than so many days."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -239,7 +248,7 @@ def drop(
     are removed by their source, by their age, or by both.
     """
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.cli.store_output import report
+    from hdtool.cli.store_output import print_built
 
     if source is None and older_than is None:
         raise OptionError("nothing to remove: give --source, or --older-than for a history store")
@@ -250,9 +259,9 @@ def drop(
         raise OptionError(f"--older-than is for history stores, and {store} is none: give --source")
     dropped = rework.drop(store, source)
     for share in dropped.removed:
-        held = f"{counted(share.records, 'document')}, {counted(share.tokens, 'token')}"
+        held = f"{count_of(share.records, 'document')}, {count_of(share.tokens, 'token')}"
         print(f"removed {share.label}: {held}", file=sys.stderr)
-    report(store, dropped.manifest, as_json=as_json)
+    print_built(store, dropped.manifest, as_json=as_json)
 
 
 def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
@@ -261,11 +270,11 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_store import description
 
-    if days is not None and not 0 <= days <= LARGEST_AGE:
-        raise OptionError(f"--older-than must be between 0 and {LARGEST_AGE} days, got {days:g}")
+    if days is not None and not 0 <= days <= MAX_AGE_DAYS:
+        raise OptionError(f"--older-than must be between 0 and {MAX_AGE_DAYS} days, got {days:g}")
     before = None if days is None else timedelta(days=days)
     dropped = drop_conversations(store, source=source, before=before)
-    held = f"{counted(dropped.conversations, 'conversation')}, {counted(dropped.tokens, 'token')}"
+    held = f"{count_of(dropped.conversations, 'conversation')}, {count_of(dropped.tokens, 'token')}"
     print(f"removed {held}", file=sys.stderr)
     shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

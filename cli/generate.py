@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import structured
-from hdtool.cli.options import INTERRUPTED, without
+from hdtool.cli.command import with_structure
+from hdtool.cli.options import INTERRUPTED_EXIT, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
@@ -43,42 +43,45 @@ def generate(
     share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
-    asked = [replace(one, prediction=one.prediction or predicted) for one in _asked(text, prompt, prompts)]
-    asked = structured(asked, structure, tools)
+    questions = [
+        replace(question, prediction=question.prediction or predicted)
+        for question in _given_prompts(text, prompt, prompts)
+    ]
+    questions = with_structure(questions, structure, tools)
     if system is not None:
-        asked = [with_system(one, system) for one in asked]
+        questions = [with_system(question, system) for question in questions]
 
     from hdtool.cli.answer_output import (
+        answer_record,
+        answer_summary,
         batch_summary,
         colors_shown,
         legend,
         numbered,
         print_sources,
         quiet_libraries,
-        record,
-        stream,
-        summary,
+        stream_answer,
     )
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.source_names import SourceName
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
-    answerer.check(asked)
+    answerer.check(questions)
     if loading.model is None:
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_sources(answerer.store_set)
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
     drafted: set[SourceName] = set()
-    for number, answer in numbered(answerer.all_answers(asked)):
-        if len(asked) > 1 and not as_json:
-            print(f"── {number}/{len(asked)} {answer.prompt.id}", file=sys.stderr)
-        stream(answer, show=not as_json, color=color)
+    for number, answer in numbered(answerer.all_answers(questions)):
+        if len(questions) > 1 and not as_json:
+            print(f"── {number}/{len(questions)} {answer.prompt.id}", file=sys.stderr)
+        stream_answer(answer, show=not as_json, color=color)
         if as_json:
-            print(json.dumps(record(answer), ensure_ascii=False), flush=True)
+            print(json.dumps(answer_record(answer), ensure_ascii=False), flush=True)
         if stats or answer.interrupted:
-            print(summary(answer.stats), file=sys.stderr)
+            print(answer_summary(answer.stats), file=sys.stderr)
         tokens += answer.stats.tokens
         drafted.update(answer.stats.that_drafted)
         interrupted |= answer.interrupted
@@ -86,10 +89,10 @@ def generate(
         print(legend(sorted(drafted)), file=sys.stderr)
     if stats and decoding.batch_size > 1:
         print(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size), file=sys.stderr)
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED_EXIT if interrupted else 0
 
 
-def _asked(text: str | None, prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
+def _given_prompts(text: str | None, prompt: str | None, prompts: Path | None) -> Sequence[Prompt]:
     if text == "-" and prompt is None and prompts is None:  # the usual name of standard input
         text = None
     given = {"a prompt": text, "--prompt": prompt, "--prompts": prompts}

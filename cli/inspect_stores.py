@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, OUTPUT, option
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged, read_store, require
+from hdtool.data.stores.store import damaged_files, read_store, require_store
 from hdtool.data.stores.store_files import holds_history, printable
 from hdtool.runtime.config import ModelConfig
 
@@ -29,40 +29,47 @@ if TYPE_CHECKING:
 
 def inspect(
     store: options.StoreFolder,
-    after: Annotated[str | None, option(INPUT, "Show what the store would draft after this text.")] = None,
-    latency: Annotated[bool, option(OUTPUT, "Time lookups of contexts from the store itself.", "--latency")] = False,
+    after: Annotated[str | None, option(INPUT_PANEL, "Show what the store would draft after this text.")] = None,
+    latency: Annotated[
+        bool, option(OUTPUT_PANEL, "Time lookups of contexts from the store itself.", "--latency")
+    ] = False,
     ngrams: Annotated[
-        str | None, option(INPUT, "List a model store's most frequent n-grams that begin with this text; all with ''.")
+        str | None,
+        option(INPUT_PANEL, "List a model store's most frequent n-grams that begin with this text; all with ''."),
     ] = None,
-    verify: Annotated[bool, option(OUTPUT, "Read every file and compare its checksum.", "--verify")] = False,
+    verify: Annotated[bool, option(OUTPUT_PANEL, "Read every file and compare its checksum.", "--verify")] = False,
     *,
     config: options.Tokenizer,
     as_json: options.JsonObject = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
-    from hdtool.cli.store_output import description, history_in_words
+    from hdtool.cli.store_output import history_in_words, store_description
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
 
     if holds_history(store):
-        shown = _history_shown(store, after, ngrams, config, latency=latency, verify=verify)
-        print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown) + _found(shown)))
+        shown = _history_description(store, after, ngrams, config, latency=latency, verify=verify)
+        print(
+            json.dumps(shown, ensure_ascii=False)
+            if as_json
+            else "\n".join(history_in_words(shown) + _lookup_lines(shown))
+        )
         return
 
-    def read(found: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
+    def read(manifest: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:
         opened = None
         if after is not None or latency:
             from hdtool.runtime.stores.store_set import store_of
 
-            opened = store_of(store, found)
-        listed = _ngrams(store, found, ngrams, config) if ngrams is not None else []
-        return found, opened, damaged(store, found) if verify else [], listed
+            opened = store_of(store, manifest)
+        listed = _ngrams(store, manifest, ngrams, config) if ngrams is not None else []
+        return manifest, opened, damaged_files(store, manifest) if verify else [], listed
 
     manifest, opened, bad, listed = read_store(store, read)
     if bad:
         raise StoreError(f"{store} is damaged ({', '.join(bad)} changed since the build): build it again")
-    shown = description(store, manifest)
+    shown = store_description(store, manifest)
     if verify:
         shown["verified"] = len(manifest.files)
     if ngrams is not None:
@@ -77,10 +84,10 @@ def inspect(
     print(json.dumps(shown, ensure_ascii=False) if as_json else _in_words(shown))
 
 
-def _history_shown(
+def _history_description(
     folder: Path, after: str | None, ngrams: str | None, config: ModelConfig, *, latency: bool, verify: bool
 ) -> dict[str, Any]:
-    from hdtool.cli.store_output import verified
+    from hdtool.cli.store_output import verify_conversations
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 
@@ -89,17 +96,17 @@ def _history_shown(
     store = HistoryStore(folder, read_only=True)
     shown = description(store)
     if verify:
-        shown["verified"] = verified(store)
+        shown["verified"] = verify_conversations(store)
     if after is not None:
         tokenizer = _tokenizer(folder, store.manifest, config)
         shown["after"] = _rows(tokenizer, history_continuations(store, _ids(tokenizer, "--after", after)))
     return shown | (history_latency(store) if latency else {})
 
 
-def _rows(tokenizer: PreTrainedTokenizerBase, found: Iterable[tuple[int, list[int], int]]) -> list[dict[str, Any]]:
+def _rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[tuple[int, list[int], int]]) -> list[dict[str, Any]]:
     return [
         {"matched": matched, "text": tokenizer.decode(path), "ids": path, "count": count}
-        for matched, path, count in found
+        for matched, path, count in rows
     ]
 
 
@@ -108,9 +115,9 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
-    require(manifest, folder, "model")
+    require_store(manifest, folder, "model")
     tokenizer = _tokenizer(folder, manifest, config)
-    found = ModelRecord.of(folder, manifest).ngrams(_ids(tokenizer, "--ngrams", text) if text else [])
+    matches = ModelRecord.of(folder, manifest).ngrams(_ids(tokenizer, "--ngrams", text) if text else [])
     return [
         {
             "text": tokenizer.decode(prefix),
@@ -121,7 +128,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
                 {"text": tokenizer.decode(path), "ids": path, "count": count} for path, count in continuations
             ],
         }
-        for prefix, total, distinct, continuations in nlargest(MAX_SHOWN, found, key=lambda ngrams: ngrams.total)
+        for prefix, total, distinct, continuations in nlargest(MAX_SHOWN, matches, key=lambda ngrams: ngrams.total)
     ]
 
 
@@ -137,7 +144,7 @@ def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: Model
     if isinstance(manifest, HistoryManifest):
         require_history(manifest, folder, fingerprint)
     else:
-        require(manifest, folder, manifest.kind, fingerprint)
+        require_store(manifest, folder, manifest.kind, fingerprint)
     return tokenizer
 
 
@@ -162,14 +169,14 @@ def _in_words(shown: dict[str, Any]) -> str:
     for row in shown["sources"]:
         share = InputShare(**row)
         lines.append(
-            f"source     {share.label}: {counted(share.records, 'document')}, {counted(share.tokens, 'token')}"
+            f"source     {share.label}: {count_of(share.records, 'document')}, {count_of(share.tokens, 'token')}"
         )
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
-    return "\n".join(lines + _found(shown))
+    return "\n".join(lines + _lookup_lines(shown))
 
 
-def _found(shown: dict[str, Any]) -> list[str]:
+def _lookup_lines(shown: dict[str, Any]) -> list[str]:
     """The lines of what was looked up."""
     lines = []
     if "lookup_us_p50" in shown:
@@ -182,7 +189,9 @@ def _found(shown: dict[str, Any]) -> list[str]:
     if "ngrams" in shown:
         lines.append("n-grams    total  continuations")
         for row in shown["ngrams"]:
-            continuations = ", ".join(f"{found['text']!r} {found['count']:,}" for found in row["continuations"])
+            continuations = ", ".join(
+                f"{continuation['text']!r} {continuation['count']:,}" for continuation in row["continuations"]
+            )
             lines.append(f"  {row['total']:>13,}  {row['text']!r}: {continuations}")
         if not shown["ngrams"]:
             lines.append("           nothing: no n-gram in the store begins with this text")

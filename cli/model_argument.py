@@ -1,4 +1,4 @@
-"""The model of a command, as its first argument or as ``--model``."""
+"""The model as first argument or ``--model``, and the check for options without effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Conflict(NamedTuple):
     reason: str
 
 
-PARTS_OF_AMPHISTA = ("auto_embedding", "positions", "adaptation", "sampled_token")
+AMPHISTA_OPTIONS = ("auto_embedding", "positions", "adaptation", "sampled_token")
 OF_A_FOLDER = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
@@ -40,7 +40,7 @@ CONFLICTS = (
     Conflict(("model", "gguf_file", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
     Conflict(("medusa",), ("kind",), ("hydra", "hydra++", "mtp"), "with another --kind"),
     Conflict(
-        (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
+        (*AMPHISTA_OPTIONS, "mlp", "head_layers"),
         ("medusa",),
         (True,),
         "with --medusa, whose heads have none of these parts",
@@ -49,10 +49,10 @@ CONFLICTS = (
         Conflict(parts, ("kind",), (kind,), f"with --kind {kind}, which does not choose this part")
         for kind, parts in {
             "amphista": ("head_layers",),
-            "medusa": (*PARTS_OF_AMPHISTA, "mlp", "head_layers"),
-            "hydra": (*PARTS_OF_AMPHISTA, "mlp"),
-            "hydra++": PARTS_OF_AMPHISTA,
-            "mtp": (*PARTS_OF_AMPHISTA, "lm_head_rank", "head_layers"),
+            "medusa": (*AMPHISTA_OPTIONS, "mlp", "head_layers"),
+            "hydra": (*AMPHISTA_OPTIONS, "mlp"),
+            "hydra++": AMPHISTA_OPTIONS,
+            "mtp": (*AMPHISTA_OPTIONS, "lm_head_rank", "head_layers"),
         }.items()
     ),
     Conflict(("temperatures",), ("report",), (None,), "without --report"),
@@ -63,25 +63,25 @@ CONFLICTS = (
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
     """Refuse the first of the typed options that would change nothing; ``none`` for a store is always allowed."""
-    methods = _methods(settings)
+    methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
         if option in typed and settings[option] != "none" and methods and known and not set(methods) & set(users):
-            _refuse(option, f"with method {', '.join(methods)} (it belongs to {', '.join(users)})")
+            _no_effect_error(option, f"with method {', '.join(methods)} (it belongs to {', '.join(users)})")
     if "temperature" in settings and settings["temperature"] < LOWEST_TEMPERATURE and not settings.get("temperatures"):
         for option in ("top_k", "top_p"):
             if option in typed:
-                _refuse(option, "with greedy decoding", "set --temperature above 0 or leave it out")
+                _no_effect_error(option, "with greedy decoding", "set --temperature above 0 or leave it out")
     for conflict in CONFLICTS:
-        values = [settings[other] for other in conflict.others if other in settings]
-        holds = all(one in conflict.values if conflict.values else one is not None for one in values)
+        values = [settings[name] for name in conflict.others if name in settings]
+        holds = all(value in conflict.values if conflict.values else value is not None for value in values)
         if holds and len(values) == len(conflict.others):
             for option in conflict.options:
                 if option in typed:
-                    _refuse(option, conflict.reason)
+                    _no_effect_error(option, conflict.reason)
 
 
-def _methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The methods that will run; empty where all of them may."""
     if "method" in settings:
         return (settings["method"],)
@@ -95,7 +95,7 @@ def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
 
 
-def _refuse(option: str, reason: str, advice: str = "leave it out") -> None:
+def _no_effect_error(option: str, reason: str, advice: str = "leave it out") -> None:
     raise OptionError(f"--{option.replace('_', '-')} has no effect {reason}: {advice}")
 
 
@@ -156,7 +156,7 @@ def _set_model(first: str, given: MutableMapping[str, Any]) -> None:
 
 
 def _names_model(word: str) -> bool:
-    """Whether a word is evidently a model, and not a prompt."""
+    """Return True if a word is evidently a model, and not a prompt."""
     if word in (SMOLLM2, EMBEDDED) or HUB_NAME.fullmatch(word):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Options that several commands share, beside those of the runtime's settings."""
+"""Options shared by several commands, and the expansion of settings classes into options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from hdtool.cli.command import (
-    BUILD,
-    DRAFTING,
-    HEADS,
+    BUILD_PANEL,
+    DRAFTING_PANEL,
+    HEADS_PANEL,
     HELP_ALL,
-    INPUT,
-    MEASUREMENT,
-    MODEL,
-    OUTPUT,
-    SAMPLING,
-    SERVER,
-    STRUCTURE,
-    TRAINING,
+    INPUT_PANEL,
+    MEASUREMENT_PANEL,
+    MODEL_PANEL,
+    OUTPUT_PANEL,
+    SAMPLING_PANEL,
+    SERVER_PANEL,
+    STRUCTURE_PANEL,
+    TRAINING_PANEL,
     help_all,
     option,
 )
@@ -33,43 +33,43 @@ from hdtool.runtime.config import SOURCE_NAMES, ModelConfig
 from hdtool.runtime.config.model import Settings, option_of
 
 T = TypeVar("T")
-PANELS = {
-    "BenchConfig": MEASUREMENT,
-    "BenchConfig.assistant": MODEL,
-    "BenchConfig.num_prompts": INPUT,
-    "BenchConfig.num_prompts_per_task": INPUT,
-    "BenchConfig.threads": MODEL,
-    "BuildConfig": BUILD,
-    "BuildConfig.max_bad_fraction": INPUT,
-    "DecodeConfig": DRAFTING,
-    "DecodeConfig.batch_size": SAMPLING,
-    "DecodeConfig.max_new_tokens": SAMPLING,
-    "DecodeConfig.prefix_caching": SAMPLING,
-    "GrammarConfig": STRUCTURE,
-    "HeadsConfig": HEADS,
-    "ModelConfig": MODEL,
-    "ModelConfig.generation_config": SAMPLING,
-    "RecordingConfig": OUTPUT,
-    "ReplayConfig": DRAFTING,
-    "ReplayConfig.limit": INPUT,
-    "ReplayConfig.workers": MEASUREMENT,
-    "SamplingConfig": SAMPLING,
-    "ServerConfig": SERVER,
-    "SetupConfig": MEASUREMENT,
-    "SetupConfig.max_bad_fraction": INPUT,
-    "ShapeConfig": MEASUREMENT,
-    "ShapeConfig.limit": INPUT,
-    "StoresConfig": DRAFTING,
-    "TrainConfig": TRAINING,
-    "TrainConfig.max_bad_fraction": INPUT,
-    "VerifyConfig": INPUT,
-    "VllmConfig": DRAFTING,
+SETTINGS_PANELS = {
+    "BenchConfig": MEASUREMENT_PANEL,
+    "BenchConfig.assistant": MODEL_PANEL,
+    "BenchConfig.num_prompts": INPUT_PANEL,
+    "BenchConfig.num_prompts_per_task": INPUT_PANEL,
+    "BenchConfig.threads": MODEL_PANEL,
+    "BuildConfig": BUILD_PANEL,
+    "BuildConfig.max_bad_fraction": INPUT_PANEL,
+    "DecodeConfig": DRAFTING_PANEL,
+    "DecodeConfig.batch_size": SAMPLING_PANEL,
+    "DecodeConfig.max_new_tokens": SAMPLING_PANEL,
+    "DecodeConfig.prefix_caching": SAMPLING_PANEL,
+    "GrammarConfig": STRUCTURE_PANEL,
+    "HeadsConfig": HEADS_PANEL,
+    "ModelConfig": MODEL_PANEL,
+    "ModelConfig.generation_config": SAMPLING_PANEL,
+    "RecordingConfig": OUTPUT_PANEL,
+    "ReplayConfig": DRAFTING_PANEL,
+    "ReplayConfig.limit": INPUT_PANEL,
+    "ReplayConfig.workers": MEASUREMENT_PANEL,
+    "SamplingConfig": SAMPLING_PANEL,
+    "ServerConfig": SERVER_PANEL,
+    "SetupConfig": MEASUREMENT_PANEL,
+    "SetupConfig.max_bad_fraction": INPUT_PANEL,
+    "ShapeConfig": MEASUREMENT_PANEL,
+    "ShapeConfig.limit": INPUT_PANEL,
+    "StoresConfig": DRAFTING_PANEL,
+    "TrainConfig": TRAINING_PANEL,
+    "TrainConfig.max_bad_fraction": INPUT_PANEL,
+    "VerifyConfig": INPUT_PANEL,
+    "VllmConfig": DRAFTING_PANEL,
 }
 """Panels of the help by settings class, and by option where it differs."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedOptions:
     """The options of a settings class that a command has."""
 
     names: tuple[str, ...] = ()
@@ -80,24 +80,24 @@ class Chosen:
     helps: Mapping[str, Any] = field(default_factory=dict)
     """Helps that differ from those of the class, or whole options."""
     is_argument: bool = False
-    """Whether ``MODEL`` may be typed without ``--model``."""
+    """True if ``MODEL_PANEL`` may be typed without ``--model``."""
 
-    def described(self, **helps: Any) -> Chosen:
+    def described(self, **helps: Any) -> SelectedOptions:
         return replace(self, helps=helps)
 
-    def as_argument(self) -> Chosen:
+    def as_argument(self) -> SelectedOptions:
         """The model as the first argument too: ``hdtool chat MODEL`` and ``hdtool chat --model MODEL``."""
         return replace(self, is_argument=True)
 
 
-def only(*names: str, **defaults: Any) -> Chosen:
+def only(*names: str, **defaults: Any) -> SelectedOptions:
     """These options alone, in this order."""
-    return Chosen(names, defaults=defaults)
+    return SelectedOptions(names, defaults=defaults)
 
 
-def without(*names: str, **defaults: Any) -> Chosen:
+def without(*names: str, **defaults: Any) -> SelectedOptions:
     """All options but these."""
-    return Chosen(left_out=names, defaults=defaults)
+    return SelectedOptions(left_out=names, defaults=defaults)
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(kind, type) or not issubclass(kind, Settings):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        chosen: Chosen = markers[0] if markers else Chosen()
+        chosen: SelectedOptions = markers[0] if markers else SelectedOptions()
         known = {option_of(one): one for one in fields(kind) if one.metadata or one.name in chosen.helps}
         names = [name for name in chosen.names or known if name not in chosen.left_out]
         groups[parameter.name] = kind, {name: known[name] for name in names}
@@ -132,7 +132,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: Chosen) -> inspect.Parameter:
+def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: SelectedOptions) -> inspect.Parameter:
     kind = get_type_hints(settings)[one.name]
     default = chosen.defaults.get(name, inspect.Parameter.empty if one.default is MISSING else one.default)
     if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
@@ -142,7 +142,7 @@ def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: Cho
     shown = chosen.helps.get(name, one.metadata.get("help"))
     if isinstance(shown, str):
         flags = [f"--{part.replace('_', '-')}" for part in (name, one.metadata["alias"]) if part]
-        panel = PANELS.get(f"{settings.__name__}.{name}", PANELS[settings.__name__])
+        panel = SETTINGS_PANELS.get(f"{settings.__name__}.{name}", SETTINGS_PANELS[settings.__name__])
         names = flags if default is False or len(flags) > 1 else []
         shown = option(panel, shown, *names, values=one.metadata["values"])
     annotation = getitem(Annotated, (kind, shown))
@@ -161,7 +161,7 @@ def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: s
         raise OptionError(f"--{name} must be {expected}, got {listed}") from None
 
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT = 130
 """The exit code that shells use for a program ended by Ctrl-C."""
 
 PromptText = Annotated[
@@ -171,20 +171,23 @@ PromptText = Annotated[
         help="Prompt to answer; MODEL before it is optional. - reads standard input, the default without --prompts.",
     ),
 ]
-Prompt = Annotated[str | None, option(INPUT, "Text to answer, which may begin with a dash.")]
-System = Annotated[str | None, option(INPUT, "System message before the conversation.")]
-Prompts = Annotated[Path | None, option(INPUT, "File of prompts: text, one per line, or conversations in any form.")]
+Prompt = Annotated[str | None, option(INPUT_PANEL, "Text to answer, which may begin with a dash.")]
+System = Annotated[str | None, option(INPUT_PANEL, "System message before the conversation.")]
+Prompts = Annotated[
+    Path | None, option(INPUT_PANEL, "File of prompts: text, one per line, or conversations in any form.")
+]
 Prediction = Annotated[
     Path | None,
     option(
-        INPUT, "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it."
+        INPUT_PANEL,
+        "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it.",
     ),
 ]
 Tools = Annotated[
-    Path | None, option(STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.")
+    Path | None, option(STRUCTURE_PANEL, "JSON file of tools as in OpenAI's API; the chat template presents them.")
 ]
 Chat = Annotated[
-    bool | None, option(INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
+    bool | None, option(INPUT_PANEL, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
 ]
 _INPUT_FORMS = (
     "Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, llm; Parquet, "
@@ -195,7 +198,7 @@ OptionalInputs = Annotated[list[str] | None, typer.Argument(help=_INPUT_FORMS)]
 Rankings = Annotated[
     bool,
     option(
-        INPUT,
+        INPUT_PANEL,
         "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass for "
         "each 256 tokens. Needs no answers.",
         "--rankings",
@@ -203,7 +206,7 @@ Rankings = Annotated[
 ]
 
 
-def store_of_name(name: str) -> Path:
+def store_by_name(name: str) -> Path:
     """A store by its folder or its name in hdtool's home."""
     from hdtool.data.stores.home import store_folder
 
@@ -211,28 +214,34 @@ def store_of_name(name: str) -> Path:
 
 
 StoreFolder = Annotated[
-    Path, typer.Argument(metavar="STORE", parser=store_of_name, help="Folder of a store, or its name in hdtool stores.")
+    Path, typer.Argument(metavar="STORE", parser=store_by_name, help="Folder of a store, or its name in hdtool stores.")
 ]
 StoreOut = Annotated[
-    Path | None, option(OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out")
+    Path | None,
+    option(OUTPUT_PANEL, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out"),
 ]
-Replace = Annotated[bool, option(OUTPUT, "Replace the store that is there.", "--replace")]
+Replace = Annotated[bool, option(OUTPUT_PANEL, "Replace the store that is there.", "--replace")]
 Namespace = Annotated[
     str | None,
     option(
-        OUTPUT,
+        OUTPUT_PANEL,
         "Namespace of the store: the name of the tenant, or in vLLM the served model name, for which hdtool serve "
         "finds it.",
     ),
 ]
-Stats = Annotated[bool, option(OUTPUT, "Print time, steps and sources of each answer to standard error.", "--stats")]
-Color = Annotated[
-    bool, option(OUTPUT, "Colour tokens by source in a terminal; NO_COLOR and FORCE_COLOR are respected.", "--color")
+Stats = Annotated[
+    bool, option(OUTPUT_PANEL, "Print time, steps and sources of each answer to standard error.", "--stats")
 ]
-Json = Annotated[bool, option(OUTPUT, "Print one JSON object per answer and nothing else.", "--json")]
-JsonObject = Annotated[bool, option(OUTPUT, "Print one JSON object and nothing else.", "--json")]
-Report = Annotated[Path | None, option(OUTPUT, "Folder for a page with tables and figures: index.html and PNG files.")]
-Quiet = Annotated[bool, option(OUTPUT, "Show no progress bar.", "--quiet")]
+Color = Annotated[
+    bool,
+    option(OUTPUT_PANEL, "Colour tokens by source in a terminal; NO_COLOR and FORCE_COLOR are respected.", "--color"),
+]
+Json = Annotated[bool, option(OUTPUT_PANEL, "Print one JSON object per answer and nothing else.", "--json")]
+JsonObject = Annotated[bool, option(OUTPUT_PANEL, "Print one JSON object and nothing else.", "--json")]
+Report = Annotated[
+    Path | None, option(OUTPUT_PANEL, "Folder for a page with tables and figures: index.html and PNG files.")
+]
+Quiet = Annotated[bool, option(OUTPUT_PANEL, "Show no progress bar.", "--quiet")]
 
 # Models of which only the tokenizer is read
 _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").described(

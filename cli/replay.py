@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, MEASUREMENT, OUTPUT, option
+from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, option
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.output_files import OutputFile, json_lines_with
-from hdtool.data.progress import Tally, bar, over
+from hdtool.data.output_files import OutputFile, is_json_lines_with
+from hdtool.data.progress import Tally, progress_bar, with_progress
 from hdtool.data.records import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
 
-TURN_KEYS = (
+STEPS_KEYS = (
     "method",
     "conversation",
     "category",
@@ -41,18 +41,22 @@ def replay(
     *,
     traces: Annotated[
         list[Path],
-        option(INPUT, "Recordings, repeatable: output of collect, chats, or any other log with answers of the model."),
+        option(
+            INPUT_PANEL, "Recordings, repeatable: output of collect, chats, or any other log with answers of the model."
+        ),
     ],
-    questions: Annotated[Path | None, option(INPUT, "Questions of Spec-Bench answer files: question.jsonl.")] = None,
+    questions: Annotated[
+        Path | None, option(INPUT_PANEL, "Questions of Spec-Bench answer files: question.jsonl.")
+    ] = None,
     warm: Annotated[
         list[Path] | None,
-        option(INPUT, "Recordings, repeatable, that are replayed before and not counted: they fill the history."),
+        option(INPUT_PANEL, "Recordings, repeatable, that are replayed before and not counted: they fill the history."),
     ] = None,
     config: ReplayConfig,
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
     chat: Annotated[
         bool | None,
-        option(INPUT, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
+        option(INPUT_PANEL, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
     ] = None,
     loading: Annotated[
         ModelConfig,
@@ -62,13 +66,13 @@ def replay(
     cost: Annotated[
         str | None,
         option(
-            MEASUREMENT,
+            MEASUREMENT_PANEL,
             "Time of a forward pass, to predict tokens per second: milliseconds by draft tokens, as in "
             "0:20.1,8:20.9,32:24, or a cost.json of bench-cost.",
         ),
     ] = None,
     steps: Annotated[
-        Path | None, option(OUTPUT, "File for one JSON line per method and turn, with the tokens of each step.")
+        Path | None, option(OUTPUT_PANEL, "File for one JSON line per method and turn, with the tokens of each step.")
     ] = None,
     report: options.Report = None,
     quiet: options.Quiet = False,
@@ -81,11 +85,11 @@ def replay(
     history grows with the recordings, in their order.
     """
     from hdtool.builders.evaluation.recording import TurnReader
-    from hdtool.builders.evaluation.replay import Contender
+    from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.ablations import Study
-    from hdtool.builders.evaluation.report.pages import page_of_replay, prepare
+    from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
     from hdtool.builders.evaluation.worker_pool import replay as replayed
-    from hdtool.builders.evaluation.worker_pool import turns_in
+    from hdtool.builders.evaluation.worker_pool import total_turns
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
     from hdtool.cli.store_output import print_left_out
@@ -94,18 +98,18 @@ def replay(
     from hdtool.runtime.stores.store_set import StoreSet
 
     _refuse_useless(warm, config)
-    paths, paths_before = _files(traces), _files(warm or [])
+    paths, paths_before = _trace_files(traces), _trace_files(warm or [])
     _refuse_repeated(paths, paths_before, config)
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
         _steps_file(steps).check()
     counted = Tally(), Tally()
     most_bad = reading.max_bad_fraction
-    recorded = _answered(read_traces(paths, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
-    before = _answered(read_traces(paths_before, tolerance=most_bad, tally=counted[1])) if warm else []
+    recorded = _traces_with_answers(read_traces(paths, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
+    before = _traces_with_answers(read_traces(paths_before, tolerance=most_bad, tally=counted[1])) if warm else []
     quiet_libraries(quiet=quiet)
     if report:
-        prepare(report)
+        check_report_folder(report)
     reader = TurnReader.of_model(loading, chat)
     store_set = StoreSet.for_tokenizer(reader.tokenizer, stores, model=checkpoint_of(loading))
     ranked = all(answer.rankings for trace in (*recorded, *before) for answer in trace.answers)
@@ -114,7 +118,7 @@ def replay(
     print(f"drafting from {store_set}", file=sys.stderr)
     if "hd-paper" in chosen:
         print(NO_LOOKAHEAD, file=sys.stderr)
-    usable = list(reader.usable(over(recorded, "conversations", quiet=quiet), counted[0]))
+    usable = list(reader.usable(with_progress(recorded, "conversations", quiet=quiet), counted[0]))
     conversations = [turns for _, turns in usable]
     warming = [turns for _, turns in reader.usable(before, counted[1])]
     for tally in counted:
@@ -123,37 +127,37 @@ def replay(
         raise RecordError(
             f"no conversation of {', '.join(map(str, traces))} can be replayed: name others, or use --raw"
         )
-    contenders = [Contender(name, config.decoding(name), curve) for name in chosen]
-    with bar(turns_in(contenders, conversations, warming), "turns", quiet=quiet) as shown:
-        played = replayed(
-            contenders, conversations, store_set, workers=config.workers, on_progress=shown.to, warm=warming
+    contenders = [ReplayMethod(name, config.decoding(name), curve) for name in chosen]
+    with progress_bar(total_turns(contenders, conversations, warming), "turns", quiet=quiet) as progress:
+        results = replayed(
+            contenders, conversations, store_set, workers=config.workers, on_progress=progress.to, warm=warming
         )
     if steps:
-        rows = (turn_record(one, turn) for one in played.values() for turn in one.turns)
+        rows = (turn_record(result, turn) for result in results.values() for turn in result.turns)
         _steps_file(steps).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     files = [str(path) for path in warm or ()]
     print(
-        json.dumps(replay_record(played, curve, files), ensure_ascii=False)
+        json.dumps(replay_record(results, curve, files), ensure_ascii=False)
         if as_json
-        else replay_table(played, curve, files)
+        else replay_table(results, curve, files)
     )
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
-        page_of = partial(page_of_replay, study, played, curve, files)
+        page_of = partial(replay_page, study, results, curve, files)
         write_report(report, study, [trace for trace, _ in usable], reader.tokenizer, page_of, quiet=quiet)
 
 
-def _files(given: list[Path]) -> list[Path]:
+def _trace_files(paths: list[Path]) -> list[Path]:
     """The files that names, folders, patterns and data sets stand for; a file given twice is in it twice."""
-    return [path for name in given for path in find_inputs([name])]
+    return [path for name in paths for path in find_inputs([name])]
 
 
 def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:
     """Refuse files that would be replayed after themselves: the history and the weights would know their answers."""
     for number, path in enumerate(traces):
-        if any(_same(path, other) for other in warm):
+        if any(_same_file(path, warm_file) for warm_file in warm):
             raise OptionError(f"{path} is in --traces and in --warm, and its figures would be too high: name another")
-        if config.history and any(_same(path, other) for other in traces[:number]):
+        if config.history and any(_same_file(path, warm_file) for warm_file in traces[:number]):
             raise OptionError(f"{path} is given twice, and the history would hold its answers: name it once")
 
 
@@ -174,21 +178,21 @@ def _refuse_unranked(methods: Sequence[str], *, ranked: bool) -> None:
         )
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same_file(first: Path, second: Path) -> bool:
     try:
-        return one.samefile(other)
+        return first.samefile(second)
     except OSError:  # one of them does not exist
-        return one == other
+        return first == second
 
 
-def _answered(traces: list[Trace]) -> list[Trace]:
+def _traces_with_answers(traces: list[Trace]) -> list[Trace]:
     """The traces that hold an answer; the number of others is printed."""
-    kept = [trace for trace in traces if trace.answers]
-    if lacking := len(traces) - len(kept):
+    answered = [trace for trace in traces if trace.answers]
+    if lacking := len(traces) - len(answered):
         print(f"left out: {lacking} of {len(traces)} conversations, which hold no answer", file=sys.stderr)
-    return kept
+    return answered
 
 
 def _steps_file(path: Path) -> OutputFile:
     advice = "choose another --steps, or move it away"
-    return OutputFile(path, "a file of replay --steps", json_lines_with(TURN_KEYS), RecordError, advice)
+    return OutputFile(path, "a file of replay --steps", is_json_lines_with(STEPS_KEYS), RecordError, advice)

@@ -1,4 +1,4 @@
-"""Tables, JSON and reports of what ``bench`` and ``replay`` measured."""
+"""Tables, JSON and reports of ``bench`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from hdtool.builders.evaluation.report.tables import Table
-from hdtool.builders.evaluation.scores import OVERALL, PLAIN, Score, Scores, in_words
+from hdtool.builders.evaluation.scores import ALL_TASKS, PLAIN_METHOD, Score, Scores, method_in_words
 from hdtool.data.bench_results import Results
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.config import COLD, WARM
 from hdtool.runtime.config.model import INT8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.builders.evaluation.bench_plan import Plan
+    from hdtool.builders.evaluation.bench_plan import BenchPlan
     from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
     from hdtool.builders.evaluation.report.ablations import Study
     from hdtool.builders.evaluation.report.figures import ReportData
-    from hdtool.builders.evaluation.report.measurements import Measured
+    from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
     from hdtool.data.records import Trace
     from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.data.stores.store_files import Document, Source
     from hdtool.runtime.budget.cost_curve import CostCurve
 
-WIDTH = 80
+TABLE_WIDTH = 80
 
 
 def rounded(source: object, **digits: int) -> dict[str, float]:
@@ -40,17 +40,19 @@ def rounded(source: object, **digits: int) -> dict[str, float]:
     return {name: round(getattr(source, name), places) for name, places in digits.items()}
 
 
-def filled(text: str) -> str:
+def fill_text(text: str) -> str:
     """A text broken between words, so that paths and commands stay whole."""
-    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return fill(text, TABLE_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
-    """Rows in columns, the first ``left`` of them aligned to the left; ``widths`` are the least ones,
-    ``gap`` is the space between columns."""
+    """Align rows in columns, the first ``left`` of them to the left.
+
+    ``widths`` are minimum widths, and ``gap`` is the space between columns.
+    """
     columns = zip_longest(*rows, fillvalue="")
-    least = [*widths, *[0] * max(map(len, rows))]
-    fitted = [max(size, *map(len, column)) for size, column in zip(least, columns, strict=False)]
+    min_widths = [*widths, *[0] * max(map(len, rows))]
+    fitted = [max(size, *map(len, column)) for size, column in zip(min_widths, columns, strict=False)]
     return "\n".join(
         (" " * gap)
         .join(
@@ -62,13 +64,13 @@ def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence
     )
 
 
-COLUMNS = (17, 8, 8, 11, 8, 9)
-"""Least widths, so that the blocks align."""
-LEAST_WIDTH, TASK_WIDTH = 6, 9
-"""Least and greatest widths of a column of a task."""
-LONGEST = 13
+BLOCK_WIDTHS = (17, 8, 8, 11, 8, 9)
+"""Minimum widths, so that the blocks align."""
+MIN_TASK_WIDTH, MAX_TASK_WIDTH = 6, 9
+"""Minimum and maximum width of a task's column."""
+MAX_METHOD_NAME = 13
 """Characters of a method in the title of a column."""
-DRAFTERS = {
+DRAFTER_STATES = {
     COLD: "memory: cold, a fresh drafter for each question",
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
@@ -77,8 +79,8 @@ DRAFTERS = {
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
-    """What ``--json`` prints; names stay as they are once they have shipped."""
-    from hdtool.builders.evaluation.llama_cpp_peer import KEY
+    """The ``--json`` output; its names are stable."""
+    from hdtool.builders.evaluation.llama_cpp_peer import BUILD_KEY
 
     run = results.run
     about = ("model", "device", "dtype", "threads", "machine")
@@ -86,7 +88,7 @@ def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
         **{name: run.surroundings[name] for name in about},
         "temperature": run.options["temperature"],
         "drafters": run.options.get("drafters"),
-        "llama_cpp": run.surroundings.get(KEY),
+        "llama_cpp": run.surroundings.get(BUILD_KEY),
         "questions": run.questions,
         "started": run.started,
         **scores.to_json(),
@@ -95,7 +97,7 @@ def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
 
 def bench_table(results: Results, scores: Scores) -> str:
     """The setting, a block for each task and for all of them, and tables with a column for each task."""
-    from hdtool.builders.evaluation.llama_cpp_peer import notes_of
+    from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 
     run = results.run
     about = run.surroundings
@@ -106,119 +108,128 @@ def bench_table(results: Results, scores: Scores) -> str:
         f"{run.questions} questions, "
         f"temperature {run.options['temperature']:g}",
         f"{about['machine']}, threads: {about['threads']}",
-        DRAFTERS[run.options.get("drafters")],
+        DRAFTER_STATES[run.options.get("drafters")],
     ]
     notes = ["tokens/s: mean over questions", "per step: tokens per forward pass"]
     notes[1:1] = [
-        f"{_versus(other)}: speed over that of {in_words(other)}"
-        for other in scores.comparisons
-        if _versus(other) != f"vs {other}"
+        f"{_speedup_title(reference)}: speed over that of {method_in_words(reference)}"
+        for reference in scores.comparisons
+        if _speedup_title(reference) != f"vs {reference}"
     ]
     if scores.reference:
         notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
-    if rounded and any(method.startswith("generate") for method in scores.tasks[OVERALL]):
+    if rounded and any(method.startswith("generate") for method in scores.tasks[ALL_TASKS]):
         notes.append("generate does not round activations: its answers may differ")
     if "llama_cpp" in about:
         notes.append(f"llama.cpp ({about['llama_cpp']}) rounds activations: its answers may differ")
-    notes += notes_of(about)
+    notes += build_notes(about)
     blocks = [_block(task, scores) for task in scores.tasks]
-    blocks.append(_costs(scores.tasks[OVERALL]))
+    blocks.append(_costs(scores.tasks[ALL_TASKS]))
     if len(scores.tasks) > 1:
         blocks += _by_task("tokens/s", scores, lambda task, name: f"{scores.tasks[task][name].tokens_per_second:.1f}")
-        for other in scores.comparisons:
-            blocks += _by_task(_versus(other), scores, partial(_speedup, scores, other))
+        for reference in scores.comparisons:
+            blocks += _by_task(_speedup_title(reference), scores, partial(_speedup, scores, reference))
         blocks += _by_task("per step", scores, lambda task, name: f"{scores.tasks[task][name].tokens_per_step:.2f}")
-    setting, explained = ("\n".join(map(filled, lines)) for lines in (heads, notes))
-    return "\n\n".join([filled(scores.headline()), setting, *blocks, explained])
+    setting, explained = ("\n".join(map(fill_text, lines)) for lines in (heads, notes))
+    return "\n\n".join([fill_text(scores.headline()), setting, *blocks, explained])
 
 
-def _versus(other: str) -> str:
+def _speedup_title(reference: str) -> str:
     """The title of a column with speeds over those of another method."""
-    return "vs plain" if other == PLAIN else f"vs {other}" if len(other) <= LONGEST else "vs baseline"
+    return (
+        "vs plain"
+        if reference == PLAIN_METHOD
+        else f"vs {reference}"
+        if len(reference) <= MAX_METHOD_NAME
+        else "vs baseline"
+    )
 
 
-def _speedup(scores: Scores, other: str, task: str, method: str) -> str:
-    return f"{scores.speedup(task, method, other):.2f}"
+def _speedup(scores: Scores, reference: str, task: str, method: str) -> str:
+    return f"{scores.speedup(task, method, reference):.2f}"
 
 
 def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Iterator[str]:
     """A column for each task, as many side by side as fit; all questions come last."""
-    methods = [title, *scores.tasks[OVERALL]]
+    methods = [title, *scores.tasks[ALL_TASKS]]
     widest = max(map(len, methods))
-    shown: list[list[str]] = []
-    left = WIDTH - widest
+    columns_shown: list[list[str]] = []
+    left = TABLE_WIDTH - widest
     for task in scores.tasks:
         column = [_shortened(task), *(cell(task, method) for method in methods[1:])]
-        width = 1 + max(LEAST_WIDTH, *map(len, column))
-        if width > left and shown:
-            yield _side_by_side(methods, shown)
-            shown, left = [], WIDTH - widest
-        shown.append(column)
+        width = 1 + max(MIN_TASK_WIDTH, *map(len, column))
+        if width > left and columns_shown:
+            yield _side_by_side(methods, columns_shown)
+            columns_shown, left = [], TABLE_WIDTH - widest
+        columns_shown.append(column)
         left -= width
-    yield _side_by_side(methods, shown)
+    yield _side_by_side(methods, columns_shown)
 
 
 def _side_by_side(methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
     rows = list(zip(methods, *columns, strict=True))
-    return as_columns(rows, widths=(0, *[LEAST_WIDTH] * len(columns)), gap=1)
+    return as_columns(rows, widths=(0, *[MIN_TASK_WIDTH] * len(columns)), gap=1)
 
 
 def _shortened(task: str) -> str:
-    return task if len(task) <= TASK_WIDTH else task[: TASK_WIDTH - 1] + "…"
+    return task if len(task) <= MAX_TASK_WIDTH else task[: MAX_TASK_WIDTH - 1] + "…"
 
 
 def _block(task: str, scores: Scores) -> str:
-    found = scores.tasks[task]
-    questions = next(iter(found.values())).questions
-    times = {_versus(other): ".2f" for other in scores.comparisons}
+    task_scores = scores.tasks[task]
+    questions = next(iter(task_scores.values())).questions
+    times = {_speedup_title(reference): ".2f" for reference in scores.comparisons}
     rows = (
         [
             method,
             score.tokens_per_second,
-            *(scores.speedup(task, method, other) for other in scores.comparisons),
+            *(scores.speedup(task, method, reference) for reference in scores.comparisons),
             score.tokens_per_step,
             score.identical,
         ]
-        for method, score in found.items()
+        for method, score in task_scores.items()
     )
     columns = {f"{task} ({questions})": "", "tokens/s": ".1f", **times, "per step": ".2f", "identical": ""}
-    return as_columns(Table.of("", columns, rows).lines, widths=COLUMNS)
+    return as_columns(Table.of("", columns, rows).lines, widths=BLOCK_WIDTHS)
 
 
-def _costs(found: Mapping[str, Score]) -> str:
-    """What a step takes."""
-    rows = ([method, one.nodes_per_step, one.draft_us_per_step, one.model_ms_per_step] for method, one in found.items())
+def _costs(scores: Mapping[str, Score]) -> str:
+    """Drafting and model time per step."""
+    rows = (
+        [method, score.nodes_per_step, score.draft_us_per_step, score.model_ms_per_step]
+        for method, score in scores.items()
+    )
     columns = {"a step": "", "draft tokens": ".1f", "drafting, µs": ".0f", "pass, ms": ".2f"}
-    return as_columns(Table.of("", columns, rows).lines, widths=COLUMNS[:1])
+    return as_columns(Table.of("", columns, rows).lines, widths=BLOCK_WIDTHS[:1])
 
 
 Replays = Mapping[str, "ReplayResult"]
 
 
-def replay_record(played: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
+def replay_record(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
     """What ``--json`` prints; names stay as they are once they have shipped. ``warm`` are the files of ``--warm``."""
-    shown: dict[str, Any] = {"methods": {name: _method(one, curve) for name, one in played.items()}}
-    shown["warm"] = list(warm)
+    record: dict[str, Any] = {"methods": {name: _method_record(result, curve) for name, result in results.items()}}
+    record["warm"] = list(warm)
     if curve:
-        of_any = next(iter(played.values())).predict(curve)
-        shown["plain"] = {"tokens_per_second": round(of_any.plain_tokens_per_second, 2)}
-        shown["cost"] = {"device": curve.device, "model": curve.model, "dtype": curve.dtype}
-    return shown
+        of_any = next(iter(results.values())).predict(curve)
+        record["plain"] = {"tokens_per_second": round(of_any.plain_tokens_per_second, 2)}
+        record["cost"] = {"device": curve.device, "model": curve.model, "dtype": curve.dtype}
+    return record
 
 
-def _method(one: ReplayResult, curve: CostCurve | None) -> dict[str, Any]:
-    predicted = one.predict(curve) if curve else None
+def _method_record(result: ReplayResult, curve: CostCurve | None) -> dict[str, Any]:
+    predicted = result.predict(curve) if curve else None
     forecast = {**rounded(predicted, tokens_per_second=2, speedup=3), "pays": predicted.pays} if predicted else {}
     return {
-        **_rates(one),
-        **rounded(one, accepted_share=4),
-        "draft_us_p50": round(one.draft_us(50), 1),
-        "draft_us_p99": round(one.draft_us(99), 1),
-        "observe_us_p50": round(one.observe_us(50), 1),
-        "observe_us_p99": round(one.observe_us(99), 1),
+        **_rates(result),
+        **rounded(result, accepted_share=4),
+        "draft_us_p50": round(result.draft_us(50), 1),
+        "draft_us_p99": round(result.draft_us(99), 1),
+        "observe_us_p50": round(result.observe_us(50), 1),
+        "observe_us_p99": round(result.observe_us(99), 1),
         **forecast,
-        **_memory(one),
-        "by_category": {name: _rates(part) for name, part in one.by_category().items()},
+        **_memory(result),
+        "by_category": {name: _rates(part) for name, part in result.by_category().items()},
         "by_source": {
             str(source): {
                 "drafted": share.drafted,
@@ -227,30 +238,30 @@ def _method(one: ReplayResult, curve: CostCurve | None) -> dict[str, Any]:
                 "unique": share.unique,
                 "microseconds": round(share.seconds * 1e6, 1),
             }
-            for source, share in one.by_source().items()
+            for source, share in result.by_source().items()
         },
     }
 
 
-def _rates(one: ReplayResult) -> dict[str, Any]:
+def _rates(result: ReplayResult) -> dict[str, Any]:
     return {
-        **rounded(one, tokens_per_step=3, nodes_per_step=2),
-        "tokens": one.tokens,
-        "steps": one.steps,
-        "turns": len(one.turns),
+        **rounded(result, tokens_per_step=3, nodes_per_step=2),
+        "tokens": result.tokens,
+        "steps": result.steps,
+        "turns": len(result.turns),
     }
 
 
-def _memory(one: ReplayResult) -> dict[str, Any]:
-    return {"history": "growing" if one.history else "none", "warm_tokens": one.warm_tokens}
+def _memory(result: ReplayResult) -> dict[str, Any]:
+    return {"history": "growing" if result.history else "none", "warm_tokens": result.warm_tokens}
 
 
-def turn_record(one: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
+def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
     """A line of ``--steps``."""
     from hdtool.runtime.source_names import SourceName
 
     return {
-        "method": one.method,
+        "method": result.method,
         "conversation": turn.conversation,
         "category": turn.category,
         "turn": turn.number,
@@ -260,56 +271,56 @@ def turn_record(one: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
         "accept_lengths": turn.accept_lengths.tolist(),
         "nodes": turn.nodes.tolist(),
         "sources": [str(SourceName(source)) for source in turn.sources.tolist()],
-        **_memory(one),
+        **_memory(result),
     }
 
 
-def replay_table(played: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> str:
-    from hdtool.builders.evaluation.report.pages import forecast, memory_of
+def replay_table(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> str:
+    from hdtool.builders.evaluation.report.pages import memory_notes, speed_forecast
 
-    first = next(iter(played.values()))
+    first = next(iter(results.values()))
     conversations = len({turn.conversation for turn in first.turns})
     blocks = [
-        f"{counted(conversations, 'conversation')}, {counted(len(first.turns), 'answer')}, "
-        f"{counted(first.tokens, 'token')}\n" + filled("history: " + "; ".join(memory_of(played, warm))),
-        as_columns(_overview(played).lines),
+        f"{count_of(conversations, 'conversation')}, {count_of(len(first.turns), 'answer')}, "
+        f"{count_of(first.tokens, 'token')}\n" + fill_text("history: " + "; ".join(memory_notes(results, warm))),
+        as_columns(_overview(results).lines),
     ]
     if len(first.by_category()) > 1:
-        blocks.append("Tokens per step by category\n\n" + as_columns(_categories(played).lines))
-    if (sources := _sources(played)).rows:
+        blocks.append("Tokens per step by category\n\n" + as_columns(_categories(results).lines))
+    if (sources := _sources(results)).rows:
         blocks.append("By source\n\n" + as_columns(sources.lines, left=2))
     if curve:
-        predicted = forecast(played, curve)
-        blocks += [filled(predicted.title), as_columns(predicted.lines), *filter(None, [predicted.note])]
+        predicted = speed_forecast(results, curve)
+        blocks += [fill_text(predicted.title), as_columns(predicted.lines), *filter(None, [predicted.note])]
     return "\n\n".join(blocks)
 
 
-def _overview(played: Replays) -> Table:
+def _overview(results: Replays) -> Table:
     columns = {"tokens/step": ".3f", "nodes/step": ".1f", "accepted": ".1%", "drafting µs p50": ".0f", "p99": ".0f"}
     rows = (
         (
             name,
-            one.tokens_per_step,
-            one.nodes_per_step,
-            one.accepted_share if one.nodes else None,
-            one.draft_us(50),
-            one.draft_us(99),
+            result.tokens_per_step,
+            result.nodes_per_step,
+            result.accepted_share if result.nodes else None,
+            result.draft_us(50),
+            result.draft_us(99),
         )
-        for name, one in played.items()
+        for name, result in results.items()
     )
     return Table.of("", {"method": "", **columns}, rows)
 
 
-def _categories(played: Replays) -> Table:
-    parts = [one.by_category() for one in played.values()]
+def _categories(results: Replays) -> Table:
+    parts = [result.by_category() for result in results.values()]
     rows = (
         (name or "(none)", len(first.turns), *(part[name].tokens_per_step for part in parts))
         for name, first in parts[0].items()
     )
-    return Table.of("", {"category": "", "answers": ",", **dict.fromkeys(played, ".3f")}, rows)
+    return Table.of("", {"category": "", "answers": ",", **dict.fromkeys(results, ".3f")}, rows)
 
 
-def _sources(played: Replays) -> Table:
+def _sources(results: Replays) -> Table:
     columns = {"drafted": ",", "accepted": ",", "share": ".1%", "in steps": ".0%", "µs a step": ".0f"}
     rows = (
         (
@@ -318,11 +329,11 @@ def _sources(played: Replays) -> Table:
             share.drafted,
             share.accepted,
             share.accepted / share.drafted if share.drafted else None,
-            share.hits / max(1, one.drafted_steps),
-            share.seconds / max(1, one.drafted_steps) * 1e6,
+            share.hits / max(1, result.drafted_steps),
+            share.seconds / max(1, result.drafted_steps) * 1e6,
         )
-        for name, one in played.items()
-        for source, share in one.by_source().items()
+        for name, result in results.items()
+        for source, share in result.by_source().items()
     )
     return Table.of("", {"method": "", "source": "", **columns}, rows)
 
@@ -337,29 +348,29 @@ def write_report(
     quiet: bool,
 ) -> None:
     """Write the page of a study; ``page_of`` makes it from the command line of this process and the data."""
-    from hdtool.builders.evaluation.report.ablations import data_of
-    from hdtool.builders.evaluation.report.pages import write
+    from hdtool.builders.evaluation.report.ablations import report_data
+    from hdtool.builders.evaluation.report.pages import write_page
 
-    data = data_of(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
+    data = report_data(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
     page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
-    print(f"report: {write(folder, page)}", file=sys.stderr)
+    print(f"report: {write_page(folder, page)}", file=sys.stderr)
 
 
-def report_bench(folder: Path, plan: Plan, measured: Measured, *, quiet: bool) -> None:
+def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
     """The page of a benchmark, with replays of the measured answers for the figures that need them."""
     from hdtool.builders.evaluation.recording import TurnReader
-    from hdtool.builders.evaluation.report.ablations import Study, traces_of
-    from hdtool.builders.evaluation.report.pages import page_of_bench
+    from hdtool.builders.evaluation.report.ablations import Study, bench_traces
+    from hdtool.builders.evaluation.report.pages import bench_page
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
     reader = TurnReader.of_model(plan.model, plan.chat)
-    traces = traces_of(plan.questions, answers[replayed])
+    traces = bench_traces(plan.questions, answers[replayed])
     store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set, model=checkpoint_of(plan.model))
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
-    page_of = partial(page_of_bench, measured, study, replayed)
+    page_of = partial(bench_page, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)
 
 
@@ -368,6 +379,6 @@ def _build_in_process(
 ) -> None:
     """Build a corpus index in this process."""
     from hdtool.builders.stores.build import build_corpus_index
-    from hdtool.builders.stores.engine import LocalEngine
+    from hdtool.builders.stores.engine import LocalBuildEngine
 
-    build_corpus_index(folder, documents, tokenizer, sources, engine=LocalEngine(1))
+    build_corpus_index(folder, documents, tokenizer, sources, engine=LocalBuildEngine(1))

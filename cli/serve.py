@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.command import MODEL, OUTPUT, SERVER, option
+from hdtool.cli.command import MODEL_PANEL, OUTPUT_PANEL, SERVER_PANEL, option
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
@@ -17,23 +17,25 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Ser
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
 
-OWN, VLLM = "hdtool", "vllm"
-LIBRARIES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
-BATCH, LONGEST = 8, 4096
-Engine = Annotated[
+HDTOOL_ENGINE, VLLM_ENGINE = "hdtool", "vllm"
+SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+SERVER_BATCH_SIZE, SERVER_MAX_NEW_TOKENS = 8, 4096
+EngineOption = Annotated[
     str,
     option(
-        SERVER, f"Engine: {OWN}, for few users at once on any device, or {VLLM}; each has options of its own.",
-        values=(OWN, VLLM),
+        SERVER_PANEL,
+        f"Engine: {HDTOOL_ENGINE}, for few users at once on any device, or {VLLM_ENGINE}; "
+        "each has options of its own.",
+        values=(HDTOOL_ENGINE, VLLM_ENGINE),
     ),
 ]  # fmt: skip
 
 
 def serve(
     *,
-    engine: Engine = OWN,
+    engine: EngineOption = HDTOOL_ENGINE,
     server: ServerConfig,
-    decoding: Annotated[DecodeConfig, without(batch_size=BATCH, max_new_tokens=LONGEST)],
+    decoding: Annotated[DecodeConfig, without(batch_size=SERVER_BATCH_SIZE, max_new_tokens=SERVER_MAX_NEW_TOKENS)],
     stores: StoresConfig,
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
     loading: Annotated[ModelConfig, without().as_argument()],
@@ -44,9 +46,9 @@ def serve(
     open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm
     --help shows the options of the other engine.
     """
-    if engine != OWN:
-        raise OptionError(f"--engine must be {OWN} or {VLLM}, got {engine}")
-    missing = [name for name in LIBRARIES if not find_spec(name)]
+    if engine != HDTOOL_ENGINE:
+        raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}")
+    missing = [name for name in SERVER_PACKAGES if not find_spec(name)]
     if missing:
         raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
@@ -70,15 +72,15 @@ def serve(
 
 def engine_of(words: list[str]) -> str:
     """The engine that a command line asks for."""
-    found = OWN
+    engine = HDTOOL_ENGINE
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--engine":
-            found = value if equals else "".join(words[place + 1 : place + 2])
-    return found
+            engine = value if equals else "".join(words[place + 1 : place + 2])
+    return engine
 
 
-PASSED_ON = {"ignore_unknown_options": True}
+PASS_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 """For typer: unknown options are passed to vLLM."""
 
 
@@ -91,11 +93,11 @@ def serve_vllm(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
-    model: Annotated[str | None, option(MODEL, "The model, if it is not the first argument.", "--model")] = None,
-    engine: Engine = VLLM,
+    model: Annotated[str | None, option(MODEL_PANEL, "The model, if it is not the first argument.", "--model")] = None,
+    engine: EngineOption = VLLM_ENGINE,
     serving: VllmConfig,
     stores: StoresConfig,
-    dry_run: Annotated[bool, option(OUTPUT, "Print the command without running it.", "--dry-run")] = False,
+    dry_run: Annotated[bool, option(OUTPUT_PANEL, "Print the command without running it.", "--dry-run")] = False,
 ) -> None:
     """Serve a model with vLLM and drafting.
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import BUILD, INPUT, OUTPUT, option
+from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option
 from hdtool.cli.model_argument import require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.model import option_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.work_folder import WorkFolder
 
-UNKNOWN_PLACE = "hdtool's home, which names its folder after the weights once they are downloaded"
+UNKNOWN_FOLDER_NOTE = "hdtool's home, which names its folder after the weights once they are downloaded"
 
 
 def setup(
@@ -32,9 +32,9 @@ def setup(
     more_logs: Annotated[
         list[str] | None, typer.Argument(metavar="[FILES]...", help="More files of --logs, as a wildcard yields them.")
     ] = None,
-    logs: Annotated[list[str], option(INPUT, "Files, folders or globs of logged conversations, repeatable.")],
+    logs: Annotated[list[str], option(INPUT_PANEL, "Files, folders or globs of logged conversations, repeatable.")],
     corpus: Annotated[
-        list[str] | None, option(INPUT, "Files, folders or globs of texts for a corpus index, repeatable.")
+        list[str] | None, option(INPUT_PANEL, "Files, folders or globs of texts for a corpus index, repeatable.")
     ] = None,
     chat: options.Chat = None,
     settings: SetupConfig,
@@ -43,9 +43,11 @@ def setup(
         without("device_map", "generation_config").described(model=options.REQUIRED_MODEL).as_argument(),
     ],
     replaced: Annotated[
-        bool, option(BUILD, "Replace the stores that this model has in hdtool's home.", "--replace")
+        bool, option(BUILD_PANEL, "Replace the stores that this model has in hdtool's home.", "--replace")
     ] = False,
-    dry_run: Annotated[bool, option(OUTPUT, "Read the logs, print what would be done, and stop.", "--dry-run")] = False,
+    dry_run: Annotated[
+        bool, option(OUTPUT_PANEL, "Read the logs, print what would be done, and stop.", "--dry-run")
+    ] = False,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -60,7 +62,7 @@ def setup(
         raise OptionError(
             f"{more_logs[0]} could belong to --logs or to --corpus: put quotes around patterns, as in --logs 'logs/*'"
         )
-    found, texts = find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ())
+    log_files, corpus_files = find_inputs([*logs, *(more_logs or ())]), find_inputs(corpus or ())
 
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.verdict import Verdict
@@ -70,15 +72,15 @@ def setup(
 
     quiet_libraries(quiet=quiet)
     plan = SetupPlan(
-        found,
-        texts,
+        log_files,
+        corpus_files,
         named,
         settings,
         chat,
         replace=replaced,
         quiet=quiet,
     )
-    folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in found])
+    folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in log_files])
     folder.load()
     stages = Stages(plan, folder)
     stages.check()
@@ -112,15 +114,15 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
 
 def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     """What would be done, without doing it."""
-    from hdtool.builders.setup.work_folder import held_out
+    from hdtool.builders.setup.work_folder import choose_held_out
 
     openings = stages.openings()
-    chosen = held_out(openings, plan.config.held_out)
+    chosen = choose_held_out(openings, plan.config.held_out)
     count = sum(opening in chosen for opening in openings)
-    read = f"{counted(len(openings), 'conversation')} in {counted(len(plan.logs), 'file')}"
+    read = f"{count_of(len(openings), 'conversation')} in {count_of(len(plan.logs), 'file')}"
     print(f"logs      {read}, {count:,} held out")
     for kind, (fate, place) in stages.planned_stores().items():
-        print(f"{kind:<9} {fate} {place or UNKNOWN_PLACE}")
+        print(f"{kind:<9} {fate} {place or UNKNOWN_FOLDER_NOTE}")
     print(f"work      {folder.path}")
     remaining = stages.remaining()
     for number, (name, title) in enumerate(stages.titles().items(), start=1):

@@ -1,4 +1,4 @@
-"""Output of the commands that build or show stores."""
+"""Output of commands that build, list or show stores, and the input of builds."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from typing import TYPE_CHECKING, Any
 from hdtool.cli.result_tables import as_columns
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import Tally, bar, counted
+from hdtool.data.progress import Tally, count_of, progress_bar
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.builders.stores.engine import Engine
+    from hdtool.builders.stores.engine import BuildEngine
     from hdtool.data.stores.home import StoredItem
     from hdtool.data.stores.store_files import Document, Source
     from hdtool.runtime.kernels.compiled import Ints
     from hdtool.runtime.stores.history_store import HistoryStore
 
-HEAD = ("name", "model", "tokenizer", "sources", "tokens", "size", "age")
-MODEL, SOURCES = HEAD.index("model"), HEAD.index("sources")
-LEAST = 12
+TABLE_HEAD = ("name", "model", "tokenizer", "sources", "tokens", "size", "age")
+MODEL_COLUMN, SOURCES_COLUMN = TABLE_HEAD.index("model"), TABLE_HEAD.index("sources")
+MIN_CELL_WIDTH = 12
 """Columns of a cut cell."""
-GAP = 2
-UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
-ANY = "any"
+COLUMN_GAP = 2
+AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
+ANY_MODEL = "any"
 """The model of a corpus index."""
-UNKNOWN = "unknown"
+UNKNOWN_MODEL = "unknown"
 """The model of a store that does not name one."""
 
 
-def listed(items: list[StoredItem], home: str) -> str:
-    """A table that fits a terminal, and is whole where there is none."""
+def store_table(items: list[StoredItem], home: str) -> str:
+    """A table cut to the width of a terminal; whole elsewhere."""
     if not items:
         return f"{home} holds no stores: hdtool build-model-db and hdtool build-corpus-db make them"
-    rows = [HEAD, *(_cells(item) for item in items)]
+    rows = [TABLE_HEAD, *(_cells(item) for item in items)]
     if sys.stdout.isatty():
         rows = _fitted(rows, shutil.get_terminal_size().columns)
     faults = [f"\n{item.name}: {item.fault}" for item in items if item.fault]
@@ -52,25 +52,25 @@ def listed(items: list[StoredItem], home: str) -> str:
         f"\n{item.name} names no model, so none finds it: hdtool build-model-db --model MODEL --from {item.folder}"
         for item in unnamed
     ]
-    total = f"\n{len(items)} in {home}, {amount(sum(item.bytes for item in items))}B in total"
-    return as_columns(rows, left=4, gap=GAP) + "".join(faults + advice) + total
+    total = f"\n{len(items)} in {home}, {abbreviated(sum(item.bytes for item in items))}B in total"
+    return as_columns(rows, left=4, gap=COLUMN_GAP) + "".join(faults + advice) + total
 
 
-def in_words(item: StoredItem) -> str:
+def store_in_words(item: StoredItem) -> str:
     """One line about a store."""
     whose = f" of {printable(item.model.name)}" if item.model else ""
-    tokens = f", {counted(item.tokens, 'token')}" if item.tokens is not None else ""
-    return f"{item.name}: {item.kind}{whose}{tokens}, {amount(item.bytes)}B in {item.folder}"
+    tokens = f", {count_of(item.tokens, 'token')}" if item.tokens is not None else ""
+    return f"{item.name}: {item.kind}{whose}{tokens}, {abbreviated(item.bytes)}B in {item.folder}"
 
 
-def as_row(item: StoredItem) -> dict[str, Any]:
+def store_record(item: StoredItem) -> dict[str, Any]:
     """A store as ``--json`` prints it."""
     shown = asdict(item)
     del shown["shared_name"]  # serves to refuse it
     return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
 
 
-def amount(number: int) -> str:
+def abbreviated(number: int) -> str:
     """Three digits with a prefix: 1.2M."""
     value, prefix = float(number), ""
     for larger in "kMGT":
@@ -80,15 +80,17 @@ def amount(number: int) -> str:
     return f"{value:.0f}{prefix}" if value >= 9.95 or not prefix else f"{value:.1f}{prefix}"
 
 
-def age(seconds: float) -> str:
-    for size, unit in UNITS:
+def age_in_words(seconds: float) -> str:
+    for size, unit in AGE_UNITS:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return "now"
 
 
 def _cells(item: StoredItem) -> tuple[str, ...]:
-    model = printable(item.model.name) if item.model else {"corpus": ANY, "model": UNKNOWN}.get(item.kind, "")
+    model = (
+        printable(item.model.name) if item.model else {"corpus": ANY_MODEL, "model": UNKNOWN_MODEL}.get(item.kind, "")
+    )
     sources = [printable(PurePath(share.name).name) for share in item.sources]
     shown = ", ".join(sources[:1]) + (f" +{len(sources) - 1}" if len(sources) > 1 else "")
     return (
@@ -96,28 +98,28 @@ def _cells(item: StoredItem) -> tuple[str, ...]:
         model,
         (item.tokenizer or "")[:8],
         "cannot be opened" if item.fault else shown,
-        "" if item.tokens is None else amount(item.tokens),
-        f"{amount(item.bytes)}B",
-        age(time.time() - item.changed),
+        "" if item.tokens is None else abbreviated(item.tokens),
+        f"{abbreviated(item.bytes)}B",
+        age_in_words(time.time() - item.changed),
     )
 
 
 def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
-    """The rows with the models and then the sources cut as far as a line is too long."""
-    for place in (MODEL, SOURCES):
+    """Shorten models, then sources, in rows that are too wide."""
+    for place in (MODEL_COLUMN, SOURCES_COLUMN):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        excess = sum(widths) + GAP * (len(widths) - 1) - width
+        excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
         if excess > 0:
-            most = max(LEAST, widths[place] - excess)
-            rows = [(*row[:place], _cut(row[place], most), *row[place + 1 :]) for row in rows]
+            max_width = max(MIN_CELL_WIDTH, widths[place] - excess)
+            rows = [(*row[:place], _cut(row[place], max_width), *row[place + 1 :]) for row in rows]
     return rows
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _cut(text: str, max_width: int) -> str:
+    return text if len(text) <= max_width else f"{text[: max_width - 1]}…"
 
 
-def verified(store: HistoryStore) -> int:
+def verify_conversations(store: HistoryStore) -> int:
     """The number of conversations, whose tokens are all as they were written."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))
@@ -135,25 +137,25 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         f"model      {printable(shown['model'])}",
         f"tokenizer  {printable(shown['tokenizer'])}, {shown['vocab_size']:,} tokens",
-        f"holds      {counted(shown['entries'], 'conversation')}, {counted(shown['tokens'], 'token')}",
+        f"holds      {count_of(shown['entries'], 'conversation')}, {count_of(shown['tokens'], 'token')}",
         f"on disk    {shown['bytes']:,} bytes, at most {shown['options']['most_bytes']:,}",
     ]
     for row in shown["sources"]:
-        held = f"{counted(row['records'], 'conversation')}, {counted(row['tokens'], 'token')}"
+        held = f"{count_of(row['records'], 'conversation')}, {count_of(row['tokens'], 'token')}"
         spoken = f"{held}, {row['oldest']} to {row['newest']}"
         lines.append(f"source     {printable(row['name'])}: {spoken}")
     if "verified" in shown:
-        lines.append(f"verified   {counted(shown['verified'], 'conversation')}, as written")
+        lines.append(f"verified   {count_of(shown['verified'], 'conversation')}, as written")
     return lines
 
 
 @contextmanager
-def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
+def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
     """The build backend, open for the length of a build."""
     if config.engine == "local":
-        from hdtool.builders.stores.engine import LocalEngine
+        from hdtool.builders.stores.engine import LocalBuildEngine
 
-        yield LocalEngine(config.workers, quiet=quiet)
+        yield LocalBuildEngine(config.workers, quiet=quiet)
         return
     from hdtool.builders.stores.ray_engine import ray_engine
 
@@ -162,11 +164,11 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[Engine]:
 
 
 @contextmanager
-def reading(
+def open_reading(
     inputs: list[str],
     tokenizer: Any,
     fingerprint: TokenizerFingerprint,
-    engine: Engine,
+    engine: BuildEngine,
     kind: str,
     tolerance: float,
     *,
@@ -178,15 +180,15 @@ def reading(
     At the end, what could not be used is printed, and a note on the models that the records name.
     """
     from hdtool.builders.stores.edit_store import HistoryDocuments, history_folders
-    from hdtool.data.records import Reading
+    from hdtool.data.records import RecordReader
 
     folders, others = history_folders(inputs)
     history = HistoryDocuments(folders, fingerprint)
     if not others:
         yield history.sources, iter(history)
         return
-    source = Reading(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
-    with bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
+    source = RecordReader(find_inputs(others), answers_only=kind == "model", tolerance=tolerance)
+    with progress_bar(source.total_bytes, "reading", unit="B", quiet=quiet) as shown:
         engine.prepare(source)
         documents = history.with_others(engine.documents(source, tokenizer, shown))
         yield [*history.sources, *source.sources], documents
@@ -210,10 +212,10 @@ def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
         print(line, file=sys.stderr)
 
 
-def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
+def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
     """Print what a command built."""
     if as_json:
-        print(json.dumps(description(folder, manifest), ensure_ascii=False))
+        print(json.dumps(store_description(folder, manifest), ensure_ascii=False))
         return
     whose = f" of {manifest.model.label}" if manifest.model else ""
     print(f"{folder}: {manifest.kind} store{whose}, {counts_in_words(manifest.counts)}, {manifest.bytes:,} bytes")
@@ -221,11 +223,11 @@ def report(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """What a store holds; the names of its counts are plurals."""
-    return ", ".join(counted(count, name.removesuffix("s")) for name, count in counts.items())
+    return ", ".join(count_of(count, name.removesuffix("s")) for name, count in counts.items())
 
 
-def description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """A store as ``--json`` prints it; names stay as they are once they have shipped."""
+def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """A store's ``--json`` output; its names are stable."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT, option, structured
+from hdtool.cli.command import INPUT_PANEL, option, with_structure
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from hdtool.builders.evaluation.verify import Check, Explanation, Measure, Oracle, Verifier
     from hdtool.runtime.model.load import Loaded
 
-CLAIMS = {"plain": "drafted answers identical to plain decoding", "generate": "plain decoding identical to generate"}
+ORACLE_CLAIMS = {
+    "plain": "drafted answers identical to plain decoding",
+    "generate": "plain decoding identical to generate",
+}
 
 
 def verify(
     *,
     prompts: Annotated[
-        Path | None, option(INPUT, "File of prompts, as generate takes it. Default: the embedded prompts.")
+        Path | None, option(INPUT_PANEL, "File of prompts, as generate takes it. Default: the embedded prompts.")
     ] = None,
     size: Annotated[VerifyConfig, only("num_prompts")],
     chat: options.Chat = None,
@@ -52,7 +55,7 @@ def verify(
     error there is a near tie. A history store is read and not written. Exit code 0 if all answers are identical or
     differ at near ties only, else 1.
     """
-    asked = structured(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
+    questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_sources, quiet_libraries
     from hdtool.runtime.drafters.methods import drafter_for, history_for
@@ -75,19 +78,21 @@ def verify(
     drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
     print_sources(store_set)
-    checks = _checked(verifier, loaded, asked, chat, quiet)
+    checks = _run_checks(verifier, loaded, questions, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, decoding.method, verifier.oracles, checks, explained)
-    print(json.dumps(report, ensure_ascii=False) if as_json else _in_words(report))
+    print(json.dumps(report, ensure_ascii=False) if as_json else _report_in_words(report))
     return 0 if report["lossless"] else 1
 
 
-def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool | None, quiet: bool) -> list[Check]:
+def _run_checks(
+    verifier: Verifier, loaded: Loaded, questions: list[Prompt], chat: bool | None, quiet: bool
+) -> list[Check]:
     from hdtool.data.chat import encode_answer, encode_conversation
-    from hdtool.data.progress import over
+    from hdtool.data.progress import with_progress
 
     checks = []
-    for prompt in over(asked, "prompts", quiet=quiet):
+    for prompt in with_progress(questions, "prompts", quiet=quiet):
         try:
             ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
             prediction = encode_answer(loaded.tokenizer, prompt.messages, prompt.prediction, chat=chat)
@@ -100,7 +105,7 @@ def _checked(verifier: Verifier, loaded: Loaded, asked: list[Prompt], chat: bool
 def _report(
     loaded: Loaded, method: str, oracles: list[Oracle], checks: list[Check], explained: list[Explanation]
 ) -> dict[str, Any]:
-    """What ``--json`` prints; names stay as they are once they have shipped."""
+    """The ``--json`` output; its names are stable."""
     steps, tokens = (sum(getattr(check, name) for check in checks) for name in ("steps", "tokens"))
     return {
         "model": loaded.name,
@@ -141,9 +146,11 @@ def _difference(explanation: Explanation, tokenizer: PreTrainedTokenizerBase) ->
     }
 
 
-def _in_words(report: dict[str, Any]) -> str:
+def _report_in_words(report: dict[str, Any]) -> str:
     lines = ["{model} on {device} in {dtype}, method {method}: {prompts} prompts, {tokens:,} tokens".format(**report)]
-    lines += [f"{CLAIMS[oracle]}: {count} of {report['prompts']}" for oracle, count in report["identical"].items()]
+    lines += [
+        f"{ORACLE_CLAIMS[oracle]}: {count} of {report['prompts']}" for oracle, count in report["identical"].items()
+    ]
     lines += map(_place, report["differences"])
     advice = ": compare with --dtype float32" if report["dtype"] in ("bfloat16", "float16") else ""
     if not report["differences"]:
@@ -157,10 +164,10 @@ def _in_words(report: dict[str, Any]) -> str:
 
 def _place(difference: dict[str, Any]) -> str:
     tokens = [difference[side] for side in ("expected", "found", "recomputed_choice")]
-    expected, found, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in tokens)
+    expected, actual, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in tokens)
     lines = [
         f"prompt {difference['prompt']}, token {difference['position']}, compared with {difference['compared_with']}: "
-        f"expected {expected}, found {found}"
+        f"expected {expected}, found {actual}"
     ]
     for name in ("logits", "recomputed"):
         if taken := difference[name]:

@@ -1,4 +1,4 @@
-"""From a conversation to the token ids of a prompt."""
+"""Chat templates: render conversations and encode them as token ids."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 def with_system(prompt: Prompt, text: str) -> Prompt:
     """A prompt with a system message before it."""
     if prompt.messages[0]["role"] == "system":
-        named = f"prompt {prompt.id}" if prompt.id else "the prompt"
-        raise PromptError(f"{named} has a system message of its own: leave out --system, or remove that message")
+        prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
+        raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
     return replace(prompt, messages=({"role": "system", "content": text}, *prompt.messages))
 
 
@@ -41,11 +41,10 @@ def encode_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> list[int]:
-    """The token ids of a prompt.
+    """Encode a prompt as token ids.
 
-    With ``chat`` None, the chat template is used if there is one. Without a template, or with ``chat`` false, the
-    conversation must be a single message, and its text is the prompt. The template presents the ``tools``, and is given
-    the ``variables``.
+    If ``chat`` is None, the chat template is used if there is one. Without it, the conversation must be a single
+    message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
     """
     return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
 
@@ -91,7 +90,7 @@ def conversation_text(
         if fault := lone_surrogate(message["content"]):
             raise PromptError(f"the prompt is not valid Unicode ({fault}): give it as UTF-8 text")
     if chat:
-        return _through_template(tokenizer, messages, answered, tools, variables)
+        return _templated(tokenizer, messages, answered, tools, variables)
     texts = [message["content"] for message in messages]
     return texts[0] if len(texts) == 1 else "".join(f"{text}\n" for text in texts)
 
@@ -118,9 +117,9 @@ def encode_answer(
     if not text:
         return []
     chat = has_chat_template(tokenizer) if chat is None else chat
-    asked = conversation_text(tokenizer, messages, chat=chat, variables=variables)
-    answer = _rendered_answer(tokenizer, messages, text, asked, variables) if chat else text
-    for before, after in ((asked, answer), (LINE_END, text)):
+    prompt_text = conversation_text(tokenizer, messages, chat=chat, variables=variables)
+    answer = _rendered_answer(tokenizer, messages, text, prompt_text, variables) if chat else text
+    for before, after in ((prompt_text, answer), (LINE_END, text)):
         ids = encode_text(tokenizer, before, special=not chat)
         whole = encode_text(tokenizer, before + after, special=not chat)
         # Tokens may join the end of one text and the start of the other.
@@ -130,19 +129,19 @@ def encode_answer(
 
 
 def _rendered_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, asked: str, variables: Variables
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, prompt_text: str, variables: Variables
 ) -> str:
     """The text of an answer as the chat template has it, with what it puts before it."""
     try:
         answered = [*messages, {"role": "assistant", "content": text}]
-        whole = _through_template(tokenizer, answered, answered=True, variables=variables)
+        whole = _templated(tokenizer, answered, answered=True, variables=variables)
     except PromptError:
         return text
-    before, found, _ = whole.removeprefix(asked).partition(text.strip())
-    return before + found if found and whole.startswith(asked) else text
+    before, answer, _ = whole.removeprefix(prompt_text).partition(text.strip())
+    return before + answer if answer and whole.startswith(prompt_text) else text
 
 
-def _through_template(
+def _templated(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     answered: bool,
@@ -154,23 +153,23 @@ def _through_template(
     if not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template: leave out --chat, or use --raw")
     try:
-        text = _rendered(tokenizer, messages, answered, tools, variables)
-        if tools and text == _rendered(tokenizer, messages, answered, (), variables):
+        text = _apply_template(tokenizer, messages, answered, tools, variables)
+        if tools and text == _apply_template(tokenizer, messages, answered, (), variables):
             raise PromptError("the model's chat template does not present tools: take a model that calls tools")
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
     return text
 
 
-def _rendered(
+def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     answered: bool,
     tools: Sequence[dict[str, Any]],
     variables: Variables,
 ) -> str:
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := next((name for name in variables if name in own), None):
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := next((name for name in variables if name in parameters), None):
         raise PromptError(f"{taken!r} is no variable of a chat template: leave it out")
     return str(
         tokenizer.apply_chat_template(

@@ -1,7 +1,7 @@
-"""Conversations and their messages, from our own shape and from that of OpenAI's API.
+"""Conversations and their messages, parsed from hdtool's own shape and from OpenAI-style requests and responses.
 
 A request has ``messages`` (chat), ``prompt`` (completions) or ``input`` (responses). A response has ``choices``,
-``output`` or ``content``, or is a list of streamed chunks. Nothing else is read from them, no header and no key.
+``output`` or ``content``, or is a list of streamed chunks. Headers, keys and other fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hdtool.data.row_readers import RowError, parsed
+from hdtool.data.row_readers import RowError, parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,10 +29,10 @@ def lone_surrogate(text: str) -> str | None:
     return None
 
 
-DIGITS = 4
-"""Of log-probabilities in files."""
-LOWEST = -9999.0
-"""In files, in place of minus infinity, which JSON lacks."""
+LOGPROB_DIGITS = 4
+"""Decimal digits of log-probabilities in files."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity in files, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Rankings:
     def as_json(self) -> dict[str, Any]:
         import numpy as np
 
-        rounded = np.maximum(self.logprobs.astype(float), LOWEST).round(DIGITS)
+        rounded = np.maximum(self.logprobs.astype(float), LOWEST_LOGPROB).round(LOGPROB_DIGITS)
         return {"tokens": self.tokens.tolist(), "logprobs": rounded.tolist()}
 
     @classmethod
@@ -54,15 +54,15 @@ class Rankings:
         import numpy as np
 
         try:
-            found = cls(np.array(value["tokens"], np.int32), np.array(value["logprobs"], np.float32))
+            rankings = cls(np.array(value["tokens"], np.int32), np.array(value["logprobs"], np.float32))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise RowError("`rankings` need `tokens` and `logprobs`, with equally many numbers in each row") from None
-        shape = found.tokens.shape
-        if len(shape) != 2 or shape != found.logprobs.shape or shape[0] != positions or not shape[1]:
+        shape = rankings.tokens.shape
+        if len(shape) != 2 or shape != rankings.logprobs.shape or shape[0] != positions or not shape[1]:
             raise RowError(f"`rankings` need a row of tokens and one of logprobs for each of {positions} output_ids")
-        if found.tokens.min() < 0:
+        if rankings.tokens.min() < 0:
             raise RowError("`rankings` hold a negative token")
-        return found
+        return rankings
 
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -91,7 +91,7 @@ class Turn(NamedTuple):
     finish: str = ""
     """How a recorded answer ended: ``stop`` or a limit."""
     rankings: Rankings | None = None
-    """Of a recorded answer."""
+    """The target's best tokens at each position of a recorded answer."""
 
     @property
     def by_model(self) -> bool:
@@ -118,64 +118,64 @@ class Conversation:
     @property
     def answers(self) -> list[int]:
         """The places of the model's answers: those with recorded tokens, else its turns after another role."""
-        if recorded := [place for place, turn in enumerate(self.turns) if turn.ids]:
+        if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
-        places = range(max(1, self.prompted), len(roles))
-        return [place for place in places if roles[place] == ASSISTANT != roles[place - 1]]
+        indices = range(max(1, self.prompted), len(roles))
+        return [index for index in indices if roles[index] == ASSISTANT != roles[index - 1]]
 
     @property
     def new_turns(self) -> tuple[Turn, ...]:
         """The turns that earlier requests of the same conversation did not hold."""
-        earlier = [place for place, turn in enumerate(self.turns[: self.prompted]) if turn.by_model]
+        earlier = [index for index, turn in enumerate(self.turns[: self.prompted]) if turn.by_model]
         return self.turns[earlier[-1] + 1 if earlier else 0 :]
 
 
-def answered(asked: Conversation, answers: Conversation) -> Conversation:
+def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
     """Questions or a request with their answers; raises a ``RowError`` if there are more answers than turns."""
-    turns: Sequence[Turn] = (*asked.turns, *answers.turns)
-    prompted = len(asked.turns)
-    if asked.kind == QUESTIONS:
-        if len(answers.turns) > len(asked.turns):
-            raise RowError(f"{len(answers.turns)} answers to a question of {len(asked.turns)} turns")
-        turns = [turn for pair in zip(asked.turns, answers.turns, strict=False) for turn in pair]
+    turns: Sequence[Turn] = (*questions.turns, *answers.turns)
+    prompted = len(questions.turns)
+    if questions.kind == QUESTIONS:
+        if len(answers.turns) > len(questions.turns):
+            raise RowError(f"{len(answers.turns)} answers to a question of {len(questions.turns)} turns")
+        turns = [turn for pair in zip(questions.turns, answers.turns, strict=False) for turn in pair]
         prompted = 0
-    category = asked.category or answers.category
-    model = asked.model or answers.model
-    return replace(asked, turns=tuple(turns), category=category, kind=CHAT, key="", prompted=prompted, model=model)
+    category = questions.category or answers.category
+    model = questions.model or answers.model
+    return replace(questions, turns=tuple(turns), category=category, kind=CHAT, key="", prompted=prompted, model=model)
 
 
-NAMES = {
+ROLE_NAMES = {
     SYSTEM: ("system", "developer"),
     USER: ("user", "human", "prompter"),
     ASSISTANT: ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call"),
     TOOL: ("tool", "function", "function_response", "observation", "ipython", "environment"),
 }
 """Names of each role in the data sets and APIs that are read."""
-ROLE_OF = {name: role for role, names in NAMES.items() for name in names}
-TEXT_KEYS = ("value", "content", "text")
+ROLE_BY_NAME = {name: role for role, names in ROLE_NAMES.items() for name in names}
+MESSAGE_TEXT_KEYS = ("value", "content", "text")
 CALL_KEYS = ("tool_calls", "function_call", "refusal")
 """Keys of messages that may have no text."""
-UNSAID = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
+REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of parts that are not a part of the answer."""
-MEDIA = ("image", "audio", "video", "file", "document")
+MEDIA_TYPES = ("image", "audio", "video", "file", "document")
 """One of them is in the type of each part that is not text."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
 """Roles of the items of the Responses API that are no messages."""
 
 
-def turns_in(value: Any, name: str) -> list[Turn]:
+def message_turns(value: Any, name: str) -> list[Turn]:
     """The turns of a list of messages."""
-    messages = _listed(value)
+    messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
     return [turn for message in messages if (turn := _turn(message)) is not None]
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """A list of messages that is a JSON text, or a table with a column for each key."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        return parsed(value)
+        return parse_json(value)
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
         return [dict(zip(value, row, strict=False)) for row in zip(*value.values(), strict=False)]
     return value
@@ -185,23 +185,23 @@ def _turn(message: Any) -> Turn | None:
     kind = message.get("type") if isinstance(message, dict) else None
     if isinstance(kind, str) and kind in ITEM_ROLES:
         return Turn(ITEM_ROLES[kind], content_text(message.get("output")))
-    if kind in UNSAID:
+    if kind in REASONING_TYPES:
         return None
-    if not isinstance(message, dict) or not any(key in message for key in (*TEXT_KEYS, *CALL_KEYS)):
-        raise _incomplete()
+    if not isinstance(message, dict) or not any(key in message for key in (*MESSAGE_TEXT_KEYS, *CALL_KEYS)):
+        raise _incomplete_message_error()
     text = message_text(message)
-    if (named := message.get("from") or message.get("role")) is None:
-        raise _incomplete()
-    return Turn(role_of(named), text)
+    if (role_name := message.get("from") or message.get("role")) is None:
+        raise _incomplete_message_error()
+    return Turn(role_of(role_name), text)
 
 
-def _incomplete() -> RowError:
+def _incomplete_message_error() -> RowError:
     return RowError("a turn needs a role and a text, as `from` and `value` or as `role` and `content`")
 
 
 def role_of(name: Any) -> str:
     """One of the four roles by any of its names."""
-    role = ROLE_OF.get(str(name).lower())
+    role = ROLE_BY_NAME.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {str(name)[:40]!r}: expected one of {', '.join(ROLES)}")
     return role
@@ -209,7 +209,7 @@ def role_of(name: Any) -> str:
 
 def message_text(message: dict[str, Any]) -> str:
     """The text of a message; that of one that only calls a tool is empty."""
-    held = [message[key] for key in TEXT_KEYS if key in message]
+    held = [message[key] for key in MESSAGE_TEXT_KEYS if key in message]
     text = content_text(next((text for text in held if text is not None), None))
     refusal = message.get("refusal")
     return refusal if not text and isinstance(refusal, str) else text
@@ -221,32 +221,32 @@ def content_text(content: Any) -> str:
         return ""
     if isinstance(content, list):
         return "\n".join(_texts(content))
-    return text_in(content, "a turn's text")
+    return required_text(content, "a turn's text")
 
 
 def _texts(parts: list[Any]) -> Iterator[str]:
     for part in parts:
         if not isinstance(part, dict):
             raise RowError("a message in parts needs objects with a `text`")
-        if part.get("type") in UNSAID:
+        if part.get("type") in REASONING_TYPES:
             continue
         text = part.get("text") if part.get("text") is not None else part.get("refusal")
         if isinstance(text, dict):  # the Assistants API keeps notes beside a text
             text = text.get("value")
         if text is not None:
-            yield text_in(text, "the `text` of a message's part")
+            yield required_text(text, "the `text` of a message's part")
 
 
 def media_part(content: Any) -> str | None:
     """The type of the first part of a content that is an image, a sound, a video or a file; None if there is none."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(media in kind for media in MEDIA):
+        if isinstance(kind, str) and any(media in kind for media in MEDIA_TYPES):
             return kind
     return None
 
 
-def text_in(value: Any, name: str) -> str:
+def required_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"{name} must be a text (found: {type(value).__name__})")
     return value
@@ -255,8 +255,8 @@ def text_in(value: Any, name: str) -> str:
 REQUEST_KEYS = ("request", "request_body", "inputs", "input", "kwargs")
 RESPONSE_KEYS = ("response", "response_body", "outputs", "output", "completion")
 BODY_KEYS = ("body", "json", "json_body")
-SYSTEM_KEYS = ("system", "instructions")
-DATA = "data:"
+REQUEST_SYSTEM_KEYS = ("system", "instructions")
+SSE_PREFIX = "data:"
 """The start of a line of a streamed response."""
 
 
@@ -277,7 +277,7 @@ def is_response(value: Any) -> bool:
 def body_of(value: Any) -> Any:
     """The body of a request or a response, which a log may keep as text and within other fields."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        value = parsed(value)
+        value = parse_json(value)
     if isinstance(value, dict) and not is_request(value):
         for key in BODY_KEYS:
             if key in value and (isinstance(value[key], dict) or _is_json(value[key])):
@@ -291,11 +291,11 @@ def _is_json(value: Any) -> bool:
 
 def request_turns(body: dict[str, Any]) -> list[Turn]:
     """The turns of a request."""
-    system = next((content_text(body[key]) for key in SYSTEM_KEYS if body.get(key)), "")
-    return ([Turn(SYSTEM, system)] if system else []) + _asked(body)
+    system = next((content_text(body[key]) for key in REQUEST_SYSTEM_KEYS if body.get(key)), "")
+    return ([Turn(SYSTEM, system)] if system else []) + _request_messages(body)
 
 
-def _asked(body: dict[str, Any]) -> list[Turn]:
+def _request_messages(body: dict[str, Any]) -> list[Turn]:
     for key in ("messages", "input", "prompt"):
         value = body.get(key)
         if isinstance(value, str) and key != "messages":
@@ -307,23 +307,23 @@ def _asked(body: dict[str, Any]) -> list[Turn]:
                 f"`{key}` is a list of {'texts' if isinstance(value[0], str) else 'token ids'}: give one text"
             )
         if value is not None:
-            return turns_in(value, key)
+            return message_turns(value, key)
     raise RowError("a request without `messages`, `prompt` or `input`")
 
 
 def answer_turns(response: Any) -> list[Turn]:
     """The answer of a response: none if the request failed or the response is empty."""
     if isinstance(response, str):
-        text = _streamed(response) if response.lstrip().startswith(DATA) else response
+        text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
     if isinstance(response, list):
-        return _of_list(response)
+        return _list_turns(response)
     if not isinstance(response, dict) or response.get("error"):
         return []
     if isinstance(choices := response.get("choices"), list):
-        return _of_choices(choices)
+        return _choice_turns(choices)
     if isinstance(output := response.get("output"), list):
-        return [turn for turn in turns_in(output, "output") if turn.by_model]
+        return [turn for turn in message_turns(output, "output") if turn.by_model]
     for key in ("output_text", "output", "text", "response", "completion"):
         if isinstance(response.get(key), str):
             return [Turn(ASSISTANT, response[key])]
@@ -333,22 +333,22 @@ def answer_turns(response: Any) -> list[Turn]:
     raise RowError("a response without `choices`, `output` or `content`")
 
 
-def _of_list(parts: list[Any]) -> list[Turn]:
+def _list_turns(parts: list[Any]) -> list[Turn]:
     """Streamed chunks, or the messages of an answer."""
     if any(isinstance(part, dict) and ("choices" in part or "delta" in part) for part in parts):
         return [Turn(ASSISTANT, _joined(parts))]
-    return [turn for turn in turns_in(parts, "output") if turn.by_model]
+    return [turn for turn in message_turns(parts, "output") if turn.by_model]
 
 
-def _of_choices(choices: list[Any]) -> list[Turn]:
+def _choice_turns(choices: list[Any]) -> list[Turn]:
     """The first choice that has a text; several choices are answers to one prompt."""
-    texts = [_choice_text(choice) for choice in sorted(choices, key=_index)]
+    texts = [_choice_text(choice) for choice in sorted(choices, key=_choice_index)]
     if not texts:
         return []
     return [Turn(ASSISTANT, next((text for text in texts if text), ""))]
 
 
-def _index(choice: Any) -> int:
+def _choice_index(choice: Any) -> int:
     index = choice.get("index") if isinstance(choice, dict) else None
     return index if isinstance(index, int) else 0
 
@@ -358,12 +358,12 @@ def _choice_text(choice: Any) -> str:
         raise RowError("`choices` must be a list of objects")
     if isinstance(message := choice.get("message"), dict):
         return message_text(message)
-    return text_in(choice["text"], "the `text` of a choice") if choice.get("text") is not None else ""
+    return required_text(choice["text"], "the `text` of a choice") if choice.get("text") is not None else ""
 
 
 def _streamed(text: str) -> str:
-    lines = (line.strip().removeprefix(DATA).strip() for line in text.split("\n"))
-    return _joined(parsed(line) for line in lines if line.startswith("{"))
+    lines = (line.strip().removeprefix(SSE_PREFIX).strip() for line in text.split("\n"))
+    return _joined(parse_json(line) for line in lines if line.startswith("{"))
 
 
 def _joined(chunks: Iterable[Any]) -> str:
@@ -379,7 +379,7 @@ def _joined(chunks: Iterable[Any]) -> str:
             texts.append(delta.get("text"))
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and _index(choice) == 0:
+            if isinstance(choice, dict) and _choice_index(choice) == 0:
                 inner = choice.get("delta")
                 texts.append(inner.get("content") if isinstance(inner, dict) else choice.get("text"))
     return "".join(text for text in texts if isinstance(text, str))

@@ -1,4 +1,4 @@
-"""Reads conversations from files of any known shape, and writes them in one canonical shape."""
+"""Readers of conversation files in any known format, and the writer of the canonical format."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hdtool.data.conversation import ANSWERS, QUESTIONS, TEXT, Conversation, Turn, answered
+from hdtool.data.conversation import ANSWERS, QUESTIONS, TEXT, Conversation, Turn, with_answers
 from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
-from hdtool.data.input_files import faults_named, rows_of
-from hdtool.data.output_files import LARGEST_JSON, OutputFile
-from hdtool.data.progress import TOLERANCE, Bar, Tally, counted
-from hdtool.data.row_readers import CountedFile, Row, RowError, packed, unpacked
+from hdtool.data.input_files import input_errors_as, read_rows
+from hdtool.data.output_files import MAX_JSON_BYTES, OutputFile
+from hdtool.data.progress import TOLERANCE, ProgressBar, Tally, count_of
+from hdtool.data.row_readers import CountedFile, Row, RowError, compressed, decompressed
 
 if TYPE_CHECKING:
     from hdtool.data.stores.store_files import Source
 
 
-class Found(NamedTuple):
+class LocatedConversation(NamedTuple):
     """A conversation and where it is."""
 
     conversation: Conversation
@@ -43,7 +43,7 @@ class ConversationReader:
         self._text_lines = text_lines
         self.sizes: list[int] = []
         for path in self.inputs:
-            with faults_named(path):
+            with input_errors_as(path):
                 self.sizes.append(path.stat().st_size)
         self.hashes: dict[int, str] = {}
         self.restart()
@@ -63,39 +63,39 @@ class ConversationReader:
 
         for number, path in enumerate(self.inputs):
             if number not in self.hashes:
-                with faults_named(path), path.open("rb") as file:
+                with input_errors_as(path), path.open("rb") as file:
                     self.hashes[number] = hashlib.file_digest(file, "sha256").hexdigest()
         return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
 
-    def conversations(self) -> Iterator[Found]:
+    def conversations(self) -> Iterator[LocatedConversation]:
         """All conversations; raises at the end if too many records cannot be used."""
         self.restart()
         # Requests and answers in separate rows wait for their other half by its key, in their order.
-        waiting: dict[tuple[bool, str], deque[Found]] = defaultdict(deque)
-        for found in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
-            half, is_answer = found.conversation, found.conversation.kind == ANSWERS
+        waiting: dict[tuple[bool, str], deque[LocatedConversation]] = defaultdict(deque)
+        for located in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
+            half, is_answer = located.conversation, located.conversation.kind == ANSWERS
             if not half.key:
-                yield found
-            elif others := waiting[not is_answer, half.key]:
-                other = others.popleft()
-                asked, answers = (other, found) if is_answer else (found, other)
+                yield located
+            elif queue := waiting[not is_answer, half.key]:
+                partner = queue.popleft()
+                question, answers = (partner, located) if is_answer else (located, partner)
                 try:
-                    whole = answered(asked.conversation, answers.conversation)
+                    whole = with_answers(question.conversation, answers.conversation)
                 except RowError as fault:
-                    self.tally.refuse(found.where, fault)
+                    self.tally.refuse(located.where, fault)
                 else:
-                    yield found._replace(conversation=whole, source=answers.source)
+                    yield located._replace(conversation=whole, source=answers.source)
             else:
-                waiting[is_answer, half.key].append(found)
+                waiting[is_answer, half.key].append(located)
         yield from chain.from_iterable(waiting.values())
         self.tally.check(self._tolerance)
 
-    def of_input(self, source: int) -> Iterator[Found]:
+    def of_input(self, source: int) -> Iterator[LocatedConversation]:
         """The conversations of one input, as its rows have them."""
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
-        with faults_named(path), CountedFile(path) as raw:
-            for row in rows_of(raw, text_lines=self._text_lines):
+        with input_errors_as(path), CountedFile(path) as raw:
+            for row in read_rows(raw, text_lines=self._text_lines):
                 self.bytes_read = before + row.consumed
                 where = f"{path}{row.place}"
                 try:
@@ -106,28 +106,28 @@ class ConversationReader:
                 self.tally.good += 1
                 if conversation.model and any(turn.by_model for turn in conversation.turns):
                     self.tally.name_model(conversation.model)
-                yield Found(conversation, where, source, row)
+                yield LocatedConversation(conversation, where, source, row)
         self.bytes_read = before + size
 
 
-ORIGIN = "converted_from"
+ORIGIN_KEY = "converted_from"
 """The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
 
 
-def canonical(found: Found) -> dict[str, Any]:
+def canonical(located: LocatedConversation) -> dict[str, Any]:
     """A conversation as a JSON object: ``id``, what is known of it, ``messages`` or what else it is, its origin."""
-    conversation = found.conversation
-    row: dict[str, Any] = {"id": conversation.id or str(found.row.number)}
+    conversation = located.conversation
+    row: dict[str, Any] = {"id": conversation.id or str(located.row.number)}
     if conversation.category:
         row["category"] = conversation.category
     if conversation.model:
         row["model"] = conversation.model
-    return row | _content(conversation) | {ORIGIN: found.where}
+    return row | _content(conversation) | {ORIGIN_KEY: located.where}
 
 
-def canonical_line(found: Found) -> bytes:
+def canonical_line(located: LocatedConversation) -> bytes:
     """A conversation as a line of a file; names that are not valid Unicode are escaped as JSON escapes them."""
-    return (json.dumps(canonical(found), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+    return (json.dumps(canonical(located), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _content(conversation: Conversation) -> dict[str, Any]:
@@ -159,15 +159,15 @@ def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
 
 def _is_canonical(path: Path) -> bool:
     try:
-        with path.open("rb", buffering=0) as raw, unpacked(raw) as stream:
-            row = json.loads(stream.readline(LARGEST_JSON))
+        with path.open("rb", buffering=0) as raw, decompressed(raw) as stream:
+            row = json.loads(stream.readline(MAX_JSON_BYTES))
     except (ValueError, RecursionError, EOFError, OSError):
         return False
-    return isinstance(row, dict) and ORIGIN in row
+    return isinstance(row, dict) and ORIGIN_KEY in row
 
 
 @dataclass
-class Written:
+class ConversationCounts:
     """What a file of conversations holds."""
 
     conversations: int = 0
@@ -189,20 +189,19 @@ class Written:
         return asdict(self)
 
     def in_words(self) -> str:
-        texts = f", {counted(self.texts, 'plain text')}" if self.texts else ""
-        turns = (
-            f"{counted(self.turns, 'turn')}, {self.answers:,} of them {'an answer' if self.answers == 1 else 'answers'}"
-        )
-        return f"{counted(self.conversations, 'conversation')} of {turns}{texts}"
+        texts = f", {count_of(self.texts, 'plain text')}" if self.texts else ""
+        answers = "an answer" if self.answers == 1 else "answers"
+        turns = f"{count_of(self.turns, 'turn')}, {self.answers:,} of them {answers}"
+        return f"{count_of(self.conversations, 'conversation')} of {turns}{texts}"
 
 
-def write_canonical(reader: ConversationReader, file: OutputFile, shown: Bar) -> Written:
+def write_canonical(reader: ConversationReader, file: OutputFile, shown: ProgressBar) -> ConversationCounts:
     """Write all conversations, in their order; the file appears once it is complete."""
-    written = Written()
-    with file.replaced() as stream, packed(stream, file.path) as lines:
-        for found in reader.conversations():
-            lines.write(canonical_line(found))
-            written.add(found.conversation)
+    written = ConversationCounts()
+    with file.replaced() as stream, compressed(stream, file.path) as lines:
+        for located in reader.conversations():
+            lines.write(canonical_line(located))
+            written.add(located.conversation)
             shown.to(reader.bytes_read)
         if not written.conversations and not written.texts:
             raise RecordError("no conversation is in the inputs: name files that hold some")

@@ -1,10 +1,8 @@
-"""The one interpretation of a row: which of the known forms it has, and the conversation in it.
+"""Parsers from a row of any known format to a conversation, and Spec-Bench answer rows.
 
-The scripts of Spec-Bench read `choices[0]`: the texts of all turns, and, one number per turn, `decoding_steps`,
-`new_tokens` and `wall_time`; `accept_lengths` holds the tokens of every step of all turns. hdtool adds the other
-keys.
-
-The keys of an object determine its form; ``docs/guides/input-formats.md`` shows all of them.
+The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all of them. Spec-Bench's scripts
+read ``choices[0]``: the texts of all turns and, one number per turn, ``decoding_steps``, ``new_tokens`` and
+``wall_time``; ``accept_lengths`` holds the tokens of every step of all turns. hdtool adds the other keys.
 """
 
 from __future__ import annotations
@@ -33,67 +31,67 @@ from hdtool.data.conversation import (
     content_text,
     lone_surrogate,
     message_text,
+    message_turns,
+    required_text,
     role_of,
-    text_in,
-    turns_in,
 )
 from hdtool.data.row_readers import RowError, is_conversation
 
-SYSTEM_KEYS = ("system", "system_prompt")
+SYSTEM_PROMPT_KEYS = ("system", "system_prompt")
 PROMPT_KEYS = ("instruction", "input", "prompt", "question")
 ANSWER_KEYS = ("output", "answer", "response", "completion")
-TEXT_KEYS = ("text", "content")
+DOCUMENT_KEYS = ("text", "content")
 
 
-def pair_in(row: dict[str, Any]) -> Conversation | None:
+def prompt_answer_pair(row: dict[str, Any]) -> Conversation | None:
     """The prompt and the answer of a row, or its text; None if it has neither."""
-    asked = [key for key in PROMPT_KEYS if key in row]
+    prompt_keys = [key for key in PROMPT_KEYS if key in row]
     # If there is an answer, `text` usually repeats prompt and answer.
-    answers = [key for key in ANSWER_KEYS if key in row] or [key for key in TEXT_KEYS if key in row][:1]
-    if not asked and not answers:
+    answers = [key for key in ANSWER_KEYS if key in row] or [key for key in DOCUMENT_KEYS if key in row][:1]
+    if not prompt_keys and not answers:
         return None
-    if not asked and answers[0] in TEXT_KEYS:
+    if not prompt_keys and answers[0] in DOCUMENT_KEYS:
         return Conversation((Turn(ASSISTANT, _text(row, answers[0])),), kind=TEXT)
-    turns = [Turn(SYSTEM, _text(row, key)) for key in SYSTEM_KEYS if isinstance(row.get(key), str)][:1]
-    prompt = "\n\n".join(text for key in asked if (text := _text(row, key)).strip())
-    if asked:
+    turns = [Turn(SYSTEM, _text(row, key)) for key in SYSTEM_PROMPT_KEYS if isinstance(row.get(key), str)][:1]
+    prompt = "\n\n".join(text for key in prompt_keys if (text := _text(row, key)).strip())
+    if prompt_keys:
         turns.append(Turn(USER, prompt))
     turns += [Turn(ASSISTANT, _text(row, key)) for key in answers]
     return Conversation(tuple(turns), kind=CHAT)
 
 
 def _text(row: dict[str, Any], key: str) -> str:
-    return text_in(row[key], f"`{key}`")
+    return required_text(row[key], f"`{key}`")
 
 
 def is_collected(row: dict[str, Any]) -> bool:
-    """Whether the ``answers`` of a row are those of ``collect``; some data sets have others."""
+    """Return True if the ``answers`` of a row are those of ``collect``; some data sets have others."""
     answers = row.get("answers")
-    ids = isinstance(answers, list) and any(isinstance(one, dict) and "output_ids" in one for one in answers)
+    ids = isinstance(answers, list) and any(isinstance(answer, dict) and "output_ids" in answer for answer in answers)
     return ids or ("answers" in row and "max_new_tokens" in row)
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
     """The turns with the tokens of the last answers; those before them belong to the prompt."""
-    answers, most = row["answers"], row.get("max_new_tokens")
-    places = [place for place, turn in enumerate(turns) if turn.by_model]
+    answers, max_tokens = row["answers"], row.get("max_new_tokens")
+    places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
         raise RowError(f"`answers` must be a list with one entry for each of the model's messages ({len(places)})")
-    if most is not None and not _is_number(most):
-        raise RowError(f"`max_new_tokens` must be a number (found: {most!r})")
+    if max_tokens is not None and not _is_number(max_tokens):
+        raise RowError(f"`max_new_tokens` must be a number (found: {max_tokens!r})")
     result = list(turns)
-    for place, answer in zip(places[-len(answers) :], answers, strict=True):
-        result[place] = _recorded(turns[place], answer, most)
+    for index, answer in zip(places[-len(answers) :], answers, strict=True):
+        result[index] = _recorded(turns[index], answer, max_tokens)
     return result
 
 
-def _recorded(turn: Turn, answer: Any, most: int | None) -> Turn:
+def _recorded(turn: Turn, answer: Any, max_tokens: int | None) -> Turn:
     ids = answer.get("output_ids") if isinstance(answer, dict) else None
     if not isinstance(ids, list) or not ids or not all(_is_number(token) for token in ids):
         raise RowError("every entry of `answers` needs `output_ids`, a list of token ids")
     finish = str(answer.get("finish") or "")
-    if finish == STOPPED and most is not None and most < len(ids):
-        raise RowError(f"an answer is {len(ids)} tokens long, and `max_new_tokens` is {most}")
+    if finish == STOPPED and max_tokens is not None and max_tokens < len(ids):
+        raise RowError(f"an answer is {len(ids)} tokens long, and `max_new_tokens` is {max_tokens}")
     rankings = Rankings.of_json(answer["rankings"], len(ids)) if "rankings" in answer else None
     return turn._replace(ids=tuple(ids), finish=finish, rankings=rankings)
 
@@ -111,12 +109,12 @@ class AnsweredTurn:
     step_tokens: list[int]
     """The tokens of each forward pass: accepted and bonus tokens."""
     seconds: float
-    """From the ids of the prompt to those of the answer, the pass over the prompt included."""
+    """Time from prompt ids to answer ids, prefill included."""
     finish: str
     nodes: int = 0
     """Draft nodes over all steps."""
     draft_seconds: float | None = None
-    """Time of drafting; None if unknown."""
+    """Drafting time; None if unknown."""
     model_seconds: float | None = None
     """Time in the model's forward pass; None if unknown."""
     drafted_by: list[int] = field(default_factory=list)
@@ -162,7 +160,7 @@ class AnsweredQuestion:
             "accept_lengths": self.step_tokens,
             "output_ids": self.output_ids,
             "seconds_rounds": self.seconds_rounds,
-            **{name: [getattr(turn, name) for turn in turns] for name in OWN_KEYS},
+            **{name: [getattr(turn, name) for turn in turns] for name in HDTOOL_TURN_KEYS},
         }
         return {
             "question_id": self.question_id,
@@ -177,22 +175,24 @@ class AnsweredQuestion:
     def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
         """Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
         choice = first_choice(row["choices"])
-        lengths = _cut(choice["accept_lengths"], choice["decoding_steps"])
+        lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
         turns = tuple(
-            AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(OWN_KEYS, own, strict=True)))
-            for text, output_ids, step_tokens, seconds, *own in zip(
+            AnsweredTurn(
+                text, output_ids, step_tokens, seconds, **dict(zip(HDTOOL_TURN_KEYS, hdtool_values, strict=True))
+            )
+            for text, output_ids, step_tokens, seconds, *hdtool_values in zip(
                 choice["turns"],
                 choice["output_ids"],
                 lengths,
                 choice["wall_time"],
-                *(choice[name] for name in OWN_KEYS),
+                *(choice[name] for name in HDTOOL_TURN_KEYS),
                 strict=True,
             )
         )
         return cls(row["question_id"], row["category"], turns, tuple(map(tuple, choice["seconds_rounds"])))
 
 
-OWN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
+HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
 """The fields of a turn that hdtool adds to the format."""
 
 
@@ -210,7 +210,7 @@ def question_id(name: str) -> int | str:
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 
-def _cut(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     """The steps of all turns, split by turn."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
@@ -218,8 +218,8 @@ def _cut(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-KEYS_SHOWN = 6
-LONGEST_TEXT = 20
+MAX_KEYS_SHOWN = 6
+MAX_TEXT_SHOWN = 20
 SECRET_KEYS = re.compile(
     r"(api|access|private|auth)[\W_]?(key|token)|^key$|^token$|secret|passw|authori[sz]|cookie|credential|header|bearer",
     re.IGNORECASE,
@@ -227,15 +227,15 @@ SECRET_KEYS = re.compile(
 SECRET_TEXTS = re.compile(r"(sk|pk|hf|gh[pousr]|xox[abp]|ey[Jj])[-_\w]{8}|bearer ", re.IGNORECASE)
 
 
-def described(value: Mapping[Any, Any]) -> str:
+def redacted_record(value: Mapping[Any, Any]) -> str:
     """A record as in ``id: 7, question_text: "What is a li...", api_key: hidden``."""
-    shown = [f"{_key(key)}: {_value(str(key), held)}" for key, held in list(value.items())[:KEYS_SHOWN]]
-    more = len(value) - len(shown)
-    return (", ".join(shown) + (f" and {more} more" if more > 0 else "")) or "nothing"
+    fields = [f"{_key(key)}: {_value(str(key), held)}" for key, held in list(value.items())[:MAX_KEYS_SHOWN]]
+    more = len(value) - len(fields)
+    return (", ".join(fields) + (f" and {more} more" if more > 0 else "")) or "nothing"
 
 
 def _key(key: Any) -> str:
-    return " ".join(str(key).split())[:LONGEST_TEXT]
+    return " ".join(str(key).split())[:MAX_TEXT_SHOWN]
 
 
 def _value(key: str, value: Any) -> str:
@@ -246,53 +246,53 @@ def _value(key: str, value: Any) -> str:
     if SECRET_KEYS.search(key):
         return "hidden"
     if isinstance(value, str):
-        return _text_shape(value)
+        return _text_excerpt(value)
     kind, unit = ("object", "keys") if isinstance(value, Mapping) else ("list", "items")
     return f"{kind} of {len(value)} {unit}" if isinstance(value, Mapping | list | tuple) else type(value).__name__
 
 
-def _text_shape(text: str) -> str:
+def _text_excerpt(text: str) -> str:
     words = " ".join(text.split())
     # A long text without a space may be a key or a token.
-    if SECRET_TEXTS.search(words) or (" " not in words[: 2 * LONGEST_TEXT] and len(words) > LONGEST_TEXT):
+    if SECRET_TEXTS.search(words) or (" " not in words[: 2 * MAX_TEXT_SHOWN] and len(words) > MAX_TEXT_SHOWN):
         return f"text of {len(text)} characters"
-    return f'"{words[:LONGEST_TEXT]}..."' if len(words) > LONGEST_TEXT else f'"{words}"'
+    return f'"{words[:MAX_TEXT_SHOWN]}..."' if len(words) > MAX_TEXT_SHOWN else f'"{words}"'
 
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 ID_KEYS = ("id", "question_id", "custom_id", "conversation_id")
-NO_CONVERSATION = ("embedding", "moderation", "image", "audio")
+ENDPOINTS_WITHOUT_TEXT = ("embedding", "moderation", "image", "audio")
 """Parts of the URLs of batch requests without a conversation."""
-FAILED = 400
+FIRST_ERROR_STATUS = 400
 """The first status of a failed request."""
 
 
-PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"
+FORMATS_PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"
 
 
 class UnknownFormError(RowError):
     """A row has none of the known forms."""
 
-    advice = f"; accepted forms: {PAGE}"
+    advice = f"; accepted forms: {FORMATS_PAGE}"
 
 
 def conversation_of(value: Any) -> Conversation:
     """The conversation in a row; raises a ``RowError`` if there is none."""
     if isinstance(value, RowError):
         raise value
-    found = _found(value)
-    if not any(turn.ids or not turn.text.isspace() for turn in found.turns if turn.text or turn.ids):
-        raise RowError("empty text" if found.kind == TEXT else "empty conversation")
-    for turn in found.turns:
+    conversation = _conversation_in(value)
+    if not any(turn.ids or not turn.text.isspace() for turn in conversation.turns if turn.text or turn.ids):
+        raise RowError("empty text" if conversation.kind == TEXT else "empty conversation")
+    for turn in conversation.turns:
         if fault := lone_surrogate(turn.text):
             raise RowError(f"not valid Unicode ({fault})")
-    return _named(found, value) if isinstance(value, dict) else found
+    return _with_record_names(conversation, value) if isinstance(value, dict) else conversation
 
 
-def _named(found: Conversation, row: dict[str, Any]) -> Conversation:
+def _with_record_names(conversation: Conversation, row: dict[str, Any]) -> Conversation:
     name = next((row[key] for key in ID_KEYS if isinstance(row.get(key), str | int)), "")
     category = row.get("category")
-    return replace(found, id=str(name), category="" if category is None else str(category), model=_model_of(row))
+    return replace(conversation, id=str(name), category="" if category is None else str(category), model=_model_of(row))
 
 
 def _model_of(row: dict[str, Any]) -> str:
@@ -301,25 +301,25 @@ def _model_of(row: dict[str, Any]) -> str:
     for key in ("body", *api.REQUEST_KEYS, *api.RESPONSE_KEYS):
         held = row.get(key)
         bodies += [held, held.get("body")] if isinstance(held, dict) else []
-    named = (body["model"] for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str))
-    return next((name for name in named if name), "")
+    models = (body["model"] for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str))
+    return next((name for name in models if name), "")
 
 
-def _found(value: Any) -> Conversation:
+def _conversation_in(value: Any) -> Conversation:
     if isinstance(value, str):
         return Conversation((Turn(ASSISTANT, value),), kind=TEXT)
     if is_conversation(value):
-        return Conversation(tuple(turns_in(value, "messages")))
+        return Conversation(tuple(message_turns(value, "messages")))
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
     # A Parquet row has all columns of its file, some of them null.
     row = {key: held for key, held in value.items() if held is not None}
-    for form in FORMS:
-        if found := form(row):
-            return found
+    for form in ROW_FORMS:
+        if conversation := form(row):
+            return conversation
     if "error" in row:
         raise RowError("a failed request without its messages")
-    raise UnknownFormError(f"no conversation, answer or text in it (found: {described(row)})")
+    raise UnknownFormError(f"no conversation, answer or text in it (found: {redacted_record(row)})")
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
@@ -328,7 +328,7 @@ def _batch(row: dict[str, Any]) -> Conversation | None:
         return None
     key = f"custom_id {row['custom_id']}"
     if isinstance(body := row.get("body", row.get("params")), dict):
-        if any(part in str(row.get("url")) for part in NO_CONVERSATION):
+        if any(part in str(row.get("url")) for part in ENDPOINTS_WITHOUT_TEXT):
             raise RowError(f"a batch request of {row['url']} holds no conversation")
         turns = api.request_turns(body)
         return Conversation(tuple(turns), kind=REQUEST, key=key, prompted=len(turns))
@@ -355,7 +355,7 @@ def _spec_bench_answers(row: dict[str, Any]) -> Conversation | None:
 
 
 def _is_choice(choice: Any) -> bool:
-    """Whether a choice is one of OpenAI's API."""
+    """Return True if a choice is one of OpenAI's API."""
     return isinstance(choice, dict) and any(key in choice for key in ("message", "delta", "text"))
 
 
@@ -363,7 +363,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
     key = next((key for key in CONVERSATION_KEYS if key in row), None)
     if key is None:
         return None
-    turns = turns_in(row[key], key)
+    turns = message_turns(row[key], key)
     if turns and turns[0].role != SYSTEM and (system := row.get("system")):
         turns.insert(0, Turn(SYSTEM, content_text(system)))
     if is_collected(row):
@@ -371,20 +371,23 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
     answer = None if turns and turns[-1].by_model else _answer(row, structured=True)
     if answer is not None:
         return Conversation((*turns, *answer), prompted=len(turns))
-    given = row.get("prompt_messages")
-    return Conversation(tuple(turns), prompted=given if isinstance(given, int) and 0 <= given <= len(turns) else 0)
+    prompt_messages = row.get("prompt_messages")
+    return Conversation(
+        tuple(turns),
+        prompted=prompt_messages if isinstance(prompt_messages, int) and 0 <= prompt_messages <= len(turns) else 0,
+    )
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
     """A request and its response, or one of them."""
-    asked = _request(row)
-    answer = _answer(row, structured=asked is not None)
-    if asked is None and answer is None:
+    request_turns = _request(row)
+    answer = _answer(row, structured=request_turns is not None)
+    if request_turns is None and answer is None:
         return None
-    if asked is None and not answer:
+    if request_turns is None and not answer:
         raise RowError("a failed request without its messages")
-    asked = asked or []
-    return Conversation((*asked, *(answer or ())), prompted=len(asked))
+    request_turns = request_turns or []
+    return Conversation((*request_turns, *(answer or ())), prompted=len(request_turns))
 
 
 def _request(row: dict[str, Any]) -> list[Turn] | None:
@@ -392,8 +395,8 @@ def _request(row: dict[str, Any]) -> list[Turn] | None:
         body = api.body_of(row.get(key))
         if api.is_request(body):
             return api.request_turns(body)
-        if isinstance(body, list) and body and all(isinstance(one, dict) for one in body):
-            return turns_in(body, key)
+        if isinstance(body, list) and body and all(isinstance(item, dict) for item in body):
+            return message_turns(body, key)
     body = api.body_of(row.get("body"))
     if api.is_request(body):
         return api.request_turns(body)
@@ -419,7 +422,7 @@ def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
 
 
 def _is_structured(held: Any) -> bool:
-    """Whether a value is a response of an API; a text is one if it is the JSON of one."""
+    """Return True if a value is a response of an API; a text is one if it is the JSON of one."""
     body = api.body_of(held) if not isinstance(held, str) or '"choices"' in held or '"object"' in held else None
     return api.is_response(body)
 
@@ -428,7 +431,7 @@ def _failed(response: Any) -> bool:
     if not isinstance(response, dict):
         return False
     status = response.get("status_code", response.get("status"))
-    return isinstance(status, int) and status >= FAILED
+    return isinstance(status, int) and status >= FIRST_ERROR_STATUS
 
 
 def _questions(row: dict[str, Any]) -> Conversation | None:
@@ -436,7 +439,7 @@ def _questions(row: dict[str, Any]) -> Conversation | None:
     if turns is None:
         return None
     if isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns):
-        return Conversation(tuple(turns_in(turns, "turns")))
+        return Conversation(tuple(message_turns(turns, "turns")))
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise RowError("`turns` must be a list of texts, none of them empty")
     key = f"question {row['question_id']}" if "question_id" in row else ""
@@ -449,13 +452,13 @@ def _single_message(row: dict[str, Any]) -> Conversation | None:
     return Conversation((Turn(role_of(row["role"]), message_text(row)),))
 
 
-FORMS: tuple[Callable[[dict[str, Any]], Conversation | None], ...] = (
+ROW_FORMS: tuple[Callable[[dict[str, Any]], Conversation | None], ...] = (
     _batch,
     _spec_bench_answers,
     _chat,
     _exchange,
     _questions,
     _single_message,
-    pair_in,
+    prompt_answer_pair,
 )
 """Each returns None for a row of another form; the first that fits is used."""

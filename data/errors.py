@@ -1,10 +1,7 @@
-"""Errors that users see in one line, and those of missing optional packages.
+"""User-facing errors, and install hints for missing optional packages.
 
-Each message says what was wrong, what was found, and what to do next, in one line. The command
-line prints it and exits with ``exit_code``; users of the library catch it.
-
-hdtool is on no package index, so pip finds no extra by its name, and ``pip install ".[server]"`` works in a checkout
-alone. The packages themselves can be installed from anywhere.
+Each message is one line: what was wrong, what was found, what to do next. The command line prints it and exits with
+``exit_code``. hdtool is on no package index, so hints name the packages of an extra and not the extra.
 """
 
 from __future__ import annotations
@@ -19,16 +16,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def worded(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
-    """Raise an error of the operating system as one of hdtool's."""
+def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
+    """Re-raise an ``OSError`` in this block as ``error``."""
     try:
         yield
     except OSError as cause:
         raise error(f"{fault} ({cause.strerror or cause}): {advice}") from cause
 
 
-def reason_of(error: Exception) -> str:
-    """The message of an error from a library, in one line."""
+def error_reason(error: Exception) -> str:
+    """The message of a library's error, in one line."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -94,8 +91,8 @@ class OptionError(HdtoolError):
     exit_code = 2
 
 
-def requirements_of(extra: str) -> list[Requirement]:
-    """What an extra adds to the packages that hdtool always needs."""
+def extra_requirements(extra: str) -> list[Requirement]:
+    """The requirements that an extra adds."""
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
@@ -104,4 +101,4 @@ def requirements_of(extra: str) -> list[Requirement]:
 
 def install_command(extra: str) -> str:
     """The command that installs an extra, in any folder."""
-    return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in requirements_of(extra))])
+    return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in extra_requirements(extra))])

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its settings and the table of its tensors, which also show whether the file is whole."""
+"""Reader of GGUF headers: settings and the tensor table, which also show whether a file is complete."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from hdtool.data.errors import ModelError
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-AGAIN = "get the file again"
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+GGUF_MAGIC = b"GGUF"
+GGUF_VERSIONS = (2, 3)
+DOWNLOAD_AGAIN = "get the file again"
+STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Formats of numbers by their type in the file."""
-STRING, ARRAY = 8, 9
-DEEPEST = 8
+STRING_TYPE, ARRAY_TYPE = 8, 9
+MAX_ARRAY_DEPTH = 8
 """Levels of arrays in arrays; a damaged file could nest them without end."""
-LONGEST_KEPT = 16
+MAX_KEPT_NUMBERS = 16
 """Numbers of an array that are kept; longer arrays are vocabularies."""
 
 
@@ -49,9 +49,9 @@ class GGUFHeader:
         """Read a header; raises a ``ModelError`` for a file that is no GGUF file or lacks a part of its header."""
         size = path.stat().st_size
         if not size:
-            raise ModelError(f"{path} is empty: {AGAIN}")
+            raise ModelError(f"{path} is empty: {DOWNLOAD_AGAIN}")
         with path.open("rb") as stream:
-            if stream.read(len(MAGIC)) != MAGIC:
+            if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
                 raise ModelError(
                     f"{path} is a file and not in GGUF format: name a GGUF file, or the folder that save_pretrained "
                     "wrote"
@@ -60,7 +60,9 @@ class GGUFHeader:
                 try:
                     return _header(_Reader(content), path)
                 except (struct.error, ValueError, TypeError, OverflowError, MemoryError, KeyError) as error:
-                    raise ModelError(f"{path} ends within its header, or its header is damaged: {AGAIN}") from error
+                    raise ModelError(
+                        f"{path} ends within its header, or its header is damaged: {DOWNLOAD_AGAIN}"
+                    ) from error
 
     @property
     def architecture(self) -> str:
@@ -76,15 +78,15 @@ class GGUFHeader:
             ends.append(self.data + tensor.offset + tensor.numbers // numbers * bytes_each)
         size = path.stat().st_size
         if size < max(ends):
-            raise ModelError(f"{path} is cut short, {size:,} bytes of {max(ends):,}: {AGAIN}")
+            raise ModelError(f"{path} is cut short, {size:,} bytes of {max(ends):,}: {DOWNLOAD_AGAIN}")
 
 
 def _header(reader: _Reader, path: Path) -> GGUFHeader:
     version = reader.number("I")
-    if version not in VERSIONS:
+    if version not in GGUF_VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        found = f"big-endian GGUF, version {swapped}" if swapped in VERSIONS else f"GGUF version {version}"
-        raise ModelError(f"{path} is {found}: transformers reads little-endian files of version 2 and 3")
+        version_found = f"big-endian GGUF, version {swapped}" if swapped in GGUF_VERSIONS else f"GGUF version {version}"
+        raise ModelError(f"{path} is {version_found}: transformers reads little-endian files of version 2 and 3")
     tensors, settings = reader.number("Q"), reader.number("Q")
     values = {}
     for _ in range(settings):
@@ -102,31 +104,31 @@ class _Reader:
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self.place = len(MAGIC)
+        self.place = len(GGUF_MAGIC)
 
     def number(self, kind: str) -> Any:
-        (found,) = struct.unpack_from(f"<{kind}", self._content, self.place)
+        (number,) = struct.unpack_from(f"<{kind}", self._content, self.place)
         self.place += struct.calcsize(f"<{kind}")
-        return found
+        return number
 
     def text(self) -> str:
         return self._string().decode(errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == STRING:
+        if kind == STRING_TYPE:
             return self.text()
-        if kind != ARRAY:
-            return self.number(NUMBERS[kind])
+        if kind != ARRAY_TYPE:
+            return self.number(STRUCT_FORMATS[kind])
         kind, count = self.number("I"), self.number("Q")
-        if kind in NUMBERS and count <= LONGEST_KEPT:
-            return [self.number(NUMBERS[kind]) for _ in range(count)]
-        if kind in NUMBERS:
-            self._skip(count * struct.calcsize(f"<{NUMBERS[kind]}"))
-        elif depth == DEEPEST:
+        if kind in STRUCT_FORMATS and count <= MAX_KEPT_NUMBERS:
+            return [self.number(STRUCT_FORMATS[kind]) for _ in range(count)]
+        if kind in STRUCT_FORMATS:
+            self._skip(count * struct.calcsize(f"<{STRUCT_FORMATS[kind]}"))
+        elif depth == MAX_ARRAY_DEPTH:
             raise ValueError
         else:
             for _ in range(count):
-                self._string() if kind == STRING else self.value(kind, depth + 1)
+                self._string() if kind == STRING_TYPE else self.value(kind, depth + 1)
         return count
 
     def tensor(self) -> GGUFTensor:

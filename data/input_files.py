@@ -1,8 +1,4 @@
-"""Input files: found by path, folder or name on the hub, and read as rows whatever their format.
-
-The library datasets downloads a data set once and keeps it as Arrow files in its cache, which are read like any other
-input.
-"""
+"""Input files: located by path, folder, glob or hub name, and read as rows in any supported format."""
 
 from __future__ import annotations
 
@@ -16,102 +12,102 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hdtool.data.errors import HdtoolError, PromptError, RecordError, reason_of
-from hdtool.data.logs import SQLITE, database_rows, is_log_of_llm, is_server_log, log_rows
+from hdtool.data.errors import HdtoolError, PromptError, RecordError, error_reason
+from hdtool.data.logs import SQLITE_MAGIC, database_rows, is_log_of_llm, is_server_log, log_rows
 from hdtool.data.row_readers import (
-    ARROW,
-    CHUNK,
-    PACKED,
-    PARQUET,
+    ARROW_MAGIC,
+    COMPRESSED_ENDINGS,
+    PARQUET_MAGIC,
+    READ_BYTES,
     CountedFile,
     Row,
     RowError,
     arrow_rows,
-    decoded,
-    first_character,
+    decode_utf8,
+    decompressed,
+    first_byte,
     json_rows,
     line_rows,
     parquet_rows,
-    unpacked,
 )
 
-START = "hf:"
+HUB_PREFIX = "hf:"
 DEFAULT_SPLIT = "train"
-NAME = re.compile(r"(?P<name>[^/:]+/[^/:]+)(?:/(?P<config>[^/:]+))?(?::(?P<split>.+))?")
+HUB_DATASET_NAME = re.compile(r"(?P<name>[^/:]+/[^/:]+)(?:/(?P<config>[^/:]+))?(?::(?P<split>.+))?")
 
 
 def is_hub_name(name: str) -> bool:
-    return name.startswith(START)
+    return name.startswith(HUB_PREFIX)
 
 
-def files_of(name: str) -> list[Path]:
+def hub_files(name: str) -> list[Path]:
     """The files of a split of a data set, downloaded if the cache lacks them."""
-    found = NAME.fullmatch(name.removeprefix(START))
-    if found is None:
+    match = HUB_DATASET_NAME.fullmatch(name.removeprefix(HUB_PREFIX))
+    if match is None:
         raise RecordError(
             f"{name} is no name of a data set: write it as hf:OWNER/NAME, hf:OWNER/NAME/CONFIG or with :SPLIT"
         )
     from datasets import load_dataset
 
     try:
-        split = load_dataset(found["name"], found["config"], split=found["split"] or DEFAULT_SPLIT)
+        split = load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
     except Exception as error:  # datasets, huggingface_hub and the formats raise errors of many classes
         raise RecordError(
-            f"{name} cannot be loaded ({reason_of(error)}): check the name and the network, or name a split as in "
-            f"{START}{found['name']}:SPLIT"
+            f"{name} cannot be loaded ({error_reason(error)}): check the name and the network, or name a split as in "
+            f"{HUB_PREFIX}{match['name']}:SPLIT"
         ) from None
     if not (files := [Path(file["filename"]) for file in split.cache_files]):
         raise RecordError(f"{name} holds no rows: name another split")
     return list(dict.fromkeys(files))
 
 
-FORMATS = {
+FORMAT_ENDINGS = {
     "json": (".json",),
     "lines": (".jsonl", ".ndjson"),
     "text": (".txt", ".text", ".md"),
     "parquet": (".parquet",),
 }
-ENDINGS = {ending: form for form, endings in FORMATS.items() for ending in endings}
-MAGIC = {PARQUET: "parquet", SQLITE: "database", ARROW: "arrow"}
+FORMAT_BY_ENDING = {ending: form for form, endings in FORMAT_ENDINGS.items() for ending in endings}
+FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAGIC: "arrow"}
 
 
-def rows_of(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
+def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
     """The rows of a file; raises if there is none. With ``text_lines``, each line of a text is a row."""
-    stream = unpacked(raw)
-    head = stream.peek(CHUNK)
+    stream = decompressed(raw)
+    head = stream.peek(READ_BYTES)
     form = _format(raw.path, head)
-    if form not in MAGIC.values() and b"\0" in head:
+    if form not in FORMAT_BY_MAGIC.values() and b"\0" in head:
         # Such a file may be a single line of any length.
         raise RecordError(f"{raw.path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")
     row = None
-    for row in READERS["text lines" if form == "text" and text_lines else form](raw, stream):
+    for row in ROW_READERS["text lines" if form == "text" and text_lines else form](raw, stream):
         yield row
     if row is None:
         raise RecordError(f"{raw.path} is empty: leave it out, or put text in it")
 
 
-def ending_of(path: Path) -> str:
+def format_ending(path: Path) -> str:
     """The ending of a name without that of its compression."""
-    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED_ENDINGS else path).suffix.lower()
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether a file begins as JSON, as a server's log, or is a database of ``llm`` or an Arrow file."""
+    """Return True if a file begins as JSON, as a server's log, or is a database of ``llm`` or an Arrow file."""
     try:
         with CountedFile(path) as raw:
-            form = _format(path, unpacked(raw).peek(CHUNK))
+            form = _format(path, decompressed(raw).peek(READ_BYTES))
         return is_log_of_llm(path) if form == "database" else form != "text"
     except (OSError, EOFError, zlib.error):
         return False
 
 
 def _format(path: Path, head: bytes) -> str:
-    for magic, form in MAGIC.items():
+    for magic, form in FORMAT_BY_MAGIC.items():
         if head.startswith(magic):
             return form
-    if known := ENDINGS.get(ending_of(path)):
+    if known := FORMAT_BY_ENDING.get(format_ending(path)):
         return known
-    first = first_character(head)
+    first = first_byte(head)
     if first != b"{" and is_server_log(head):
         return "log"
     return "json" if first in (b"[", b"{") else "text"
@@ -119,7 +115,7 @@ def _format(path: Path, head: bytes) -> str:
 
 def _text_row(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     try:
-        if (text := decoded(stream.read())).strip():
+        if (text := decode_utf8(stream.read())).strip():
             yield Row("", text, raw.size)
     except RowError as fault:
         raise RecordError(f"{raw.path} is {fault}: convert it to UTF-8 text, or leave it out") from None
@@ -128,14 +124,14 @@ def _text_row(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
 def _text_lines(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     for number, line in enumerate(stream, start=1):
         try:
-            value: str | RowError = decoded(line).removesuffix("\n").removesuffix("\r")
+            value: str | RowError = decode_utf8(line).removesuffix("\n").removesuffix("\r")
         except RowError as fault:
             value = fault
         if isinstance(value, RowError) or value.strip():
             yield Row(f":{number}", value, raw.count, number)
 
 
-READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]] = {
+ROW_READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]] = {
     "json": json_rows,
     "lines": line_rows,
     "text": _text_row,
@@ -147,25 +143,27 @@ READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]] = 
 }
 
 
-MAYBE = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
+AMBIGUOUS_ENDINGS = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
 """Endings of files that many programs write."""
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
     """The files of names, folders, glob patterns and data sets of the hub, each once, in the order given."""
-    found: dict[Path, Path] = {}
+    paths_by_target: dict[Path, Path] = {}
     for pattern in patterns:
-        for path in _matches(os.path.expanduser(pattern)):
-            found.setdefault(path.resolve(), path)
-    return list(found.values())
+        for path in _matching_files(os.path.expanduser(pattern)):
+            paths_by_target.setdefault(path.resolve(), path)
+    return list(paths_by_target.values())
 
 
-def _matches(pattern: str) -> list[Path]:
+def _matching_files(pattern: str) -> list[Path]:
     if is_hub_name(pattern) and not os.path.exists(pattern):
-        return files_of(pattern)
+        return hub_files(pattern)
     if os.path.isdir(pattern):
         if not (files := sorted(_files_in(pattern))):
-            raise RecordError(f"{pattern} holds no files to read: name files, or put {', '.join(ENDINGS)} in it")
+            raise RecordError(
+                f"{pattern} holds no files to read: name files, or put {', '.join(FORMAT_BY_ENDING)} in it"
+            )
     # A file name may contain the characters of a pattern.
     elif os.path.exists(pattern):
         files = [Path(pattern)]
@@ -182,23 +180,23 @@ def _files_in(folder: str) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Whether a file of a folder is read by the ending of its name; logs and databases also by their content."""
-    ending = ending_of(path)
-    return ending in ENDINGS or (ending in MAYBE and holds_conversations(path))
+    """Return True if a file of a folder is read by the ending of its name; logs and databases also by their content."""
+    ending = format_ending(path)
+    return ending in FORMAT_BY_ENDING or (ending in AMBIGUOUS_ENDINGS and holds_conversations(path))
 
 
-def text_in(path: Path, advice: str) -> str:
+def read_text(path: Path, advice: str) -> str:
     """The text of a file that a prompt needs; the error of one without text ends with ``advice``."""
-    with faults_named(path, PromptError):
+    with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
-        return decoded(data)
+        return decode_utf8(data)
     except RowError as fault:
         raise PromptError(f"{path} is {fault}: {advice}") from None
 
 
 @contextmanager
-def faults_named(path: Path, kind: type[HdtoolError] = RecordError) -> Iterator[None]:
+def input_errors_as(path: Path, kind: type[HdtoolError] = RecordError) -> Iterator[None]:
     """Word the errors of opening and reading a file."""
     try:
         yield

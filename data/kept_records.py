@@ -1,7 +1,7 @@
-"""Records kept on disk: locked, resumable, and complete after a kill.
+"""File locks, cached values and append-only JSON Lines files that survive a kill.
 
-A kill leaves whole lines and at most one torn line after them. Reading changes nothing; the torn line is cut off
-only after the caller has recognised it.
+A kill leaves whole lines and at most one torn line at the end. Readers never change a file; the torn line is truncated
+only once the caller has recognised it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hdtool.data.errors import HdtoolError
 
 
 @contextmanager
-def exclusive(
+def file_lock(
     path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None, *, seconds: float = 0
 ) -> Iterator[None]:
     """Hold the lock file ``path``; raise ``busy`` if another holder has it, at once or after some ``seconds``.
@@ -38,8 +38,8 @@ def exclusive(
     """
     from filelock import FileLock, Timeout
 
-    if found := foreign_lock(path):
-        raise type(busy)(f"{path} {found}, so it is not a lock file of hdtool: move it away or choose another place")
+    if reason := why_foreign_lock(path):
+        raise type(busy)(f"{path} {reason}, so it is not a lock file of hdtool: move it away or choose another place")
     lock = FileLock(path)
     try:
         lock.acquire(timeout=seconds)
@@ -54,47 +54,47 @@ def exclusive(
         lock.release()
 
 
-def foreign_lock(path: Path) -> str | None:
+def why_foreign_lock(path: Path) -> str | None:
     """What shows that ``path`` is not a lock file of hdtool; ``None`` if it is one or does not exist.
 
     Some versions of filelock truncate the file that they open, and follow links.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return "is a link"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    return f"has {found.st_size:,} bytes" if found.st_size else None
+    return f"has {status.st_size:,} bytes" if status.st_size else None
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
 @contextmanager
-def locked(folder: Path, busy: HdtoolError) -> Iterator[None]:
+def folder_lock(folder: Path, busy: HdtoolError) -> Iterator[None]:
     """Hold the lock of a folder; where another process has it, print a note and wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def wait() -> None:
         print(f"note: {busy}: waiting for it", file=sys.stderr)
 
-    with exclusive(lock_of(folder), busy, wait):
+    with file_lock(lock_path(folder), busy, wait):
         yield
 
 
 @contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
+def scratch_folder(folder: Path) -> Iterator[Path]:
     """A new folder beside the folder; what is left in it is removed."""
-    place = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
-    place.mkdir()
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    scratch.mkdir()
     try:
-        yield place
+        yield scratch
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -105,16 +105,16 @@ def remove_unfinished(folder: Path) -> None:
 
 T = TypeVar("T")
 
-KEPT_SECONDS = 24 * 3600.0
-"""Maximum age of a kept measurement; older ones are repeated, because the machine may have been busy."""
+MAX_CACHE_AGE = 24 * 3600.0
+"""Seconds after which a measurement is repeated, because the machine may have been busy."""
 
 
 @dataclass(frozen=True)
-class KeptRecord:
-    """A value in a file of its own, whose name is a hash of the circumstances.
+class CachedValue:
+    """A value cached in a file whose name is a hash of its circumstances.
 
-    A file that is damaged, or was written for other circumstances, counts as none. Where nothing can be written, the
-    value is found out again each time.
+    A file that is damaged or belongs to other circumstances is a cache miss. If the folder is not writable, every read
+    is a miss.
     """
 
     folder: Path
@@ -128,21 +128,21 @@ class KeptRecord:
     def _key(self) -> str:
         return json.dumps(self.circumstances, sort_keys=True)
 
-    def read(self, parse: Callable[[Any], T], *, most_seconds: float = inf) -> T | None:
-        """What ``parse`` makes of the kept value; None if there is none, or it is older than ``most_seconds``."""
+    def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
+        """The cached value as ``parse`` reads it; None if it is missing or older than ``max_age``."""
         try:
-            if most_seconds < inf and abs(time.time() - self.path.stat().st_mtime) > most_seconds:
+            if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None
             row = json.loads(self.path.read_bytes())
-            if row["key"] != self._key or row["sha256"] != checksum(row["value"]):
+            if row["key"] != self._key or row["sha256"] != json_digest(row["value"]):
                 return None
             return parse(row["value"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             return None
 
     def write(self, value: Any) -> None:
-        """Keep a value that JSON can hold, atomically."""
-        row = json.dumps({"key": self._key, "value": value, "sha256": checksum(value)})
+        """Store a JSON-serialisable value atomically."""
+        row = json.dumps({"key": self._key, "value": value, "sha256": json_digest(value)})
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             number, name = mkstemp(prefix=".", suffix=".json", dir=self.folder)
@@ -159,11 +159,11 @@ class KeptRecord:
             self.path.unlink(missing_ok=True)
 
 
-def checksum(value: Any) -> str:
+def json_digest(value: Any) -> str:
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file with their line ends, which a torn last line lacks; a missing file has none.
 
     Anything but a regular file raises an OSError.
@@ -179,17 +179,17 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether a line lacks its end."""
+    """Return True if a line lacks its end."""
     return not line.endswith(b"\n")
 
 
-def may_be_torn_from(torn: bytes, start: str) -> bool:
-    """Whether a torn line may be the rest of a line that begins with ``start``."""
+def may_be_torn_start(torn: bytes, start: str) -> bool:
+    """Return True if a torn line may be the rest of a line that begins with ``start``."""
     beginning = start.encode()
     return beginning.startswith(torn) or torn.startswith(beginning)
 
 
-def cut(path: Path, torn: bytes) -> None:
+def cut_torn_line(path: Path, torn: bytes) -> None:
     """Remove a torn line from the end of a file; raises an OSError if the file ends in something else by now."""
     if not torn:
         return
@@ -201,8 +201,8 @@ def cut(path: Path, torn: bytes) -> None:
         stream.truncate(end)
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row; it is on disk when this returns."""
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row and flush it to disk."""
     with path.open("ab") as stream:
         stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
         stream.flush()

@@ -1,16 +1,12 @@
-"""Conversations from logs of llama.cpp's server, of vLLM and of the ``llm`` tool.
+"""Conversations from the logs of llama.cpp's server and vLLM, and from the database of the ``llm`` tool.
 
-The lines carry no id. An answer belongs to the earliest request without one. The body of a streamed answer is empty in
-the log; the chunks before it, which have ids, are joined instead.
+llama.cpp logs carry no request id, so an answer belongs to the earliest request without one. The logged body of a
+streamed answer is empty, so its chunks, which have ids, are joined. vLLM logs prompts as rendered by the chat template
+(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some versions log the JSON
+body of a request. Requests and answers are paired, and all other lines are skipped.
 
-``--enable-log-requests`` logs prompts as the chat template rendered them, since version 0.11 at the level DEBUG only,
-and ``--enable-log-outputs`` logs answers. Some versions log the body of a request as JSON.
-
-vLLM and llama-server write a request and its answer in lines of their own, which are paired here. All other lines of a
-log are passed over.
-
-Up to version 0.31 each exchange is a row of ``responses``, and the exchanges of a conversation share its id. Later
-versions keep messages as a tree: ``message_nodes`` point to their parents, and ``turns`` to the node of each answer.
+``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep messages as a tree: ``message_nodes``
+point to their parents, and ``turns`` to the node of each answer.
 """
 
 from __future__ import annotations
@@ -27,9 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import RecordError
-from hdtool.data.row_readers import PREFIX, CountedFile, Row, RowError, decoded, on_disk, parsed, value_of_line
+from hdtool.data.row_readers import (
+    LOGGER_PREFIX,
+    CountedFile,
+    Row,
+    RowError,
+    as_file_on_disk,
+    decode_utf8,
+    line_value,
+    parse_json,
+)
 
-TURNS = (
+TEMPLATE_TURNS = (
     # ChatML, Llama 3, Gemma: the start of a turn with its role, the text, the end.
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
     re.compile(
@@ -42,21 +47,21 @@ TURNS = (
 
 def messages_in(prompt: str) -> list[dict[str, str]] | None:
     """The messages before the answer; None unless the whole prompt is one of the known templates."""
-    for turn in TURNS:
-        found = list(turn.finditer(prompt))
-        if not found or "".join(match[0] for match in found) != prompt:
+    for turn in TEMPLATE_TURNS:
+        matches = list(turn.finditer(prompt))
+        if not matches or "".join(match[0] for match in matches) != prompt:
             continue
-        messages = [{"role": match["role"], "content": match["text"]} for match in found]
+        messages = [{"role": match["role"], "content": match["text"]} for match in matches]
         # The last turn is the start of the answer.
         return messages[:-1] if not messages[-1]["content"].strip() else messages
     return None
 
 
-STATUS = re.compile(r"log_server_r\w*: (?:done )?request: (?P<method>[A-Z]+) (?P<path>/\S*)")
-REQUEST = re.compile(r"log_server_r\w*: request:\s+(?P<body>\{.*)")
-RESPONSE = re.compile(r"log_server_r\w*: response:\s*(?P<body>.*)")
-STREAMED = re.compile(r"(?:streamed chunk: |^)data: (?P<body>\{.*)")
-ASKING = ("completion", "responses", "messages", "infill")
+LLAMA_STATUS = re.compile(r"log_server_r\w*: (?:done )?request: (?P<method>[A-Z]+) (?P<path>/\S*)")
+LLAMA_REQUEST = re.compile(r"log_server_r\w*: request:\s+(?P<body>\{.*)")
+LLAMA_RESPONSE = re.compile(r"log_server_r\w*: response:\s*(?P<body>.*)")
+LLAMA_CHUNK = re.compile(r"(?:streamed chunk: |^)data: (?P<body>\{.*)")
+GENERATION_PATHS = ("completion", "responses", "messages", "infill")
 """Parts of the paths of requests for text."""
 
 
@@ -73,16 +78,16 @@ class LlamaServerLog:
 
     def read(self, line: str, number: int) -> Iterator[Any]:
         """The exchanges that a line completes."""
-        if status := STATUS.search(line):
+        if status := LLAMA_STATUS.search(line):
             self._path = status["path"]
-        elif request := REQUEST.search(line):
+        elif request := LLAMA_REQUEST.search(line):
             self._requests.append((number, _body(request["body"])))
-        elif response := RESPONSE.search(line):
+        elif response := LLAMA_RESPONSE.search(line):
             if self._requests and (exchange := self._exchange(response["body"].strip())):
                 yield exchange
-        elif streamed := STREAMED.search(line):
+        elif streamed := LLAMA_CHUNK.search(line):
             with suppress(RowError):
-                chunk = parsed(streamed["body"])
+                chunk = parse_json(streamed["body"])
                 self._chunks.setdefault(str(chunk.get("id")), []).append(chunk)
 
     def unanswered(self) -> Iterator[tuple[int, Any]]:
@@ -93,33 +98,35 @@ class LlamaServerLog:
     def _exchange(self, answer: str) -> Any:
         _, request = self._requests.popleft()
         path, self._path = self._path, ""
-        if path and not any(part in path for part in ASKING):
+        if path and not any(part in path for part in GENERATION_PATHS):
             return None
         if isinstance(request, RowError):
             return request
         if not answer and self._chunks:
             return {"request": request, "response": self._chunks.pop(next(iter(self._chunks)))}
         try:
-            return {"request": request, "response": parsed(answer)} if answer else {"request": request}
+            return {"request": request, "response": parse_json(answer)} if answer else {"request": request}
         except RowError as fault:
             return RowError(f"an answer in llama-server's log is {fault}")
 
 
 def _body(text: str) -> Any:
     try:
-        return parsed(text)
+        return parse_json(text)
     except RowError as fault:
         return RowError(f"a request in llama-server's log is {fault}")
 
 
-TEXT = r"(?P<text>None|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
-PROMPT = re.compile(rf"(?:Received request (?P<id>\S+): |Request (?P<named>\S+) details: )prompt: {TEXT}, ")
-BODY = re.compile(r"Request (?P<id>\S+) JSON body: (?P<body>\{.*)")
-ANSWER = re.compile(rf"Generated response (?P<id>\S+?)(?P<stream> \(streaming \w+\))?: output: {TEXT}, ")
+PYTHON_STRING = r"(?P<text>None|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+VLLM_PROMPT = re.compile(
+    rf"(?:Received request (?P<id>\S+): |Request (?P<named>\S+) details: )prompt: {PYTHON_STRING}, "
+)
+VLLM_BODY = re.compile(r"Request (?P<id>\S+) JSON body: (?P<body>\{.*)")
+VLLM_ANSWER = re.compile(rf"Generated response (?P<id>\S+?)(?P<stream> \(streaming \w+\))?: output: {PYTHON_STRING}, ")
 BEGUN = re.compile(
     r"(?:Received request \S+: |Request \S+ details: )prompt: ['\"]|Generated response \S.*: output: ['\"]"
 )
-DELTA = " (streaming delta)"
+VLLM_DELTA = " (streaming delta)"
 
 
 class VllmLog:
@@ -138,15 +145,15 @@ class VllmLog:
 
     def read(self, line: str, number: int) -> Iterator[Any]:
         """The exchanges that a line completes."""
-        if body := BODY.search(line):
-            self._requests[body["id"]] = number, parsed(body["body"])
-        elif prompt := PROMPT.search(line):
+        if body := VLLM_BODY.search(line):
+            self._requests[body["id"]] = number, parse_json(body["body"])
+        elif prompt := VLLM_PROMPT.search(line):
             if (text := _text(prompt["text"])) and self._find(name := prompt["id"] or prompt["named"]) is None:
                 self._requests[name] = number, _request(text)
-        elif answer := ANSWER.search(line):
-            if answer["stream"] != DELTA and (text := _text(answer["text"])):
-                asked = self._requests.pop(self._find(answer["id"]) or "", None)
-                yield {"id": answer["id"], "request": asked[1] if asked else None, "response": text}
+        elif answer := VLLM_ANSWER.search(line):
+            if answer["stream"] != VLLM_DELTA and (text := _text(answer["text"])):
+                request = self._requests.pop(self._find(answer["id"]) or "", None)
+                yield {"id": answer["id"], "request": request[1] if request else None, "response": text}
         elif BEGUN.search(line):
             raise RowError("a line of vLLM's log that is cut off")
 
@@ -157,7 +164,10 @@ class VllmLog:
 
     def _find(self, name: str) -> str | None:
         """The id of a request by that of its answer: prompts of one request are numbered, bodies lack the start."""
-        return next((one for one in (name, f"{name}-0", name.partition("-")[2]) if one in self._requests), None)
+        return next(
+            (request_id for request_id in (name, f"{name}-0", name.partition("-")[2]) if request_id in self._requests),
+            None,
+        )
 
 
 def _text(literal: str) -> str | None:
@@ -173,36 +183,46 @@ def _request(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt} if messages is None else {"messages": messages}
 
 
-MARKS = re.compile(
+LOG_MARKS = re.compile(
     rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
     re.MULTILINE,
 )
 """What the first lines of these logs contain."""
-BODY_KEYS = ("messages", "conversations", "conversation", "request", "response", "body", "choices", "prompt", "input")
-LINES_TRIED = 50
+LOGGED_BODY_KEYS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "request",
+    "response",
+    "body",
+    "choices",
+    "prompt",
+    "input",
+)
+MAX_LINES_TRIED = 50
 
 
 def is_server_log(head: bytes) -> bool:
-    """Whether a file without a known ending is a log, by its beginning."""
-    if MARKS.search(head):
+    """Return True if a file without a known ending is a log, by its beginning."""
+    if LOG_MARKS.search(head):
         return True
-    lines = head.splitlines()[:LINES_TRIED]
-    return any(PREFIX.match(line.decode(errors="replace")) and _is_body(value_of_line(line)) for line in lines)
+    lines = head.splitlines()[:MAX_LINES_TRIED]
+    return any(LOGGER_PREFIX.match(line.decode(errors="replace")) and _is_body(line_value(line)) for line in lines)
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """A row for each request; its value has a ``request``, a ``response`` or both, or is the JSON of the line."""
     logs = (VllmLog(), LlamaServerLog())
-    found = False
+    has_rows = False
     for number, line in enumerate(stream, start=1):
         for value in _values(line, number, logs):
-            found = True
+            has_rows = True
             yield Row(f":{number}", value, raw.count, number)
     for log in logs:
         for number, value in log.unanswered():
-            found = True
+            has_rows = True
             yield Row(f":{number}", value, raw.count, number)
-    if not found:
+    if not has_rows:
         raise RecordError(
             f"{raw.path} is a log without the bodies of requests: start vLLM with --enable-log-requests and "
             "--enable-log-outputs at VLLM_LOGGING_LEVEL=DEBUG, llama-server with --verbose, or name a text file .txt"
@@ -213,28 +233,28 @@ def _values(line: bytes, number: int, logs: tuple[VllmLog, LlamaServerLog]) -> I
     for log in logs:
         if log.concerns(line):
             try:
-                yield from log.read(decoded(line), number)
+                yield from log.read(decode_utf8(line), number)
             except RowError as fault:
                 yield fault
             return
-    if b'{"' in line and _is_body(value := value_of_line(line)):
+    if b'{"' in line and _is_body(value := line_value(line)):
         yield value
 
 
 def _is_body(value: Any) -> bool:
-    return isinstance(value, dict) and any(_is_nested(value.get(key)) for key in BODY_KEYS)
+    return isinstance(value, dict) and any(_is_nested(value.get(key)) for key in LOGGED_BODY_KEYS)
 
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, dict | list) or (isinstance(value, str) and value.lstrip()[:1] in ("{", "["))
 
 
-SQLITE = b"SQLite format 3\0"
-LEAVES = """
+SQLITE_MAGIC = b"SQLite format 3\0"
+LEAVES_QUERY = """
 select turns.id, output_node_id from turns where output_node_id not in
 (select parent_id from message_nodes where parent_id is not null) order by turns.rowid
 """
-CHAIN = """
+CHAIN_QUERY = """
 with recursive chain(id, parent_id, message_id, depth) as (
   select id, parent_id, message_id, 0 from message_nodes where id = ?
   union all
@@ -243,7 +263,7 @@ with recursive chain(id, parent_id, message_id, depth) as (
 )
 select messages.role, messages.parts from chain join messages on messages.id = chain.message_id order by depth desc
 """
-FRAGMENTS = """
+FRAGMENTS_QUERY = """
 select content from fragments join {table} on {table}.fragment_id = fragments.id
 where {table}.response_id = ? order by {table}."order"
 """
@@ -251,7 +271,7 @@ where {table}.response_id = ? order by {table}."order"
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """A row for each conversation, in the chat format."""
-    with on_disk(raw.path, stream) as (file, _):
+    with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
                 tables = _tables(database)
@@ -260,15 +280,15 @@ def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
                         f"{raw.path} is a SQLite database without the tables of llm's logs.db (found: "
                         f"{', '.join(sorted(tables)[:8]) or 'none'}): name the file that `llm logs path` prints"
                     )
-                found = [*_turns(database, tables), *_responses(database, tables)]
+                conversations = [*_turns(database, tables), *_responses(database, tables)]
         except sqlite3.Error as error:
             raise RecordError(f"{raw.path} cannot be read as SQLite ({error}): copy it again") from None
-    for index, value in enumerate(found):
-        yield Row(f"[{index}]", value, raw.size * (index + 1) // len(found), index + 1)
+    for index, value in enumerate(conversations):
+        yield Row(f"[{index}]", value, raw.size * (index + 1) // len(conversations), index + 1)
 
 
 def is_log_of_llm(path: Path) -> bool:
-    """Whether a SQLite file has the tables of ``llm``."""
+    """Return True if a SQLite file has the tables of ``llm``."""
     try:
         with closing(_opened(path)) as database:
             return _has_answers(_tables(database))
@@ -285,14 +305,14 @@ def _has_answers(tables: set[str]) -> bool:
 
 
 def _opened(file: Path) -> sqlite3.Connection:
-    place = file.absolute().as_uri()
-    database = sqlite3.connect(f"{place}?mode=ro", uri=True)
+    uri = file.absolute().as_uri()
+    database = sqlite3.connect(f"{uri}?mode=ro", uri=True)
     try:
         database.execute("select 1 from sqlite_master")
     except sqlite3.OperationalError:
         # A database with a write-ahead log cannot be opened in a folder that is read-only.
         database.close()
-        database = sqlite3.connect(f"{place}?immutable=1", uri=True)
+        database = sqlite3.connect(f"{uri}?immutable=1", uri=True)
     except sqlite3.DatabaseError:
         database.close()
         raise
@@ -303,9 +323,9 @@ def _opened(file: Path) -> sqlite3.Connection:
 def _turns(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
     if not {"turns", "message_nodes", "messages"} <= tables:
         return
-    for name, node in database.execute(LEAVES).fetchall():
+    for name, node in database.execute(LEAVES_QUERY).fetchall():
         try:
-            messages = [_message(role, parts) for role, parts in database.execute(CHAIN, (node,))]
+            messages = [_message(role, parts) for role, parts in database.execute(CHAIN_QUERY, (node,))]
         except ValueError as fault:
             yield RowError(f"the parts of a message are no JSON ({fault})")
             continue
@@ -331,11 +351,11 @@ def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
         if name in known:
             continue
         messages = conversations.setdefault(conversation or name, [])
-        asked = _with_fragments(database, tables, "prompt_fragments", name, prompt)
+        question = _with_fragments(database, tables, "prompt_fragments", name, prompt)
         instructions = _with_fragments(database, tables, "system_fragments", name, system)
         if instructions and all(message != {"role": "system", "content": instructions} for message in messages):
             messages.append({"role": "system", "content": instructions})
-        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": response or ""})
     for name, messages in conversations.items():
         yield {"id": name, "messages": messages}
@@ -345,5 +365,5 @@ def _with_fragments(database: sqlite3.Connection, tables: set[str], table: str, 
     """A prompt after the fragments that were put before it."""
     texts = []
     if {table, "fragments"} <= tables:
-        texts = [content for (content,) in database.execute(FRAGMENTS.format(table=table), (name,))]
+        texts = [content for (content,) in database.execute(FRAGMENTS_QUERY.format(table=table), (name,))]
     return "\n".join(part for part in (*texts, text) if part)

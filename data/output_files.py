@@ -1,9 +1,7 @@
-"""Output files and folders: complete or absent, and never in place of what hdtool did not create.
+"""Output files and folders: written atomically, and never over files that hdtool did not create.
 
-Each function returns whether hdtool wrote the file at a path. At most the beginning of the file is read.
-
-The new content goes to a temporary file in the same folder, which takes the place of the old file once it is
-complete on disk. An interrupted or failed write leaves the old file as it was.
+New content goes to a temporary file in the same folder, which replaces the old file once it is on disk. An interrupted
+or failed write leaves the old file unchanged. Ownership checks read at most the head of a file.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hdtool.data.errors import HdtoolError, worded
+from hdtool.data.errors import HdtoolError, os_errors_as
 
-LARGEST_JSON = 64 << 20
-"""Bytes; hdtool writes no single JSON value and no JSON line that is as large."""
-PNG = b"\x89PNG\r\n\x1a\n"
+MAX_JSON_BYTES = 64 << 20
+"""Upper bound of the JSON values and lines that hdtool writes."""
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}
 """The metadata by which a figure is recognised."""
 HTML_ENTRY = b'<meta name="generator" content="hdtool'
 MARKDOWN_ENTRY = b"<!-- hdtool report -->"
-BEGINNING = 4096
+HEAD_BYTES = 4096
 """Bytes that hold the entries above."""
 
 
-def json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
+def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
     """A JSON object with these keys and this format."""
 
     def is_ours(path: Path) -> bool:
@@ -45,59 +43,59 @@ def json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
 
 def json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if it holds none."""
-    return _object(path.read_bytes()) if path.stat().st_size <= LARGEST_JSON else {}
+    return _object(path.read_bytes()) if path.stat().st_size <= MAX_JSON_BYTES else {}
 
 
-def json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
+def is_json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
     """JSON lines, the first of which has exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         with path.open("rb") as stream:
-            line = stream.readline(LARGEST_JSON)
+            line = stream.readline(MAX_JSON_BYTES)
         return line.endswith(b"\n") and _object(line).keys() == set(keys)
 
     return is_ours
 
 
 def is_own_png(path: Path) -> bool:
-    start = _beginning(path)
-    return start.startswith(PNG) and PNG_ENTRY in start
+    start = _head(path)
+    return start.startswith(PNG_MAGIC) and PNG_ENTRY in start
 
 
 def is_own_html(path: Path) -> bool:
-    return HTML_ENTRY in _beginning(path)
+    return HTML_ENTRY in _head(path)
 
 
 def is_own_markdown(path: Path) -> bool:
-    return _beginning(path).startswith(MARKDOWN_ENTRY)
+    return _head(path).startswith(MARKDOWN_ENTRY)
 
 
 def safetensors_metadata(path: Path) -> dict[str, Any]:
     """The metadata in the header of a safetensors file; empty if it is no such file."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        found = _object(stream.read(size)).get("__metadata__") if size <= LARGEST_JSON else None
-    return found if isinstance(found, dict) else {}
+        metadata = _object(stream.read(size)).get("__metadata__") if size <= MAX_JSON_BYTES else None
+    return metadata if isinstance(metadata, dict) else {}
 
 
-def _beginning(path: Path) -> bytes:
+def _head(path: Path) -> bytes:
     with path.open("rb") as stream:
-        return stream.read(BEGINNING)
+        return stream.read(HEAD_BYTES)
 
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 TEMPORARY_BYTES = 8
 """Random bytes in the name of a temporary file."""
-ENDING = rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp"
-BINARY = getattr(os, "O_BINARY", 0)
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+TEMPORARY_ENDING = rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp"
+O_BINARY = getattr(os, "O_BINARY", 0)
+O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,11 @@ class OutputFile:
     content: str
     """A description of the content, for messages: ``{path} is there and is not {content}``."""
     is_ours: Callable[[Path], bool]
-    """Whether hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
+    """True if hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
     error: type[HdtoolError]
     advice: str = "choose another --out, or move it away"
     private: bool = False
-    """Whether only its owner may read it, whatever the umask."""
+    """True if only its owner may read it, whatever the umask."""
 
     def check(self) -> None:
         """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
@@ -125,7 +123,7 @@ class OutputFile:
             raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
 
     def exists(self) -> bool:
-        """Whether hdtool wrote this file before; a file of another origin is refused."""
+        """Return True if hdtool wrote this file before; a file of another origin is refused."""
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:
@@ -155,7 +153,7 @@ class OutputFile:
                     temporary.replace(destination)
             finally:
                 temporary.unlink(missing_ok=True)
-            to_disk(destination.parent)
+            sync_to_disk(destination.parent)
 
     def remove(self) -> None:
         """Delete the file if hdtool wrote it, and temporary files of killed writers."""
@@ -166,7 +164,7 @@ class OutputFile:
                 destination.unlink(missing_ok=True)
 
     def _errors_worded(self) -> AbstractContextManager[None]:
-        return worded(self.error, f"{self.path} cannot be written", self.advice)
+        return os_errors_as(self.error, f"{self.path} cannot be written", self.advice)
 
     def _destination(self) -> Path:
         """The file to replace, with links resolved; raises if hdtool did not write it."""
@@ -180,41 +178,41 @@ class OutputFile:
 
 def temporary_names(names: str) -> re.Pattern[str]:
     """The names of temporary files of destinations whose names match a pattern."""
-    return re.compile(rf"\.({names})\.{ENDING}")
+    return re.compile(rf"\.({names})\.{TEMPORARY_ENDING}")
 
 
 def _size(path: Path) -> int | None:
     """The bytes of a regular file, None if there is none; anything else raises an OSError."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if stat.S_ISREG(found.st_mode):
-        return found.st_size
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size
     kinds = {stat.S_IFDIR: "it is a folder", stat.S_IFLNK: "its links form a circle"}
-    raise OSError(0, kinds.get(stat.S_IFMT(found.st_mode), "it is not a regular file"))
+    raise OSError(0, kinds.get(stat.S_IFMT(status.st_mode), "it is not a regular file"))
 
 
 def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
     """A new file in the folder of ``destination``, open and locked; the umask takes permissions from its mode."""
     while True:
-        path = destination.with_name(f"{_start(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
+        path = destination.with_name(f"{_temporary_prefix(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
         # Exclusive creation follows no link.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | BINARY, mode)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | O_NOFOLLOW | O_BINARY, mode)
         _lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)  # another writer removed the file before the lock was held
 
 
-def _start(destination: Path) -> str:
+def _temporary_prefix(destination: Path) -> str:
     """What the names of a file's temporary files begin with; long names are cut to what file systems allow."""
     return f".{destination.name.encode()[:150].decode(errors='ignore')}."
 
 
 def _remove_stale(destination: Path) -> None:
     """Delete temporary files of this destination whose writers were killed."""
-    name = re.compile(re.escape(_start(destination)) + ENDING)
+    name = re.compile(re.escape(_temporary_prefix(destination)) + TEMPORARY_ENDING)
     for path in destination.parent.iterdir():
         if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
@@ -222,7 +220,7 @@ def _remove_stale(destination: Path) -> None:
 
 
 def _remove_unless_locked(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | NO_LINKS)
+    descriptor = os.open(path, os.O_RDWR | O_NOFOLLOW)
     try:
         if _lock(descriptor, wait=False):  # a living writer holds the lock of its file
             path.unlink(missing_ok=True)
@@ -243,8 +241,8 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
     return True
 
 
-def to_disk(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk; not every system can do that for a folder."""
+def sync_to_disk(path: Path) -> None:
+    """Flush a file or a folder entry to disk; not every system supports it for folders."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

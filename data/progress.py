@@ -1,4 +1,4 @@
-"""Progress bars, and counts of what was read and what was left out."""
+"""Progress bars and counts of usable and unusable records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from hdtool.data.errors import RecordError
 
 T = TypeVar("T")
-SHOWN = (
+BAR_FORMAT = (
     "{{desc}}: {{percentage:3.0f}}%|{{bar}}| {{n_fmt}}/{{total_fmt}}{noun} "
     "[{{elapsed}}<{{remaining}}, {{rate_noinv_fmt}}{{postfix}}]"
 )
@@ -19,14 +19,14 @@ SHOWN = (
 _hidden = False
 
 
-class Bar:
+class ProgressBar:
     """A progress bar."""
 
     def __init__(self, shown: Any) -> None:
         self._shown = shown
 
-    def to(self, place: int) -> None:
-        self._shown.update(place - self._shown.n)
+    def to(self, position: int) -> None:
+        self._shown.update(position - self._shown.n)
 
     def advance(self) -> None:
         self._shown.update(1)
@@ -37,13 +37,13 @@ class Bar:
 
 
 def show_bars(shown: bool) -> None:
-    """Whether bars of this process may be shown: not in a command with --quiet, whatever loads its model."""
+    """Show or hide all progress bars of this process; ``--quiet`` hides them."""
     global _hidden
     _hidden = not shown
 
 
 @contextmanager
-def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[Bar]:
+def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[ProgressBar]:
     """A bar that is shown only if standard error is a terminal, and not with ``quiet``.
 
     ``unit`` is the plural of what is counted, or "B" for bytes; without one, ``what`` is counted.
@@ -58,44 +58,44 @@ def bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterat
         desc=what,
         disable=True if quiet or _hidden else None,
         dynamic_ncols=True,
-        bar_format=SHOWN.format(noun=noun),
+        bar_format=BAR_FORMAT.format(noun=noun),
         unit=unit if is_size else f" {unit or what}",
         **scaled,
-    ) as shown:
-        yield Bar(shown)
+    ) as tqdm_bar:
+        yield ProgressBar(tqdm_bar)
 
 
 @contextmanager
-def late_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A function of a place and a total, which shows a bar from its first call on: the total is not known before."""
+def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of position and total that shows a bar from its first call, when the total is known."""
     with ExitStack() as opened:
-        bars: list[Bar] = []
+        bars: list[ProgressBar] = []
 
-        def show(place: int, total: int) -> None:
+        def show(position: int, total: int) -> None:
             if not bars:
-                bars.append(opened.enter_context(bar(total, what, quiet=quiet)))
-            bars[0].to(place)
+                bars.append(opened.enter_context(progress_bar(total, what, quiet=quiet)))
+            bars[0].to(position)
 
         yield show
 
 
-def over(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
-    """The items, with a bar of those that are done."""
-    with bar(len(items), what, quiet=quiet) as shown:
+def with_progress(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
+    """Iterate over items with a progress bar."""
+    with progress_bar(len(items), what, quiet=quiet) as progress:
         for item in items:
             yield item
-            shown.advance()
+            progress.advance()
 
 
-BAD_SHOWN = 20
-MODELS_COUNTED = 100
-"""Names of models; more of them are no names."""
+MAX_BAD_SHOWN = 20
+MAX_MODELS_COUNTED = 100
+"""Distinct model names that are counted."""
 TOLERANCE = 0.05
 """The share of records that may be unusable, where no option sets it."""
 
 
-def counted(number: int, noun: str) -> str:
-    """One of a thing, or several."""
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun in singular or plural."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -119,11 +119,11 @@ class Tally:
         self.bad += 1
         if not self.first_bad:
             self.first_bad, self.advice = f"{place} ({reason})", str(getattr(fault, "advice", ""))
-        if len(self.shown) < BAD_SHOWN:
+        if len(self.shown) < MAX_BAD_SHOWN:
             self.shown.append(f"{place}: {reason}")
 
     def name_model(self, name: str) -> None:
-        if name in self.models or len(self.models) < MODELS_COUNTED:
+        if name in self.models or len(self.models) < MAX_MODELS_COUNTED:
             self.models[name] += 1
 
     def refuse(self, place: str, fault: Exception) -> None:
@@ -137,20 +137,20 @@ class Tally:
         self.bad += later.bad
         if not self.first_bad:
             self.first_bad, self.advice = later.first_bad, later.advice
-        self.shown += later.shown[: BAD_SHOWN - len(self.shown)]
+        self.shown += later.shown[: MAX_BAD_SHOWN - len(self.shown)]
         self.models += later.models
 
     def left_out(self) -> list[str]:
         """Lines for the user: the first unusable records, and the number of the others."""
         more = self.bad - len(self.shown)
         return [f"left out: {line}" for line in self.shown] + (
-            [f"left out: {counted(more, 'more record')}"] if more else []
+            [f"left out: {count_of(more, 'more record')}"] if more else []
         )
 
     def check(self, tolerance: float) -> None:
         count = self.bad + self.good
         if self.bad > tolerance * count:
             raise RecordError(
-                f"{self.bad} of {counted(count, 'record')} cannot be used, the first at {self.first_bad}: "
+                f"{self.bad} of {count_of(count, 'record')} cannot be used, the first at {self.first_bad}: "
                 f"correct or remove them, or raise --max-bad-fraction{self.advice}"
             )

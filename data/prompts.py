@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_surrogate, media_part
-from hdtool.data.conversation_files import ConversationReader, Found
+from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import PromptError, RecordError
-from hdtool.data.input_files import faults_named, files_of, is_hub_name, text_in
+from hdtool.data.input_files import hub_files, input_errors_as, is_hub_name, read_text
 from hdtool.data.progress import Tally
-from hdtool.data.row_readers import RowError, decoded
+from hdtool.data.row_readers import RowError, decode_utf8
 
-EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
     """The tools in a JSON file: a list of them, or an object with a list ``tools``."""
-    with faults_named(path, PromptError):
+    with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
-        found = json.loads(decoded(data))
+        value = json.loads(decode_utf8(data))
     except (RowError, ValueError, RecursionError) as fault:
-        raise PromptError(f"{path} is not a JSON file ({fault}): give a list of tools as {EXAMPLE}") from None
-    tools = tools_of(found.get("tools") if isinstance(found, dict) else found, str(path))
+        raise PromptError(f"{path} is not a JSON file ({fault}): give a list of tools as {TOOL_EXAMPLE}") from None
+    tools = tools_of(value.get("tools") if isinstance(value, dict) else value, str(path))
     if not tools:
-        raise PromptError(f"{path} holds no tools: give a list of them as {EXAMPLE}")
+        raise PromptError(f"{path} holds no tools: give a list of them as {TOOL_EXAMPLE}")
     return tools
 
 
@@ -45,7 +45,7 @@ def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(map(_is_tool, value)):
-        raise PromptError(f"{where}: `tools` must be a list of {EXAMPLE}")
+        raise PromptError(f"{where}: `tools` must be a list of {TOOL_EXAMPLE}")
     return tuple(value)
 
 
@@ -54,13 +54,13 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-CONTENT, PART = "content", "text"
+CONTENT_TYPE, TEXT_PART_TYPE = "content", "text"
 """The types of a prediction and of its parts in OpenAI's API."""
 
 
 def read_prediction(path: Path) -> str:
     """The text of a file; raises unless it holds some."""
-    text = text_in(path, "a prediction is UTF-8 text")
+    text = read_text(path, "a prediction is UTF-8 text")
     if not text.strip():
         raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")
     return text
@@ -70,10 +70,10 @@ def prediction_of(value: Any, where: str) -> str:
     """The text of a JSON value: a text, OpenAI's object with a text or a list of text parts, or null."""
     if value is None:
         return ""
-    if isinstance(value, dict) and value.get("type") == CONTENT:
-        value = value.get(CONTENT)
+    if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
+        value = value.get(CONTENT_TYPE)
         if isinstance(value, list) and all(_is_part(part) for part in value):
-            value = "".join(part[PART] for part in value)
+            value = "".join(part[TEXT_PART_TYPE] for part in value)
     if not isinstance(value, str):
         raise PromptError(
             f'{where}: `prediction` must be a text or {{"type": "content", "content": ...}} with a text or text parts'
@@ -86,11 +86,11 @@ def prediction_of(value: Any, where: str) -> str:
 
 
 def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == PART and isinstance(part.get(PART), str)
+    return isinstance(part, dict) and part.get("type") == TEXT_PART_TYPE and isinstance(part.get(TEXT_PART_TYPE), str)
 
 
 RESPONSE_FORMAT = "response_format"
-LARGEST_GRAMMAR = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 20
 """Bytes; a larger one takes minutes to compile."""
 
 
@@ -118,19 +118,19 @@ class Grammar:
         name = f"the {self.kind.label}"
         if not self.text.strip():
             raise PromptError(f"{name} is empty: leave it out for free text")
-        if len(self.text) > LARGEST_GRAMMAR:
-            raise PromptError(f"{name} has {len(self.text):,} characters: {LARGEST_GRAMMAR:,} are the most")
+        if len(self.text) > MAX_GRAMMAR_BYTES:
+            raise PromptError(f"{name} has {len(self.text):,} characters: {MAX_GRAMMAR_BYTES:,} are the most")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """JSON that is valid by a schema, which is given as an object or as its text."""
         try:
-            found = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(found, ensure_ascii=False)
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(parsed, ensure_ascii=False)
         except (ValueError, TypeError, RecursionError) as error:
             raise PromptError(f"the JSON schema is not valid JSON ({error}): correct it") from None
-        if not isinstance(found, Mapping | bool):
-            raise PromptError(f"the JSON schema is {type(found).__name__}: a schema is an object, true or false")
+        if not isinstance(parsed, Mapping | bool):
+            raise PromptError(f"the JSON schema is {type(parsed).__name__}: a schema is an object, true or false")
         return cls(GrammarKind.JSON_SCHEMA, text)
 
     @classmethod
@@ -146,9 +146,9 @@ class Grammar:
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
     """The grammar in a file."""
-    from hdtool.data.input_files import text_in
+    from hdtool.data.input_files import read_text
 
-    text = text_in(path, "give it as UTF-8 text")
+    text = read_text(path, "give it as UTF-8 text")
     try:
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)
     except PromptError as error:
@@ -157,14 +157,14 @@ def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
 
 def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
     """The grammar of a row of a prompts file, by the key of a kind or by OpenAI's ``response_format``."""
-    given = [kind for kind in GrammarKind if row.get(kind.value) is not None]
-    wanted = _of_response_format(row.get(RESPONSE_FORMAT), where)
-    if len(given) + (wanted is not None) > 1:
-        names = [kind.value for kind in given] + [RESPONSE_FORMAT] * (wanted is not None)
+    kinds = [kind for kind in GrammarKind if row.get(kind.value) is not None]
+    response_format = _response_format_grammar(row.get(RESPONSE_FORMAT), where)
+    if len(kinds) + (response_format is not None) > 1:
+        names = [kind.value for kind in kinds] + [RESPONSE_FORMAT] * (response_format is not None)
         raise PromptError(f"{where}: {' and '.join(names)} exclude each other: give one of them")
-    if not given:
-        return wanted
-    (kind,) = given
+    if not kinds:
+        return response_format
+    (kind,) = kinds
     value = row[kind.value]
     try:
         if kind is GrammarKind.JSON_SCHEMA:
@@ -176,7 +176,7 @@ def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
         raise PromptError(f"{where}: {error}") from None
 
 
-def _of_response_format(value: Any, where: str) -> Grammar | None:
+def _response_format_grammar(value: Any, where: str) -> Grammar | None:
     if value is None or value == {"type": "text"}:
         return None
     if value == {"type": "json_object"}:
@@ -236,14 +236,14 @@ def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | N
 
 
 def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[Prompt]:
-    paths = files_of(str(path)) if is_hub_name(str(path)) else [path]
+    paths = hub_files(str(path)) if is_hub_name(str(path)) else [path]
     reader = ConversationReader(paths, text_lines=True)
     prompts: list[Prompt] = []
-    for found in (found for source in range(len(paths)) for found in reader.of_input(source)):
+    for located in (located for source in range(len(paths)) for located in reader.of_input(source)):
         try:
-            prompts.append(_prompt_of(found))
+            prompts.append(_prompt_of(located))
         except RowError as fault:
-            reader.tally.refuse(found.where, fault)
+            reader.tally.refuse(located.where, fault)
         if tolerance is None:
             _refuse_bad(reader.tally)
     if tolerance is None:
@@ -259,28 +259,28 @@ def _refuse_bad(tally: Tally) -> None:
         raise PromptError(f"{tally.shown[0]}: correct or remove it")
 
 
-def of_all_categories(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
     """The first prompts of every category, alternating between categories."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
-    return alternating(groups.values())[:most]
+    return interleave(groups.values())[:limit]
 
 
-def alternating(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
+def interleave(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
     """The first prompt of every group, then the second of every group, and so on."""
     return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
 
 
-def _prompt_of(found: Found) -> Prompt:
-    conversation, where = found.conversation, found.where
-    messages, later = _asked(conversation)
-    _require_text(found.row.value)
-    row = found.row.value if isinstance(found.row.value, dict) else {}
+def _prompt_of(located: LocatedConversation) -> Prompt:
+    conversation, where = located.conversation, located.where
+    messages, later = _split_at_last_question(conversation)
+    _require_text(located.row.value)
+    row = located.row.value if isinstance(located.row.value, dict) else {}
     return Prompt(
         messages,
         later,
-        id=conversation.id or str(found.row.number),
+        id=conversation.id or str(located.row.number),
         category=conversation.category,
         prediction=prediction_of(row.get("prediction"), where),
         grammar=grammar_of(row, where),
@@ -296,7 +296,7 @@ def _require_text(row: Any) -> None:
             raise RowError(f"a message has a part of type {kind[:40]!r}, and hdtool answers text only")
 
 
-def _asked(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+def _split_at_last_question(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     """The conversation up to its last question, without a recorded answer to it, and the user's later turns."""
     turns = list(conversation.turns)
     if conversation.kind == TEXT:
@@ -312,19 +312,19 @@ def _asked(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, 
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench pools as one task."""
-POOLED = "mt_bench"
+POOLED_TASK = "mt_bench"
 
 
 def tasks_of(categories: Sequence[str]) -> list[str]:
     """The task of each question, by the categories of all of them."""
     # Other sets of questions may have a category `math` too.
     pooled = len(set(categories) & set(MT_BENCH)) > 1
-    return [POOLED if pooled and category in MT_BENCH else category for category in categories]
+    return [POOLED_TASK if pooled and category in MT_BENCH else category for category in categories]
 
 
-def of_each_task(prompts: Sequence[Prompt], each: int) -> list[Prompt]:
+def interleave_tasks(prompts: Sequence[Prompt], per_task: int) -> list[Prompt]:
     """The first prompts of every task, alternating between tasks; a pooled task alternates between its categories."""
     groups: dict[str, list[Prompt]] = {}
     for task, prompt in zip(tasks_of([prompt.category for prompt in prompts]), prompts, strict=True):
         groups.setdefault(task, []).append(prompt)
-    return alternating(of_all_categories(group, each) for group in groups.values())
+    return interleave(interleave_categories(group, per_task) for group in groups.values())

@@ -1,11 +1,8 @@
-"""Records: texts to draft from, read from conversations, generations and plain texts.
+"""Texts for stores and traces for replay, read from conversations, generations and plain texts.
 
-Each turn of a conversation is a text of its own. Of a request with its response, the turns since the model's last
-answer count: earlier requests held the others. Records that cannot be used are counted and named; too many of them are
-an error.
-
-Every conversation that any command reads can be replayed if it holds answers of the model: those with recorded tokens,
-or the model's turns after another role. Answer files of Spec-Bench need the file of their questions.
+Each turn of a conversation is a separate text. Of a request and its response, only the turns since the model's last
+answer count, because earlier requests held the others. Any conversation with an answer of the model can be replayed;
+answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an error.
 """
 
 from __future__ import annotations
@@ -15,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, Rankings, answered
-from hdtool.data.conversation_files import ConversationReader, Found
+from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, Rankings, with_answers
+from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.progress import TOLERANCE, Tally
 from hdtool.data.prompts import Message
 from hdtool.data.row_readers import RowError
 
 
-class Part(NamedTuple):
+class RecordPart(NamedTuple):
     """A part of a record."""
 
     text: str
@@ -40,7 +37,7 @@ class Record:
 
     texts: tuple[str, ...]
     source: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RecordPart, ...] = ()
     """All parts of the record in order."""
 
 
@@ -54,13 +51,13 @@ class Portion:
     """Bytes of the input up to here."""
     is_last: bool = False
     held_text: bool = False
-    """Whether there were texts before ``without_texts``."""
+    """True if there were texts before ``without_texts``."""
 
     def without_texts(self) -> Portion:
         return replace(self, texts=(), held_text=bool(self.texts))
 
 
-class Reading(ConversationReader):
+class RecordReader(ConversationReader):
     """Iterates over the records of inputs, and counts what it reads."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = TOLERANCE) -> None:
@@ -75,26 +72,26 @@ class Reading(ConversationReader):
     def __iter__(self) -> Iterator[Record]:
         self.restart()
         for source in range(len(self.inputs)):
-            for found in self.of_input(source):
-                if texts := self._wanted(parts := _parts_of(found.conversation)):
+            for located in self.of_input(source):
+                if texts := self._wanted(parts := _parts_of(located.conversation)):
                     self._found = True
                     yield Record(texts, source, parts)
         self.finish()
 
     def whole(self) -> Iterator[Record]:
         """The records with all turns, those that other requests and rows held included."""
-        for found in self.conversations():
-            if texts := self._wanted(parts := _parts_of(found.conversation, whole=True)):
+        for located in self.conversations():
+            if texts := self._wanted(parts := _parts_of(located.conversation, whole=True)):
                 self._found = True
-                yield Record(texts, found.source, parts)
+                yield Record(texts, located.source, parts)
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
         """A single input in portions of at least so many texts; another process counts them with ``take``."""
         self.restart()
         held: list[str] = []
-        for found in self.of_input(0):
-            held += self._wanted(_parts_of(found.conversation))
+        for located in self.of_input(0):
+            held += self._wanted(_parts_of(located.conversation))
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)
                 held, self.tally = [], Tally()
@@ -113,32 +110,32 @@ class Reading(ConversationReader):
         self.tally.check(self._tolerance)
         if not self._found:
             what = "answers of a model" if self.answers_only else "text"
-            raise RecordError(f"no {what} found in {_names(self.inputs)}: name files that hold some")
+            raise RecordError(f"no {what} found in {_file_names(self.inputs)}: name files that hold some")
 
-    def _wanted(self, parts: Iterable[Part]) -> tuple[str, ...]:
+    def _wanted(self, parts: Iterable[RecordPart]) -> tuple[str, ...]:
         return tuple(part.text for part in parts if part.by_model or not self.answers_only)
 
 
-def _names(paths: Sequence[Path]) -> str:
+def _file_names(paths: Sequence[Path]) -> str:
     if not paths:
         return "no input at all"
     return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0])
 
 
-def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Part, ...]:
+def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[RecordPart, ...]:
     """The parts of a conversation with a text, in order; answers that a request repeats are not the model's."""
     turns = conversation.turns if whole else conversation.new_turns
     first_answer = conversation.prompted - (len(conversation.turns) - len(turns))
-    parts = ((turn, turn.by_model and place >= first_answer) for place, turn in enumerate(turns))
+    parts = ((turn, turn.by_model and index >= first_answer) for index, turn in enumerate(turns))
     return tuple(
-        Part(turn.text, True, turn.ids) if by_model else Part(turn.text, False, None, turn.role)
+        RecordPart(turn.text, True, turn.ids) if by_model else RecordPart(turn.text, False, None, turn.role)
         for turn, by_model in parts
         if turn.text and not turn.text.isspace()
     )
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedAnswer:
     """An answer of the model."""
 
     place: int
@@ -157,7 +154,7 @@ class Trace:
     id: str
     category: str
     messages: tuple[Message, ...]
-    answers: tuple[Recorded, ...]
+    answers: tuple[RecordedAnswer, ...]
     where: str
     """Its file and line, for messages."""
 
@@ -166,45 +163,47 @@ def read_traces(
     paths: Sequence[Path], questions: Path | None = None, *, tolerance: float = TOLERANCE, tally: Tally | None = None
 ) -> list[Trace]:
     """All conversations of some files in order; what cannot be used is counted in ``tally``."""
-    asked = _questions(questions) if questions else {}
+    questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)
-    found: list[Trace] = []
+    traces: list[Trace] = []
     joined = 0
-    for one in reader.conversations():
+    for located in reader.conversations():
         try:
-            joined += bool(asked) and one.conversation.kind == ANSWERS
-            found.append(_trace(one, asked))
+            joined += bool(questions_by_key) and located.conversation.kind == ANSWERS
+            traces.append(_trace(located, questions_by_key))
         except RowError as fault:
-            reader.tally.refuse(one.where, fault)
+            reader.tally.refuse(located.where, fault)
     if tally is not None:
         tally.add(reader.tally)
     reader.tally.check(tolerance)
     if questions and not joined:
         raise OptionError(f"--questions {questions} belongs to answer files of Spec-Bench, and no trace is one")
-    if not any(trace.answers for trace in found):
+    if not any(trace.answers for trace in traces):
         names = ", ".join(map(str, paths))
         raise RecordError(f"no answers of a model are in {names}: name conversations with assistant messages")
-    return found
+    return traces
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
     """The questions of Spec-Bench by the keys of their answers."""
     reader = ConversationReader([path])
-    found = {f"question {one.conversation.id}": one.conversation for one in reader.conversations()}
-    return {key: replace(one, kind=QUESTIONS) for key, one in found.items()}
+    conversations = {
+        f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()
+    }
+    return {key: replace(conversation, kind=QUESTIONS) for key, conversation in conversations.items()}
 
 
-def _trace(found: Found, questions: Mapping[str, Conversation]) -> Trace:
-    conversation = found.conversation
+def _trace(located: LocatedConversation, questions: Mapping[str, Conversation]) -> Trace:
+    conversation = located.conversation
     if conversation.kind == ANSWERS:
-        conversation = answered(_question_of(conversation, questions), conversation)
+        conversation = with_answers(_question_of(conversation, questions), conversation)
     messages = tuple({"role": turn.role, "content": turn.text} for turn in conversation.turns)
     return Trace(
-        conversation.id or str(found.row.number),
+        conversation.id or str(located.row.number),
         conversation.category,
         messages,
-        tuple(_recorded(conversation)),
-        found.where,
+        tuple(_recorded_answers(conversation)),
+        located.where,
     )
 
 
@@ -220,11 +219,11 @@ def _question_of(answers: Conversation, questions: Mapping[str, Conversation]) -
     return questions[answers.key]
 
 
-def _recorded(conversation: Conversation) -> Iterator[Recorded]:
+def _recorded_answers(conversation: Conversation) -> Iterator[RecordedAnswer]:
     for place in conversation.answers:
         turn = conversation.turns[place]
         if turn.ids:
-            most = conversation.max_new_tokens if turn.finish == STOPPED else len(turn.ids)
-            yield Recorded(place, turn.ids, most, turn.rankings)
+            max_tokens = conversation.max_new_tokens if turn.finish == STOPPED else len(turn.ids)
+            yield RecordedAnswer(place, turn.ids, max_tokens, turn.rankings)
         elif turn.text.strip():
-            yield Recorded(place)
+            yield RecordedAnswer(place)

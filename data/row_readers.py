@@ -1,4 +1,4 @@
-"""Rows of JSON, CSV and Parquet files, compressed or not."""
+"""Row readers for JSON, JSON Lines, Parquet and Arrow files, and streaming decompression."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hdtool.data.errors import RecordError, reason_of
+from hdtool.data.errors import RecordError, error_reason
 
-CHUNK = 1 << 16
-PACKED = (".gz", ".zst")
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+READ_BYTES = 1 << 16
+COMPRESSED_ENDINGS = (".gz", ".zst")
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
-def unpacked(raw: io.RawIOBase) -> io.BufferedReader:
+def decompressed(raw: io.RawIOBase) -> io.BufferedReader:
     """The content of a file, which may be compressed."""
-    stream: io.BufferedReader[Any] = io.BufferedReader(raw, CHUNK)
-    head = stream.peek(len(ZSTD))
-    if head.startswith(GZIP):
-        return io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK)
-    if head.startswith(ZSTD):
+    stream: io.BufferedReader[Any] = io.BufferedReader(raw, READ_BYTES)
+    head = stream.peek(len(ZSTD_MAGIC))
+    if head.startswith(GZIP_MAGIC):
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), READ_BYTES)
+    if head.startswith(ZSTD_MAGIC):
         # pyarrow, which Parquet needs anyway, has Zstandard; Python has it from 3.14 on.
         from pyarrow import CompressedInputStream
 
-        return io.BufferedReader(CompressedInputStream(stream, "zstd"), CHUNK)
+        return io.BufferedReader(CompressedInputStream(stream, "zstd"), READ_BYTES)
     return stream
 
 
-def is_packed(stream: io.BufferedReader) -> bool:
-    """Whether a stream of ``unpacked`` decompresses."""
+def is_compressed(stream: io.BufferedReader) -> bool:
+    """Return True if a stream of ``decompressed`` decompresses."""
     return not isinstance(stream.raw, io.RawIOBase) or isinstance(stream.raw, gzip.GzipFile)
 
 
 @contextmanager
-def packed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     """A stream that compresses into another one as the ending of the name asks for."""
     ending = path.suffix.lower()
     if ending == ".gz":
@@ -72,7 +72,7 @@ class _LeftOpen(io.RawIOBase):
         return self._stream.write(data)
 
 
-BOM = b"\xef\xbb\xbf"
+UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class RowError(ValueError):
@@ -116,7 +116,7 @@ class CountedFile(io.RawIOBase):
         super().close()
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The JSON value in a text; raises a ``RowError`` if there is none."""
     try:
         return json.loads(text)
@@ -128,17 +128,17 @@ def parsed(text: str) -> Any:
         raise RowError("JSON that is nested too deeply") from None
 
 
-def decoded(data: bytes) -> str:
+def decode_utf8(data: bytes) -> str:
     """UTF-8 text; raises a ``RowError`` if it is none."""
     if b"\0" in data:
         raise RowError("binary data")
     try:
-        return data.removeprefix(BOM).decode()
+        return data.removeprefix(UTF8_BOM).decode()
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
 
 
-PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
+LOGGER_PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
 """What a logger writes before an object: a time, a level, a name."""
 
 
@@ -146,20 +146,20 @@ def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue
-        yield Row(f":{number}", value_of_line(line), raw.count, number)
+        yield Row(f":{number}", line_value(line), raw.count, number)
 
 
-def value_of_line(line: bytes) -> Any:
+def line_value(line: bytes) -> Any:
     """The JSON value of a line, after a prefix if there is one; a ``RowError`` instead of raising it."""
     try:
-        text = decoded(line)
+        text = decode_utf8(line)
         try:
-            return parsed(text)
+            return parse_json(text)
         except RowError:
-            if (prefix := PREFIX.match(text)) is None:
+            if (prefix := LOGGER_PREFIX.match(text)) is None:
                 raise
             with suppress(RowError):
-                return parsed(text[prefix.end() :])
+                return parse_json(text[prefix.end() :])
             raise
     except RowError as fault:
         return fault
@@ -167,16 +167,16 @@ def value_of_line(line: bytes) -> Any:
 
 def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
     """One JSON value; or JSON Lines, if the first line is a complete value and not an array."""
-    opening = _opening(stream)
-    if first_character(opening) != b"[":
+    opening = _first_lines(stream)
+    if first_byte(opening) != b"[":
         with suppress(RowError):
-            parsed(decoded(opening))
+            parse_json(decode_utf8(opening))
             yield from line_rows(raw, chain(io.BytesIO(opening), stream))
             return
     if not opening.strip():
         return
     try:
-        value = parsed(decoded(opening + stream.read()))
+        value = parse_json(decode_utf8(opening + stream.read()))
     except RowError as fault:
         raise RecordError(
             f"{raw.path} is {fault}; it may be cut off: fetch it again, or name it .jsonl if each line is a record"
@@ -188,18 +188,20 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a list holds the messages of one conversation, and not one record each."""
-    messages = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    """Return True if a list holds the messages of one conversation, and not one record each."""
+    messages = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     return (
-        messages and len(value) > 1 and all("role" in one and {"content", "tool_calls"} & one.keys() for one in value)
+        messages
+        and len(value) > 1
+        and all("role" in item and {"content", "tool_calls"} & item.keys() for item in value)
     )
 
 
-def first_character(data: bytes) -> bytes:
-    return data.lstrip(BOM + b" \t\r\n")[:1]
+def first_byte(data: bytes) -> bytes:
+    return data.lstrip(UTF8_BOM + b" \t\r\n")[:1]
 
 
-def _opening(stream: io.BufferedReader) -> bytes:
+def _first_lines(stream: io.BufferedReader) -> bytes:
     """The first line that is not blank, with the blank lines before it."""
     opening = stream.readline()
     while opening.isspace() and (line := stream.readline()):
@@ -207,15 +209,15 @@ def _opening(stream: io.BufferedReader) -> bytes:
     return opening
 
 
-PARQUET, ARROW = b"PAR1", b"\xff\xff\xff\xff"
+PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"\xff\xff\xff\xff"
 
 
 @contextmanager
-def on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
+def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
     """A file that is read from any place in it, unpacked if it is compressed, and a folder for scratch files."""
     with tempfile.TemporaryDirectory() as scratch:
         file = path
-        if is_packed(stream):
+        if is_compressed(stream):
             file = Path(scratch, "unpacked")
             with file.open("wb") as unpacked:
                 shutil.copyfileobj(stream, unpacked)
@@ -228,16 +230,16 @@ def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         from pyarrow import parquet
     except ImportError:
         raise RecordError(f"{raw.path} is a Parquet file, which the library datasets reads: install datasets") from None
-    with on_disk(raw.path, stream) as (file, scratch):
-        place = glob.escape(os.path.abspath(file))
+    with as_file_on_disk(raw.path, stream) as (file, scratch):
+        pattern = glob.escape(os.path.abspath(file))
         try:
             count = parquet.read_metadata(file).num_rows
             # load_dataset would contact a server first, and leave a lock per file in the user's cache.
-            rows = Dataset.from_parquet(place, cache_dir=scratch, streaming=True)
+            rows = Dataset.from_parquet(pattern, cache_dir=scratch, streaming=True)
             for index, row in enumerate(rows):
                 yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
         except Exception as error:  # pyarrow, fsspec and datasets raise errors of many classes
-            raise RecordError(f"{raw.path} cannot be read as Parquet ({reason_of(error)}): fetch it again") from None
+            raise RecordError(f"{raw.path} cannot be read as Parquet ({error_reason(error)}): fetch it again") from None
 
 
 def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
@@ -251,4 +253,4 @@ def arrow_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
                     yield Row(f"[{index}]", row, raw.count, index + 1)
                     index += 1
     except (ArrowException, OSError) as error:
-        raise RecordError(f"{raw.path} cannot be read as Arrow ({reason_of(error)}): fetch it again") from None
+        raise RecordError(f"{raw.path} cannot be read as Arrow ({error_reason(error)}): fetch it again") from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from hdtool.data.stores.store import checksum
+from hdtool.data.stores.store import file_checksum
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.compact_weight import is_compact
@@ -49,7 +49,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
             store.manifest.kind: {
                 "folder": str(store.folder.resolve()),
                 "tokens": store.manifest.counts["tokens"],
-                "sha256": checksum(store.folder / MANIFEST),
+                "sha256": file_checksum(store.folder / MANIFEST),
             }
             for store in (store_set.model, store_set.corpus)
             if store

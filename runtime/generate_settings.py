@@ -19,7 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hdtool.data.errors import HdtoolError, ModelError, reason_of
+from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.sampling.sampler import Sampler
 
@@ -138,7 +138,7 @@ def sampler_as_generate(
         raise
     except Exception as error:  # the library raises many kinds for invalid settings
         raise ModelError(
-            f"the generation settings of the model cannot be used ({reason_of(error)}): correct its "
+            f"the generation settings of the model cannot be used ({error_reason(error)}): correct its "
             f"generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
         ) from error
     sampler = Sampler(config, prompt, processors=processors)
@@ -194,7 +194,7 @@ def generation_settings(chosen: str, model_settings: GenerationConfig) -> Genera
             ) from None
         except Exception as error:  # the library raises many kinds for invalid settings
             raise ModelError(
-                f"{file} holds no generation settings ({reason_of(error)}): name a generation_config.json"
+                f"{file} holds no generation settings ({error_reason(error)}): name a generation_config.json"
             ) from None
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(settings, name) is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hdtool.data.kept_records import KeptRecord
+from hdtool.data.kept_records import CachedValue
 from hdtool.data.stores.home import import_structure_at_home
 
 COMPILER = "torch._dynamo"
@@ -212,7 +212,7 @@ def _lean_structure(module: Any) -> None:
         try:
             folder = Path(module_path)
             folder = folder if folder.is_dir() else folder.parent
-            record = KeptRecord(import_structure_at_home(), {"prefix": prefix, "files": _signature(folder)})
+            record = CachedValue(import_structure_at_home(), {"prefix": prefix, "files": _signature(folder)})
             if (recorded := record.read(_structure_of)) is not None:
                 return recorded
         except OSError:

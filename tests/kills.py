@@ -36,10 +36,10 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from hdtool.builders.heads.training import CHECKPOINT
+from hdtool.builders.heads.training import CHECKPOINT_FILE
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError
-from hdtool.data.stores.store import damaged, read_manifest
+from hdtool.data.stores.store import damaged_files, read_manifest
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, WEIGHTS_FILE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -111,7 +111,7 @@ def check_store(found: Path, new: Path, old: Path | None) -> None:
         return
     if _identity(found) not in [_identity(store) for store in (new, old) if store]:
         raise LossError("the store is neither the old nor the new one")
-    if broken := damaged(found, read_manifest(found)):
+    if broken := damaged_files(found, read_manifest(found)):
         raise LossError(f"{', '.join(broken)} is damaged")
     (ModelStore if read_manifest(found).kind == "model" else CorpusIndex)(found)
 
@@ -132,8 +132,8 @@ def check_answers(found: Path, new: Path, old: Path | None) -> None:
 
 def check_heads(found: Path, new: Path, old: Path | None) -> None:
     """A checkpoint that can be loaded, and heads that are whole as soon as they have settings."""
-    if (found / CHECKPOINT).exists():
-        torch.load(found / CHECKPOINT, weights_only=True)
+    if (found / CHECKPOINT_FILE).exists():
+        torch.load(found / CHECKPOINT_FILE, weights_only=True)
     if old and not (found / SETTINGS_FILE).exists():
         raise LossError(f"there is no {SETTINGS_FILE}")
     if (found / SETTINGS_FILE).exists():

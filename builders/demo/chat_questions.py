@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
-from hdtool.builders.demo.prompts import KINDS, prompts_file
+from hdtool.builders.demo.corpus import TrainingDocument, demo_arguments, documents, stable_hash
+from hdtool.builders.demo.prompts import PROMPT_KINDS, prompts_file
 
-NUMBER_OF_EACH_FORM = 60
-NUMBER_OF_EACH_KIND = 400
+QUESTIONS_PER_FORM = 60
+QUESTIONS_PER_KIND = 400
 
 CONCEPTS = """gravity; photosynthesis; inflation; supply and demand; machine learning; the water cycle; black holes;
 plate tectonics; natural selection; the immune system; electric current; the greenhouse effect; blockchain; quantum
@@ -39,7 +39,7 @@ drums; chess; football; basketball; tennis; swimming; hiking; camping; gardening
 pottery; knitting; cooking; baking; yoga; dancing; theater; opera; museums; libraries; zoos; aquariums; dogs; cats;
 horses; cows; bees; butterflies; owls; penguins; dolphins; whales; elephants; lions; wolves; bears; turtles; frogs"""
 
-PLACES = """Paris; Rome; London; Berlin; Madrid; Lisbon; Vienna; Prague; Athens; Istanbul; Cairo; Nairobi; Cape Town;
+CITIES = """Paris; Rome; London; Berlin; Madrid; Lisbon; Vienna; Prague; Athens; Istanbul; Cairo; Nairobi; Cape Town;
 Mumbai; Delhi; Bangkok; Singapore; Tokyo; Kyoto; Seoul; Beijing; Shanghai; Sydney; Melbourne; Auckland; Toronto;
 Vancouver; Montreal; New York; Chicago; San Francisco; Boston; Mexico City; Havana; Lima; Buenos Aires; Rio de Janeiro;
 Iceland; Norway; Sweden; Scotland; Ireland; Switzerland; Italy; Spain; Greece; Egypt; Morocco; Kenya; India; Nepal;
@@ -81,13 +81,13 @@ traveler; a shy dragon; an old sailor; a girl who talks to trees; a detective in
 bookshop; an astronaut alone on Mars; a clockmaker; a village without rain; a singing river; a forgotten library; a boy
 and his kite; a magician who lost her tricks; a friendly ghost; the last train of the night"""
 
-ADVICE = """learn a new language; sleep better; save money; stay motivated; prepare for an exam; make new friends; cook
-healthy meals; start running; write a good essay; manage time; work from home; reduce stress; grow vegetables; choose a
-laptop; plan a wedding; train a dog; improve handwriting; read more books; give a speech; learn to play the guitar;
-organize a kitchen; find a hobby; pack for a long trip; take better photos; remember names; build a bookshelf; clean a
-carpet; repair a bicycle tire; start a small business; teach children to share"""
+ADVICE_TOPICS = """learn a new language; sleep better; save money; stay motivated; prepare for an exam; make new
+friends; cook healthy meals; start running; write a good essay; manage time; work from home; reduce stress; grow
+vegetables; choose a laptop; plan a wedding; train a dog; improve handwriting; read more books; give a speech; learn
+to play the guitar; organize a kitchen; find a hobby; pack for a long trip; take better photos; remember names; build
+a bookshelf; clean a carpet; repair a bicycle tire; start a small business; teach children to share"""
 
-FORMS: tuple[tuple[str, str, str], ...] = (
+QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
     ("explain", CONCEPTS, "What is {}?"),
     ("explain", CONCEPTS, "Explain {} to a ten-year-old."),
     ("explain", CONCEPTS, "How does {} work? Answer in one paragraph."),
@@ -100,10 +100,10 @@ FORMS: tuple[tuple[str, str, str], ...] = (
     ("list", THINGS, "How are {} made or done? Describe the steps."),
     ("write", THINGS, "Write a short poem about {}."),
     ("write", THINGS, "Write a product description for a shop that sells or teaches {}."),
-    ("travel", PLACES, "Suggest a three-day itinerary for {}."),
-    ("travel", PLACES, "What is {} known for?"),
-    ("travel", PLACES, "Write a travel blog post about a recent trip to {}."),
-    ("travel", PLACES, "What should I eat in {}?"),
+    ("travel", CITIES, "Suggest a three-day itinerary for {}."),
+    ("travel", CITIES, "What is {} known for?"),
+    ("travel", CITIES, "Write a travel blog post about a recent trip to {}."),
+    ("travel", CITIES, "What should I eat in {}?"),
     ("facts", PEOPLE, "Who was {}?"),
     ("facts", PEOPLE, "What did {} achieve? Answer in three sentences."),
     ("facts", PEOPLE, "Imagine you are {}. Introduce yourself and describe your work."),
@@ -117,37 +117,39 @@ FORMS: tuple[tuple[str, str, str], ...] = (
     ("write", OCCASIONS, "Draft a short announcement about {}."),
     ("write", HEROES, "Write a short story about {}."),
     ("write", HEROES, "Write the opening paragraph of a novel about {}."),
-    ("advice", ADVICE, "How can I {}?"),
-    ("advice", ADVICE, "Give me five tips to {}."),
-    ("advice", ADVICE, "Write a dialogue between two friends about how to {}."),
+    ("advice", ADVICE_TOPICS, "How can I {}?"),
+    ("advice", ADVICE_TOPICS, "Give me five tips to {}."),
+    ("advice", ADVICE_TOPICS, "Write a dialogue between two friends about how to {}."),
 )
 
 
-def chat_questions(of_each: int = NUMBER_OF_EACH_FORM) -> Iterator[tuple[str, str]]:
+def chat_questions(of_each: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
     """Kind and text of the questions: up to ``of_each`` topics for each form, selected by a hash."""
-    for kind, topics, form in FORMS:
+    for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
         yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:of_each])
 
 
-def document_questions(everything: Iterable[Document], of_each: int = NUMBER_OF_EACH_KIND) -> Iterator[tuple[str, str]]:
+def document_questions(
+    everything: Iterable[TrainingDocument], of_each: int = QUESTIONS_PER_KIND
+) -> Iterator[tuple[str, str]]:
     """Kind and text of questions from documents that are not held out, up to ``of_each`` of a kind."""
-    texts: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:
             texts[document.kind].add(document.question)
-    for kind, found in texts.items():
-        yield from ((kind, text) for text in sorted(found, key=stable_hash)[:of_each])
+    for kind, kind_texts in texts.items():
+        yield from ((kind, text) for text in sorted(kind_texts, key=stable_hash)[:of_each])
 
 
 def main() -> None:
-    options = arguments(__doc__, "where the questions go").parse_args()
+    options = demo_arguments(__doc__, "where the questions go").parse_args()
     out = prompts_file(options.out)
     out.check()
-    asked = {*chat_questions(), *document_questions(documents(options.gsm8k, options.docs))}
+    questions = {*chat_questions(), *document_questions(documents(options.gsm8k, options.docs))}
     rows = [
         {"id": f"{kind}-{number:04}", "category": kind, "messages": [{"role": "user", "content": text}]}
-        for number, (kind, text) in enumerate(sorted(asked, key=lambda pair: stable_hash(pair[1])), start=1)
+        for number, (kind, text) in enumerate(sorted(questions, key=lambda pair: stable_hash(pair[1])), start=1)
     ]
     out.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"{len(rows)} questions in {options.out}")

@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
-LONGEST_ANSWER = 2000
+MAX_ANSWER_CHARACTERS = 2000
 """Characters; the training window would cut longer answers."""
 
 
 @dataclass(frozen=True)
-class Document:
+class TrainingDocument:
     """A conversation (question and answer) or, without a question, plain text."""
 
     kind: str
@@ -48,7 +48,7 @@ class Document:
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
-def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser:
     """The options that the scripts of this folder share; ``out`` is the help of ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
@@ -57,36 +57,38 @@ def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
     return parser
 
 
-def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[Document]:
+def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[TrainingDocument]:
     """All documents, each once."""
     yield from worked_problems(gsm8k)
     yield from documentation(docs)
     yield from library_code(library or Path(sysconfig.get_path("stdlib")))
 
 
-def worked_problems(folder: Path) -> Iterator[Document]:
+def worked_problems(folder: Path) -> Iterator[TrainingDocument]:
     for split in ("train", "test"):
         with open(folder / f"{split}.jsonl", encoding="utf-8") as lines:
             for number, line in enumerate(lines):
                 row = json.loads(line)
-                yield Document("math", f"gsm8k/{split}#{number}", row["answer"], row["question"])
+                yield TrainingDocument("math", f"gsm8k/{split}#{number}", row["answer"], row["question"])
 
 
 # Python's documentation ------------------------------------------------------------------------
 
-ENTRY = re.compile(r"^( *)\.\. (?:function|method|class|classmethod|staticmethod|attribute|data|exception)::\s+(.+)$")
-TITLE = re.compile(r"^(\S[^\n]*)\n([=\-*~^\"#.])\2{2,} *$", re.MULTILINE)
+ENTRY_DIRECTIVE = re.compile(
+    r"^( *)\.\. (?:function|method|class|classmethod|staticmethod|attribute|data|exception)::\s+(.+)$"
+)
+SECTION_TITLE = re.compile(r"^(\S[^\n]*)\n([=\-*~^\"#.])\2{2,} *$", re.MULTILINE)
 DROPPED_DIRECTIVES = re.compile(
     r"^\.\. (?:index|module|moduleauthor|sectionauthor|testsetup|testcleanup|only|highlight|toctree|image|figure"
     r"|include|literalinclude|audit-event|availability|currentmodule|productionlist|versionadded|versionchanged"
     r"|deprecated|deprecated-removed|impl-detail|raw|contents|tabularcolumns|rubric|cmdoption|option|_|\|)"
 )
 LABELLED_DIRECTIVES = {"note": "Note:", "warning": "Warning:", "seealso": "See also:", "tip": "Tip:"}
-ROLE = re.compile(r":[a-zA-Z][\w+:.-]*:`[~!]?([^`<]*?)\s*(?:<[^`>]*>)?`")
-LINK = re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?")
+RST_ROLE = re.compile(r":[a-zA-Z][\w+:.-]*:`[~!]?([^`<]*?)\s*(?:<[^`>]*>)?`")
+RST_LINK = re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?")
 
 
-def documentation(folder: Path) -> Iterator[Document]:
+def documentation(folder: Path) -> Iterator[TrainingDocument]:
     for part in DOC_FOLDERS:
         for path in sorted((folder / part).rglob("*.rst*")):
             text = path.read_text(encoding="utf-8").expandtabs()
@@ -97,12 +99,12 @@ def documentation(folder: Path) -> Iterator[Document]:
         yield from terms(glossary.read_text(encoding="utf-8"))
 
 
-def entries(page: str, text: str) -> Iterator[Document]:
+def entries(page: str, text: str) -> Iterator[TrainingDocument]:
     """A directive such as ``.. function::`` becomes a question about the name; its description is the answer."""
     lines = text.splitlines()
     module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
     for number, line in enumerate(lines):
-        if not (match := ENTRY.match(line)):
+        if not (match := ENTRY_DIRECTIVE.match(line)):
             continue
         body = indented_block(lines, number + 1, len(match[1]))
         answer = plain_text(body)
@@ -110,34 +112,36 @@ def entries(page: str, text: str) -> Iterator[Document]:
         name = re.split(r"[(\s]", signature)[0]
         if module and not name.startswith(module):
             name = f"{module}.{name}"
-        if 40 <= len(answer) <= LONGEST_ANSWER:
+        if 40 <= len(answer) <= MAX_ANSWER_CHARACTERS:
             questions = f"What does `{name}` do?", f"Explain `{name}`.", f"How do I use `{name}`?"
             question = questions[stable_hash(name) % len(questions)]
-            yield Document("explain", f"{page}#{name}", f"`{signature}`\n\n{answer}", question)
+            yield TrainingDocument("explain", f"{page}#{name}", f"`{signature}`\n\n{answer}", question)
 
 
-def sections(page: str, text: str, *, is_faq: bool) -> Iterator[Document]:
+def sections(page: str, text: str, *, is_faq: bool) -> Iterator[TrainingDocument]:
     """Each titled section as prose; in the FAQ, a title that is a question becomes a conversation."""
-    marks = list(TITLE.finditer(text))
+    marks = list(SECTION_TITLE.finditer(text))
     for mark, following in zip(marks, [*marks[1:], None], strict=False):
         title = plain_text(mark[1])
         body = plain_text(text[mark.end() : following.start() if following else len(text)])
         if len(body) < 200:
             continue
-        if is_faq and title.endswith("?") and len(body) <= LONGEST_ANSWER:
-            yield Document("explain", f"{page}#{title}", body, title)
+        if is_faq and title.endswith("?") and len(body) <= MAX_ANSWER_CHARACTERS:
+            yield TrainingDocument("explain", f"{page}#{title}", body, title)
         else:
-            yield Document("prose", f"{page}#{title}", f"# {title}\n\n{body}")
+            yield TrainingDocument("prose", f"{page}#{title}", f"# {title}\n\n{body}")
 
 
-def terms(text: str) -> Iterator[Document]:
+def terms(text: str) -> Iterator[TrainingDocument]:
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if re.match(r"^   \S", line) and number + 1 < len(lines) and lines[number + 1].startswith("      "):
             answer = plain_text(indented_block(lines, number + 1, 3))
-            if 40 <= len(answer) <= LONGEST_ANSWER:
+            if 40 <= len(answer) <= MAX_ANSWER_CHARACTERS:
                 term = plain_text(line)
-                yield Document("explain", f"docs/glossary#{term}", answer, f"What is meant by {term} in Python?")
+                yield TrainingDocument(
+                    "explain", f"docs/glossary#{term}", answer, f"What is meant by {term} in Python?"
+                )
 
 
 def indented_block(lines: list[str], start: int, indent: int) -> str:
@@ -153,7 +157,7 @@ def indented_block(lines: list[str], start: int, indent: int) -> str:
 
 def plain_text(text: str) -> str:
     """reStructuredText without its markup."""
-    kept: list[str] = []
+    kept_lines: list[str] = []
     dropped_below: int | None = None
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -162,15 +166,15 @@ def plain_text(text: str) -> str:
         if dropped_below is not None:
             continue
         stripped = line.lstrip()
-        if ENTRY.match(line) or DROPPED_DIRECTIVES.match(stripped) or stripped == "..":
+        if ENTRY_DIRECTIVE.match(line) or DROPPED_DIRECTIVES.match(stripped) or stripped == "..":
             dropped_below = indent
         elif directive := re.match(r"\.\. ([\w-]+)::\s*(.*)", stripped):
             label = LABELLED_DIRECTIVES.get(directive[1], "")
-            kept.append(" " * indent + f"{label} {directive[2] if label else ''}".strip())
+            kept_lines.append(" " * indent + f"{label} {directive[2] if label else ''}".strip())
         elif not re.match(r":[\w -]+:( |$)", stripped):
-            kept.append(line)
-    joined = ROLE.sub(r"`\1`", "\n".join(kept)).replace("``", "`")
-    joined = LINK.sub(r"\1", joined).replace("::\n", ":\n").replace("\\ ", "").replace("`None`", "None")
+            kept_lines.append(line)
+    joined = RST_ROLE.sub(r"`\1`", "\n".join(kept_lines)).replace("``", "`")
+    joined = RST_LINK.sub(r"\1", joined).replace("::\n", ":\n").replace("\\ ", "").replace("`None`", "None")
     return re.sub(r"\n\s*\n+", "\n\n", joined).strip()
 
 
@@ -179,7 +183,7 @@ def plain_text(text: str) -> str:
 SKIPPED_CODE = re.compile(r"/(?:site-packages|test|tests|idlelib|lib2to3|turtledemo|encodings|__pycache__|ensurepip)/")
 
 
-def library_code(folder: Path) -> Iterator[Document]:
+def library_code(folder: Path) -> Iterator[TrainingDocument]:
     for path in sorted(folder.rglob("*.py")):
         if SKIPPED_CODE.search(path.as_posix()) or path.name.startswith(("_sysconfigdata", "test_")):
             continue
@@ -195,10 +199,10 @@ def library_code(folder: Path) -> Iterator[Document]:
             if isinstance(node, ast.FunctionDef):
                 yield from function_tasks(page, lines, node)
         if len(text) > 200:
-            yield Document("code", page, text)
+            yield TrainingDocument("code", page, text)
 
 
-def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[Document]:
+def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[TrainingDocument]:
     """Two tasks from a documented function: write it, and add its docstring."""
     doc = ast.get_docstring(node)
     first = node.body[0]
@@ -207,23 +211,23 @@ def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterat
     indent = node.col_offset
     source = [line[indent:] for line in lines[node.lineno - 1 : node.end_lineno]]
     whole = "\n".join(source)
-    if not 80 <= len(whole) <= LONGEST_ANSWER:
+    if not 80 <= len(whole) <= MAX_ANSWER_CHARACTERS:
         return
     summary = doc.split("\n\n")[0].replace("\n", " ")
     name = f"{page}#{node.name}:{node.lineno}"
     answer = f"```python\n{whole}\n```"
-    yield Document("write", name, answer, f"Write a Python function `{node.name}`. {summary}")
-    if len(whole) <= LONGEST_ANSWER // 2:
+    yield TrainingDocument("write", name, answer, f"Write a Python function `{node.name}`. {summary}")
+    if len(whole) <= MAX_ANSWER_CHARACTERS // 2:
         bare = "\n".join(source[: first.lineno - node.lineno] + source[first.end_lineno - node.lineno + 1 :])
-        yield Document("edit", name, answer, f"Add a docstring to this function.\n\n```python\n{bare}\n```")
+        yield TrainingDocument("edit", name, answer, f"Add a docstring to this function.\n\n```python\n{bare}\n```")
 
 
 def stable_hash(text: str) -> int:
-    """The same on every machine and in every run, unlike ``hash``."""
+    """A hash that is equal on every machine and in every run, unlike ``hash``."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-TEXT_START, USER, ASSISTANT, TURN_END = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+TEXT_START_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -240,26 +244,27 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreT
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[TEXT_START, TURN_END, USER, ASSISTANT],
+        special_tokens=[TEXT_START_TOKEN, TURN_END_TOKEN, USER_TOKEN, ASSISTANT_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    start = (TEXT_START, bpe.token_to_id(TEXT_START))
-    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START} $A", special_tokens=[start])
+    start = (TEXT_START_TOKEN, bpe.token_to_id(TEXT_START_TOKEN))
+    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START_TOKEN} $A", special_tokens=[start])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        bos_token=TEXT_START,
-        eos_token=TURN_END,
-        pad_token=TEXT_START,
-        additional_special_tokens=[USER, ASSISTANT],
+        bos_token=TEXT_START_TOKEN,
+        eos_token=TURN_END_TOKEN,
+        pad_token=TEXT_START_TOKEN,
+        additional_special_tokens=[USER_TOKEN, ASSISTANT_TOKEN],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=context,
     )
 
 
-def as_text(document: Document) -> str:
+def as_text(document: TrainingDocument) -> str:
     if not document.question:
-        return TEXT_START + document.answer
-    return f"{TEXT_START}{USER}{document.question}{TURN_END}{ASSISTANT}{document.answer}{TURN_END}"
+        return TEXT_START_TOKEN + document.answer
+    question = f"{USER_TOKEN}{document.question}{TURN_END_TOKEN}"
+    return f"{TEXT_START_TOKEN}{question}{ASSISTANT_TOKEN}{document.answer}{TURN_END_TOKEN}"

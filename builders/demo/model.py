@@ -1,14 +1,10 @@
-"""Train a demo model: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
+"""Training of the demo models: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
 
-Three layers of four keep a state by the gated delta rule (Yang et al., "Gated Delta Networks", 2024), the fourth
-attends. The MTP layer reads a position's last hidden state and the token after it, and predicts the token after that
-(DeepSeek-AI, "DeepSeek-V3", 2024). It is trained with the model, and hangs on it as ``model.mtp`` meanwhile.
-
-A Llama of a few million parameters with a byte-level BPE of its own, saved as ``save_pretrained``
-lays a checkpoint out. Everything is drawn from fixed seeds; a killed run goes on from its last
-checkpoint at the same step. ``--width 384 --layers 8`` makes the larger model (about 15 million
-parameters) that wants a GPU. ``--kind hybrid`` makes a model with a recurrent state and a layer of
-multi-token prediction instead. ``--seconds`` ends a training by the clock where that is sooner.
+The default is a Llama of a few million parameters with its own byte-level BPE; ``--width 384 --layers 8`` makes a
+larger one (about 15 million parameters) that wants a GPU. ``--kind hybrid`` makes a model in which three of four layers
+use the gated delta rule (Yang et al., "Gated Delta Networks", 2024), with a multi-token prediction layer (DeepSeek-AI,
+"DeepSeek-V3", 2024) trained as ``model.mtp``: from a position's hidden state and the next token it predicts the token
+after that. Seeds are fixed, and a killed run resumes from its last checkpoint. ``--seconds`` limits the training time.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from transformers import (
 from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet, Qwen3_5RMSNorm
 
-from hdtool.builders.demo.corpus import Document, arguments, as_text, documents, train_tokenizer
+from hdtool.builders.demo.corpus import TrainingDocument, as_text, demo_arguments, documents, train_tokenizer
 from hdtool.builders.demo.stores import RECIPES, Recipe
 from hdtool.builders.heads.training import checkpoint_with
 from hdtool.data.errors import ModelError
@@ -51,7 +47,7 @@ PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, 
 """Passes over the documents of each kind in one round."""
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[Document]) -> dict[str, list[Tokens]]:
+def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[TrainingDocument]) -> dict[str, list[Tokens]]:
     """The tokens of each document, by kind."""
     encoded: dict[str, list[Tokens]] = {kind: [] for kind in PASSES}
     for document in group:
@@ -60,8 +56,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[Document]) -> dic
     return encoded
 
 
-def stream(encoded: dict[str, list[Tokens]], recipe: Recipe) -> Tokens:
-    """The rounds one after another."""
+def training_stream(encoded: dict[str, list[Tokens]], recipe: Recipe) -> Tokens:
+    """Concatenate all rounds."""
     return np.concatenate([one_round(encoded, recipe.seed + number) for number in range(recipe.rounds)])
 
 
@@ -71,7 +67,7 @@ def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
     pieces = [
         document
         for kind, group in encoded.items()
-        for share in shares(PASSES[kind])
+        for share in pass_fractions(PASSES[kind])
         for document in group
         if order.random() < share
     ]
@@ -79,8 +75,8 @@ def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
     return np.concatenate(pieces)
 
 
-def shares(passes: float) -> list[float]:
-    """2.5 passes are two whole ones and one half."""
+def pass_fractions(passes: float) -> list[float]:
+    """Split 2.5 passes into two whole passes and a half."""
     return [1.0] * int(passes) + ([passes % 1] if passes % 1 else [])
 
 
@@ -96,7 +92,7 @@ def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torc
     return torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
 
 
-AHEAD_WEIGHT = 0.3
+MTP_LOSS_WEIGHT = 0.3
 """Weight of the MTP layer's loss beside the model's own."""
 
 MTP_SETTINGS: dict[str, Any] = {
@@ -107,7 +103,7 @@ MTP_SETTINGS: dict[str, Any] = {
 }
 """Settings of the MTP layer: two that transformers reads, and two that Qwen3.5's own configurations have."""
 
-SAVED_NAMES = {
+SAVED_NAME_PREFIXES = {
     "mtp.mtp_block.": "mtp.layers.0.",
     "mtp.enorm.": "mtp.pre_fc_norm_embedding.",
     "mtp.hnorm.": "mtp.pre_fc_norm_hidden.",
@@ -158,7 +154,7 @@ def set_time_steps(bias: torch.Tensor) -> None:
     bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
-def ahead(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """Logits for the token after ``following``, the tokens that come after those of the hidden states."""
     positions = torch.arange(1, following.shape[1] + 1, device=following.device)[None]
     embedded = model.model.embed_tokens(following)
@@ -173,29 +169,32 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     no_masks = {"full_attention": None, "linear_attention": None}  # given, nothing waits for a GPU to make them
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=batch[:, :-1], attention_mask=no_masks, use_cache=False).last_hidden_state
-        logits, later = model.lm_head(hidden), ahead(model, hidden[:, :-1], batch[:, 1:-1])
-    own = cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-    return own + AHEAD_WEIGHT * cross_entropy(later.float().flatten(0, 1), batch[:, 2:].flatten())
+        logits, later = model.lm_head(hidden), mtp_logits(model, hidden[:, :-1], batch[:, 1:-1])
+    next_token_loss = cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    return next_token_loss + MTP_LOSS_WEIGHT * cross_entropy(later.float().flatten(0, 1), batch[:, 2:].flatten())
 
 
 @torch.no_grad()
-def agreements(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
+def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
     """At how many positions of a text the MTP layer names the token that the model then prefers, and of how many."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    drafted, own = ahead(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1), model.lm_head(hidden[:, 1:]).argmax(-1)
-    return int((drafted == own).sum()), own.numel()
+    drafted, preferred = (
+        mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
+        model.lm_head(hidden[:, 1:]).argmax(-1),
+    )
+    return int((drafted == preferred).sum()), preferred.numel()
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights under the names in which Qwen3.5's checkpoints hold them."""
 
     def saved_name(name: str) -> str:
-        return next((new + name[len(old) :] for old, new in SAVED_NAMES.items() if name.startswith(old)), name)
+        return next((new + name[len(old) :] for old, new in SAVED_NAME_PREFIXES.items() if name.startswith(old)), name)
 
     return {saved_name(name): value for name, value in model.state_dict().items()}
 
 
-RESCUE_EVERY = 50
+CHECKPOINT_STEPS = 50
 """Steps between checkpoints."""
 
 
@@ -234,10 +233,10 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, which needs about half the steps, and AdamW for the others."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, lr=recipe.matrix_rate, momentum=0.95, weight_decay=recipe.matrix_decay),
-        torch.optim.AdamW(others, lr=recipe.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(vectors, lr=recipe.vector_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -246,7 +245,7 @@ def learning_rate_factor(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / 50, (1 - progress) / 0.45)
 
 
-def loss_of(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     flat = logits.float().flatten(0, 1)
@@ -271,7 +270,7 @@ def train(
     torch.nn.Module.to(model, device)
     # One graph per length (there are two): a graph for dynamic lengths is three times as slow.
     stepped: Any = torch.compile(model, dynamic=False) if compiled and recipe.kind == "llama" else model
-    loss_by = hybrid_loss if recipe.kind == "hybrid" else loss_of
+    loss_by = hybrid_loss if recipe.kind == "hybrid" else next_token_loss
     tools = optimizers(model, recipe)
     step, spent = restore(rescue, model, tools)
     started = time.monotonic() - spent
@@ -288,26 +287,26 @@ def train(
         spent = time.monotonic() - started
         if step % 10 == 0:
             print(f"step {step}/{recipe.steps}  loss {loss.item():.3f}  {spent:.0f} s", flush=True)
-        if step % RESCUE_EVERY == 0:
+        if step % CHECKPOINT_STEPS == 0:
             state = {"model": model.state_dict(), "tools": [tool.state_dict() for tool in tools]}
-            with rescue_file(rescue).replaced() as stream:
+            with checkpoint_file(rescue).replaced() as stream:
                 torch.save({**state, "step": step, "spent": spent}, stream)
     return step, spent
 
 
-def rescue_file(path: Path) -> OutputFile:
+def checkpoint_file(path: Path) -> OutputFile:
     """The checkpoint of a run, replaced and deleted only if this script wrote it."""
     is_ours = checkpoint_with({"model", "tools", "step", "spent"})
     return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
 
-def restore(path: Path, model: PreTrainedModel, tools: list[torch.optim.Optimizer]) -> tuple[int, float]:
-    if not rescue_file(path).exists():
+def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
+    if not checkpoint_file(path).exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
-    for tool, kept in zip(tools, state["tools"], strict=True):
-        tool.load_state_dict(kept)
+    for optimizer, saved in zip(optimizers, state["tools"], strict=True):
+        optimizer.load_state_dict(saved)
     return state["step"], state["spent"]
 
 
@@ -315,7 +314,7 @@ def restore(path: Path, model: PreTrainedModel, tools: list[torch.optim.Optimize
 
 
 @torch.no_grad()
-def held_out(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
+def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
     """Mean loss per token over the held-out documents of one kind, each read from its own start.
 
     Of a hybrid also the share of the positions at which its MTP layer names the token that the model then prefers.
@@ -330,7 +329,7 @@ def held_out(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dic
         total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
         count += ids.shape[1] - 1
         if recipe.kind == "hybrid":
-            agreed, compared = agreements(model, ids)
+            agreed, compared = mtp_agreement(model, ids)
             same, positions = same + agreed, positions + compared
     return {"loss_per_token": total / count, "tokens": count} | (
         {"ahead_agrees": same / positions} if positions else {}
@@ -364,12 +363,12 @@ def report_file(out: Path) -> OutputFile:
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
     """Raise unless the folder is new or empty, or this script has begun or finished a model in it."""
-    finished, begun = report_file(out).exists(), rescue_file(rescue).exists()
+    finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
 
 
-def build(
+def build_model(
     gsm8k: Path,
     docs: Path,
     out: Path,
@@ -398,7 +397,7 @@ def build(
     print(f"tokens to learn from: {sizes}", flush=True)
     model = new_model(recipe, tokenizer)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    tokens = stream(encoded, recipe)
+    tokens = training_stream(encoded, recipe)
     steps, spent = train(model, tokens, recipe, rescue, device, compiled=compiled, seconds=seconds)
     save(model, tokenizer, out, recipe)
     torch.nn.Module.to(model, "cpu", torch.float32)
@@ -409,15 +408,17 @@ def build(
         "tokens_seen": steps * recipe.batch * recipe.window,
         "seconds": round(spent),
         "device": device,
-        "held_out": {kind: held_out(model, group, recipe) for kind, group in encode(tokenizer, validation).items()},
+        "held_out": {
+            kind: held_out_losses(model, group, recipe) for kind, group in encode(tokenizer, validation).items()
+        },
     }
     report_file(out).write(json.dumps(report, indent=2) + "\n")
-    rescue_file(rescue).remove()
+    checkpoint_file(rescue).remove()
     return report
 
 
 def main() -> None:
-    parser = arguments(__doc__, "where the checkpoint goes")
+    parser = demo_arguments(__doc__, "where the checkpoint goes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kind", choices=sorted(RECIPES), default="llama", help="which layers it has")
     parser.add_argument("--tokenizer", type=Path, help="folder of a model whose tokenizer to use; else one is trained")
@@ -426,9 +427,11 @@ def main() -> None:
     for field in settings:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     options = parser.parse_args()
-    given = {field.name: getattr(options, field.name) for field in settings}
-    recipe = replace(RECIPES[options.kind], **{name: value for name, value in given.items() if value is not None})
-    report = build(
+    recipe_options = {field.name: getattr(options, field.name) for field in settings}
+    recipe = replace(
+        RECIPES[options.kind], **{name: value for name, value in recipe_options.items() if value is not None}
+    )
+    report = build_model(
         options.gsm8k,
         options.docs,
         options.out,

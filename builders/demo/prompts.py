@@ -12,22 +12,22 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
+from hdtool.builders.demo.corpus import TrainingDocument, demo_arguments, documents, stable_hash
 from hdtool.data.errors import PromptError
-from hdtool.data.output_files import OutputFile, json_lines_with
+from hdtool.data.output_files import OutputFile, is_json_lines_with
 from hdtool.data.prompts import Prompt
 
-KINDS = ("math", "explain", "write", "edit")
-OF_EACH = 50
-KEYS = ("id", "category", "messages", "reference", "from")
+PROMPT_KINDS = ("math", "explain", "write", "edit")
+PROMPTS_PER_KIND = 50
+PROMPT_KEYS = ("id", "category", "messages", "reference", "from")
 """The keys of a line; lines of training questions have the first three."""
 
 
-def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[dict[str, Any]]:
+def prompts(everything: Iterable[TrainingDocument], of_each: int = PROMPTS_PER_KIND) -> Iterator[dict[str, Any]]:
     """Prompts alternating between kinds, so that the first ones cover every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
     once = {document.question: document for document in held_out}
-    for number, row in enumerate(in_turn(once.values(), of_each), start=1):
+    for number, row in enumerate(one_of_each_kind(once.values(), of_each), start=1):
         for document in row:
             yield {
                 "id": f"{document.kind}-{number:02}",
@@ -38,35 +38,35 @@ def prompts(everything: Iterable[Document], of_each: int = OF_EACH) -> Iterator[
             }
 
 
-def in_turn(ordered: Collection[Document], of_each: int) -> Iterator[tuple[Document, ...]]:
+def one_of_each_kind(ordered: Collection[TrainingDocument], of_each: int) -> Iterator[tuple[TrainingDocument, ...]]:
     """The first documents of each kind, one of each kind at a time."""
-    return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in KINDS), strict=False)
+    return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in PROMPT_KINDS), strict=False)
 
 
-def learned_questions(everything: Sequence[Document], of_each: int) -> Iterator[Prompt]:
+def learned_questions(everything: Sequence[TrainingDocument], of_each: int) -> Iterator[Prompt]:
     """Training questions alternating between kinds, each once, in an order given by a hash."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
     # Sorting by name would pair the two tasks of each function.
     ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
-    for number, row in enumerate(in_turn(ordered, of_each), start=1):
+    for number, row in enumerate(one_of_each_kind(ordered, of_each), start=1):
         for document in row:
-            asked = {"role": "user", "content": document.question}
-            yield Prompt((asked,), id=f"{document.kind}-{number:03}", category=document.kind)
+            message = {"role": "user", "content": document.question}
+            yield Prompt((message,), id=f"{document.kind}-{number:03}", category=document.kind)
 
 
 def prompts_file(path: Path) -> OutputFile:
     """The file of prompts, replaced only if the old one has the lines of this script."""
-    held_out, learned = (json_lines_with(keys) for keys in (KEYS, KEYS[:3]))
+    held_out, learned = (is_json_lines_with(keys) for keys in (PROMPT_KEYS, PROMPT_KEYS[:3]))
 
-    def is_ours(found: Path) -> bool:
-        return held_out(found) or learned(found)
+    def is_ours(candidate: Path) -> bool:
+        return held_out(candidate) or learned(candidate)
 
     return OutputFile(path, "a file of demo prompts", is_ours, PromptError)
 
 
 def main() -> None:
-    parser = arguments(__doc__, "where the prompts go")
+    parser = demo_arguments(__doc__, "where the prompts go")
     parser.add_argument("--learned", type=int, help="so many questions of each kind that the model learned from")
     options = parser.parse_args()
     out = prompts_file(options.out)

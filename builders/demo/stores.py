@@ -1,13 +1,10 @@
 """The demo's stores: ``python -m hdtool.builders.demo.stores --gsm8k DIR --answers FILE --out data/demo/stores``.
 
-The model store is mined from the model's own answers to everyday questions (``chat_questions``), which ship as text.
-The corpus index holds the documents of the embedded model's index, in the real model's tokens. Neither contains a
-question that the demo asks.
+The embedded stores hold the demo model's greedy answers to training questions, and whole training documents; neither
+has anything that was held out. FILE holds the answers as ``hdtool collect`` writes them; missing ones are collected.
 
-A model store of the demo model's own greedy answers to questions that it learned from, and a corpus
-index of whole documents that it learned from; nothing that was held out is in either. FILE holds the
-answers as ``hdtool collect`` writes them, and those that it lacks are collected first: a killed run
-goes on, and with a whole FILE the stores are built anew in seconds.
+The stores of the real model are built at the first demo, from its shipped answers to everyday questions
+(``chat_questions``) and from the documents of the embedded index. Neither contains a question that the demo asks.
 """
 
 from __future__ import annotations
@@ -23,19 +20,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.collect import GenerationFile, collect
-from hdtool.builders.demo.corpus import Document, arguments, documents, stable_hash
+from hdtool.builders.demo.corpus import TrainingDocument, demo_arguments, documents, stable_hash
 from hdtool.builders.demo.prompts import learned_questions
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.engine import LocalEngine
-from hdtool.builders.stores.sequences import ids_of, tokenized
+from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
-from hdtool.data.progress import bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.records import Reading
+from hdtool.data.records import RecordReader
 from hdtool.data.stores.home import home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import checksum, read_manifest
+from hdtool.data.stores.store import file_checksum, read_manifest
 from hdtool.data.stores.store_files import Document as Tokenized
 from hdtool.data.stores.store_files import Source, check_destination, stored_documents
 from hdtool.runtime.answerer import Answerer
@@ -68,18 +65,18 @@ class Recipe:
     seed: int = 0
 
 
-HYBRID = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
+HYBRID_RECIPE = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
 """A third of the embedded model's layers of attention, and four times the tokens of each of its steps."""
 
-RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID)}
+RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID_RECIPE)}
 
 
-SEQUENCES = 20_000
+SEQUENCES_PER_LENGTH = 20_000
 """Sequences of each length in the model store."""
 
 
 def is_first_demo() -> bool:
-    """Whether no store of a real model was built here."""
+    """Return True if no store of a real model was built here."""
     return not (home() / "demo").exists()
 
 
@@ -88,66 +85,68 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
-    answers = Source(demo.ANSWERS.name, checksum(demo.ANSWERS))
+    answers = Source(demo.ANSWERS.name, file_checksum(demo.ANSWERS))
     corpus = CorpusIndex(demo.CORPUS_INDEX)
     texts = Source("corpus", corpus.manifest.files["documents"].sha256)
     if not _is_current(folder / "model", fingerprint, answers, model):
-        reading = Reading([demo.ANSWERS], answers_only=True, tolerance=0)
-        with bar(reading.total_bytes, "model store", unit="B") as shown:
-            answered = list(tokenized(reading, tokenizer, shown))
-        build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES, model=model)
+        reading = RecordReader([demo.ANSWERS], answers_only=True, tolerance=0)
+        with progress_bar(reading.total_bytes, "model store", unit="B") as progress:
+            answered = list(tokenized(reading, tokenizer, progress))
+        build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts):
         build_corpus_index(
-            folder / "corpus", _converted(corpus, tokenizer), fingerprint, [texts], engine=LocalEngine(1)
+            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=LocalBuildEngine(1)
         )
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 
 
 def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, model: Checkpoint | None = None) -> bool:
     try:
-        found: Manifest = read_manifest(folder)
+        manifest: Manifest = read_manifest(folder)
     except (StoreError, OSError):
         return False
-    same = (found.tokenizer, found.model) == (tokenizer, model)
-    return same and [share.sha256 for share in found.sources] == [source.sha256]
+    same = (manifest.tokenizer, manifest.model) == (tokenizer, model)
+    return same and [share.sha256 for share in manifest.sources] == [source.sha256]
 
 
-def _converted(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
+def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
     """The documents of the embedded index in the tokens of another tokenizer."""
     embedded = load_tokenizer(ModelConfig())
     texts = embedded.batch_decode([ids.tolist() for ids in stored_documents(corpus.documents, corpus.end)])
-    with bar(len(texts), "corpus index", unit="texts") as shown:
-        for number, ids in enumerate(ids_of(texts, tokenizer), start=1):
+    with progress_bar(len(texts), "corpus index", unit="texts") as progress:
+        for number, ids in enumerate(encode_texts(texts, tokenizer), start=1):
             yield Tokenized(ids)
-            shown.to(number)
+            progress.to(number)
 
 
-QUESTIONS_OF_EACH = 300
-LONGEST_ANSWER = 160
+LEARNED_QUESTIONS_PER_KIND = 300
+MAX_ANSWER_TOKENS = 160
 """Tokens; ``hdtool demo`` stops there too."""
 
-KINDS = ("math", "explain", "write")
+INDEX_KINDS = ("math", "explain", "write")
 """Kinds in the corpus index. Answers of the kind ``edit`` repeat ``write``; prose and code help less."""
-TOKENS_OF_EACH = 200_000
-OWN_TERMS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
+TOKENS_PER_KIND = 200_000
+LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 """Source files with these words may be under other terms than the library as a whole; the index omits them."""
 
 
-def answer(prompts: Sequence[Prompt], path: Path) -> None:
+def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
     """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
-    sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER)
+    sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS)
     model = ModelConfig()
     answerer = Answerer(model, decoding, sampling)
-    with bar(len(prompts), "answers") as shown:
+    with progress_bar(len(prompts), "answers") as progress:
         for answered in collect(answerer, prompts, GenerationFile(path, model, decoding, sampling)):
-            shown.to(answered)
+            progress.to(answered)
 
 
-def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS_OF_EACH) -> Iterator[Document]:
+def index_documents(
+    everything: Sequence[TrainingDocument], tokenizer: Any, of_each: int = TOKENS_PER_KIND
+) -> Iterator[TrainingDocument]:
     """Whole documents that are not held out, in an order given by a hash, with equal tokens of each kind."""
-    left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and OWN_TERMS.search(d.answer))}
+    left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and LICENCE_WORDS.search(d.answer))}
     learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
-    for kind in KINDS:
+    for kind in INDEX_KINDS:
         left = of_each
         for document in {d.answer: d for d in learned if d.kind == kind}.values():
             size = len(tokenizer(document.answer, add_special_tokens=False, verbose=False)["input_ids"])
@@ -156,36 +155,43 @@ def corpus(everything: Sequence[Document], tokenizer: Any, of_each: int = TOKENS
                 yield document
 
 
-def build(out: Path, answers: Path, chosen: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Path, Manifest]]:
+def build_stores(
+    out: Path, answers: Path, chosen: Iterable[TrainingDocument], tokenizer: Any
+) -> Iterator[tuple[Path, Manifest]]:
     """Both stores; the names of the inputs in their manifests do not depend on paths."""
     fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
-    yield out / "model", build_model_store(out / "model", answered, fingerprint, sources, top_k=SEQUENCES, model=model)
+    yield (
+        out / "model",
+        build_model_store(out / "model", answered, fingerprint, sources, top_k=SEQUENCES_PER_LENGTH, model=model),
+    )
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "documents.jsonl")
         lines = (json.dumps({"text": document.answer}, ensure_ascii=False) + "\n" for document in chosen)
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
         written, sources = _tokens_of(path, path.name, tokenizer, answers_only=False)
-    yield out / "corpus", build_corpus_index(out / "corpus", written, fingerprint, sources, engine=LocalEngine(1))
+    yield out / "corpus", build_corpus_index(out / "corpus", written, fingerprint, sources, engine=LocalBuildEngine(1))
 
 
 def _tokens_of(path: Path, name: str, tokenizer: Any, *, answers_only: bool) -> tuple[list[Tokenized], list[Source]]:
-    reading = Reading([path], answers_only=answers_only, tolerance=0)
-    with bar(reading.total_bytes, "reading", unit="B") as shown:
-        read = list(tokenized(reading, tokenizer, shown))
+    reading = RecordReader([path], answers_only=answers_only, tolerance=0)
+    with progress_bar(reading.total_bytes, "reading", unit="B") as progress:
+        read = list(tokenized(reading, tokenizer, progress))
     return read, [Source(name, source.sha256) for source in reading.sources]
 
 
 def main() -> None:
-    parser = arguments(__doc__, "where the two stores go")
+    parser = demo_arguments(__doc__, "where the two stores go")
     parser.add_argument("--answers", type=Path, required=True, help="the model's answers, there or to be collected")
     options = parser.parse_args()
     for kind in ("model", "corpus"):
         check_destination(options.out / kind)
     everything = list(documents(options.gsm8k, options.docs))
-    answer(list(learned_questions(everything, QUESTIONS_OF_EACH)), options.answers)
+    collect_answers(list(learned_questions(everything, LEARNED_QUESTIONS_PER_KIND)), options.answers)
     tokenizer = load_tokenizer(ModelConfig())
-    for folder, manifest in build(options.out, options.answers, corpus(everything, tokenizer), tokenizer):
+    for folder, manifest in build_stores(
+        options.out, options.answers, index_documents(everything, tokenizer), tokenizer
+    ):
         # The lock file must not ship with the store.
         (folder / ".lock").unlink(missing_ok=True)
         print(f"{folder}: {manifest.counts}, {manifest.bytes:,} bytes")

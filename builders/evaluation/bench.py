@@ -1,4 +1,4 @@
-"""Real forward passes with recorded answers: the speed of a model of some shape, without its weights."""
+"""Benchmarks: contenders that answer questions, and real forward passes on recorded answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.contenders import Contender, timed
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn, question_id
-from hdtool.data.errors import HdtoolError, PromptError, reason_of
+from hdtool.data.errors import HdtoolError, PromptError, error_reason
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import COLD, WARM, SamplingConfig
@@ -58,7 +58,7 @@ class Bench:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def fits(self, question: Prompt) -> bool:
-        """Whether a question can be answered."""
+        """Return True if a question can be answered."""
         try:
             self._check_room(question)
         except PromptError:
@@ -75,12 +75,12 @@ class Bench:
         """The answers of all contenders to each question; of several rounds, the one of median speed."""
         lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
         for place, question in enumerate(questions[done:], start=done):
-            found: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
+            answers_by_name: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
             for number in range(self.rounds):
                 contenders = lasting[number] if lasting else self._fresh()
-                for name in in_turn(list(contenders), place * self.rounds + number):
-                    found[name].append(self._answered(question, contenders[name]))
-            yield {name: _of_median_speed(rounds) for name, rounds in found.items()}
+                for name in rotated(list(contenders), place * self.rounds + number):
+                    answers_by_name[name].append(self._answered(question, contenders[name]))
+            yield {name: _median_round(rounds) for name, rounds in answers_by_name.items()}
 
     def _fresh(self) -> dict[str, Contender]:
         return {name: contender.fresh() for name, contender in self.contenders.items()}
@@ -93,19 +93,19 @@ class Bench:
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
         """Refuse equal questions for warm drafters, which would draft the answer from the history."""
-        asked: dict[str, str] = {}
+        first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])
-            if text in asked:
+            if text in first_ids:
                 raise PromptError(
-                    f"questions {asked[text]} and {question.id} are equal, and warm drafters would know the answer to "
-                    f"the second: remove it, or measure with --memory {COLD}"
+                    f"questions {first_ids[text]} and {question.id} are equal, and warm drafters would know the "
+                    f"answer to the second: remove it, or measure with --memory {COLD}"
                 )
-            asked[text] = question.id
+            first_ids[text] = question.id
 
     def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
         turns: list[AnsweredTurn] = []
-        for _ in range(turns_of(question)):
+        for _ in range(turn_count(question)):
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
@@ -126,17 +126,17 @@ OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
 """The answer to a later turn if the turns before it fill the model's context."""
 
 
-def turns_of(question: Prompt) -> int:
+def turn_count(question: Prompt) -> int:
     return 1 + len(question.later_turns)
 
 
-def in_turn(names: Sequence[str], turn: int) -> list[str]:
+def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The names, rotated by one more place each turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
-def hash_of(questions: Sequence[Prompt]) -> str:
+def questions_hash(questions: Sequence[Prompt]) -> str:
     """A hash of a list of questions."""
     rows = []
     for question in questions:
@@ -150,17 +150,17 @@ def hash_of(questions: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _of_median_speed(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """The round of median speed as a whole, so that tokens and times belong together; of two, the slower."""
+def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
+    """The whole round of median speed, so that tokens and times belong together; of two, the slower."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
     return AnsweredQuestion(chosen.question_id, chosen.category, chosen.turns, seconds)
 
 
-COPIED = {"cuda": 1 << 31}
+COPIED_BYTES = {"cuda": 1 << 31}
 """Bytes copied to measure memory bandwidth: many times the size of the processor's caches."""
-COPIED_ELSEWHERE = 1 << 27
+DEFAULT_COPIED_BYTES = 1 << 27
 COPIES = 5
 
 
@@ -188,7 +188,7 @@ class Timing:
     stats: Stats | None = None
     """Only for hdtool's own methods."""
     later: Stats | None = None
-    """The same without the passes over prompts."""
+    """Statistics without prefill."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -200,16 +200,16 @@ ReplayRunner = Callable[[RecordedTurn], Timing]
 
 
 def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
-    """hdtool's own loop."""
+    """Run hdtool's own loop on a recorded answer."""
 
     def run(turn: RecordedTurn) -> Timing:
-        sampler, most = RecordedSampler(turn), len(turn.answer)
+        sampler, max_tokens = RecordedSampler(turn), len(turn.answer)
         steps = decode(
-            target, turn.prompt, sampler, max_new_tokens=most, drafter=drafter, prefix_caching=False
+            target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False
         )  # a contender would profit from prompts that others read
         made, seconds = timed(target.device, lambda: list(steps))
-        stats = _added(made)
-        return Timing(stats.tokens, seconds, stats, _added(made[1:]))
+        stats = _total_stats(made)
+        return Timing(stats.tokens, seconds, stats, _total_stats(made[1:]))
 
     return run
 
@@ -221,9 +221,9 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
     def run(turn: RecordedTurn) -> Timing:
         prompt = torch.tensor([turn.prompt], device=target.device)
         length = len(turn.answer)
-        given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, **options}
+        settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, **options}
         output, seconds = timed(
-            target.device, lambda: model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **given)
+            target.device, lambda: model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **settings)
         )
         return Timing(output.shape[1] - len(turn.prompt), seconds)
 
@@ -245,13 +245,13 @@ def paired_benchmark(
     runners = {name: runner for name, runner in new_runners().items() if name not in failed}
     totals: dict[str, list[Timing]] = {name: [] for name in runners}
     for place, turn in enumerate(turns):
-        for name in in_turn(list(totals), place):
+        for name in rotated(list(totals), place):
             timing = _timed(name, runners[name], turn)
             if timing is None:
                 del totals[name]
             else:
                 totals[name].append(timing)
-        yield {name: _sum(parts) for name, parts in totals.items()}
+        yield {name: _total_timing(parts) for name, parts in totals.items()}
 
 
 def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
@@ -261,18 +261,18 @@ def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None
     except HdtoolError:
         raise
     except Exception as error:  # compilers and kernels raise errors of many classes
-        print(f"note: {name} is left out, because it failed ({reason_of(error)})", file=sys.stderr)
+        print(f"note: {name} is left out, because it failed ({error_reason(error)})", file=sys.stderr)
         return None
 
 
-def _added(steps: Sequence[Step]) -> Stats:
+def _total_stats(steps: Sequence[Step]) -> Stats:
     stats = Stats()
     for step in steps:
         stats.add(step)
     return stats
 
 
-def _sum(parts: Sequence[Timing]) -> Timing:
+def _total_timing(parts: Sequence[Timing]) -> Timing:
     stats = [part.stats for part in parts if part.stats]
     later = [part.later for part in parts if part.later]
     return Timing(
@@ -283,18 +283,18 @@ def _sum(parts: Sequence[Timing]) -> Timing:
     )
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads and writes in a copy; the best of several copies."""
-    size = COPIED.get(device.type, COPIED_ELSEWHERE)
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that this device reads and writes in the fastest of several copies."""
+    size = COPIED_BYTES.get(device.type, DEFAULT_COPIED_BYTES)
     source, copy = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / min(timed(device, lambda: copy.copy_(source))[1] for _ in range(COPIES))
 
 
-def fitting(turns: Sequence[RecordedTurn], target: Target, most: int) -> list[RecordedTurn]:
-    """Turns that end within the model's context, answers cut off after ``most`` tokens."""
-    kept = []
+def fitting_turns(turns: Sequence[RecordedTurn], target: Target, max_tokens: int) -> list[RecordedTurn]:
+    """Turns that end within the model's context, answers cut off after ``max_tokens`` tokens."""
+    fitting = []
     for turn in turns:
         limit = target.context_limit(len(turn.prompt))
-        if limit is None or len(turn.prompt) + min(most, len(turn.answer)) <= limit:
-            kept.append(replace(turn, answer=turn.answer[:most]))
-    return kept
+        if limit is None or len(turn.prompt) + min(max_tokens, len(turn.answer)) <= limit:
+            fitting.append(replace(turn, answer=turn.answer[:max_tokens]))
+    return fitting

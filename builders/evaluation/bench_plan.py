@@ -1,4 +1,4 @@
-"""The plan of a benchmark and its execution: from settings and questions to a folder of results."""
+"""The plan of a benchmark and its execution: from settings and questions to a result folder."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hdtool.builders.evaluation.bench import Bench, hash_of, turns_of
+from hdtool.builders.evaluation.bench import Bench, questions_hash, turn_count
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, GenerateContender
 from hdtool.builders.evaluation.llama_cpp_peer import (
-    KEY,
+    BUILD_KEY,
     LlamaCppContender,
     check_file,
     check_same_model,
     describe_build,
-    files_of,
-    why_not,
+    exclusion_reason,
+    row_files,
 )
 from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.scores import baseline_of
-from hdtool.data.bench_results import ResultFolder, Results, Run, locked, read_results, refuse_other_options
+from hdtool.data.bench_results import (
+    BenchRun,
+    ResultFolder,
+    Results,
+    locked_results,
+    read_results,
+    refuse_other_options,
+)
 from hdtool.data.conversation_shapes import question_id
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.prompts import Prompt, of_all_categories
+from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_curve_for
@@ -53,7 +60,7 @@ from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
-OWN = (
+WARM_UP_PROMPTS = (
     "Explain in a few sentences why leaves turn red in autumn, and what happens to the tree in winter.",
     "Write a Python function that returns the words of a text with their counts, most frequent first.",
     "A train covers 60 km in 45 minutes. How far does it travel in 2 hours at the same speed? Show each step.",
@@ -62,29 +69,31 @@ OWN = (
 """Asked if the questions that are not measured do not suffice."""
 
 
-def questions_to_warm_up(
+def warm_up_questions(
     measured: Sequence[Prompt], spare: Sequence[Prompt], count: int, fits: Callable[[Prompt], bool]
 ) -> list[Prompt]:
     """Questions that are not measured: ``spare`` ones of different categories that fit the model, then our own.
 
     An equal text among the measured questions excludes a question, whatever its id.
     """
-    asked = {question.messages[-1]["content"] for question in measured}
-    others = [question for question in spare if question.messages[-1]["content"] not in asked]
-    own = [
-        Prompt.from_text(text, id=f"warm-up {number}") for number, text in enumerate(OWN, start=1) if text not in asked
+    measured_texts = {question.messages[-1]["content"] for question in measured}
+    unmeasured = [question for question in spare if question.messages[-1]["content"] not in measured_texts]
+    own_prompts = [
+        Prompt.from_text(text, id=f"warm-up {number}")
+        for number, text in enumerate(WARM_UP_PROMPTS, start=1)
+        if text not in measured_texts
     ]
-    usable = filter(fits, of_all_categories(others, len(others)))
-    return list(islice(chain(usable, cycle(filter(fits, own))), count))
+    usable = filter(fits, interleave_categories(unmeasured, len(unmeasured)))
+    return list(islice(chain(usable, cycle(filter(fits, own_prompts))), count))
 
 
-GENERATE = set(PEERS) - set(LLAMA_CPP)
+GENERATE_PEERS = set(PEERS) - set(LLAMA_CPP)
 PROMPT_LOOKUP_TOKENS = 10
 """Tokens that ``generate`` drafts by prompt lookup: the number in the documentation of transformers."""
 
 
-class Lineup:
-    """Makes the contenders.
+class ContenderFactory:
+    """Creates contenders.
 
     hdtool's methods share the loaded target. ``generate`` runs on the same model, unless hdtool replaced its linear
     layers, as it does for small models on CPUs: then ``generate`` runs on a stock model that shares the weights.
@@ -104,21 +113,21 @@ class Lineup:
         self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
     ) -> dict[str, Contender]:
         """Contenders by name, in the order of the names; ``llama_cpp`` has the files of its rows."""
-        found: dict[str, Contender] = {}
-        stock = self._stock() if set(names) & GENERATE else None
+        contenders: dict[str, Contender] = {}
+        stock = self._stock() if set(names) & GENERATE_PEERS else None
         for name in names:
-            if stock is not None and name in GENERATE:
-                found[name] = self._peer(name, stock, assistant)
+            if stock is not None and name in GENERATE_PEERS:
+                contenders[name] = self._peer(name, stock, assistant)
             elif name in LLAMA_CPP:
                 file, lookup = (llama_cpp or {})[name], name == "llama.cpp-pld"
-                found[name] = LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
+                contenders[name] = LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
             else:
                 new = partial(self._new_drafter, replace(self._decoding, method=name))
-                most = self._decoding.max_new_tokens
-                found[name] = DraftingContender(
-                    self._loaded, new(), self._sampling, most, new, self._decoding.draft_tokens
+                max_new_tokens = self._decoding.max_new_tokens
+                contenders[name] = DraftingContender(
+                    self._loaded, new(), self._sampling, max_new_tokens, new, self._decoding.draft_tokens
                 )
-        return found
+        return contenders
 
     @cached_property
     def _costs(self) -> MeasuredCosts:
@@ -150,36 +159,39 @@ class Lineup:
         return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
 
     def _stock(self) -> PreTrainedModel:
-        own: PreTrainedModel = self._loaded.target.model
-        if not has_compiled_layers(own):
-            return own
+        model: PreTrainedModel = self._loaded.target.model
+        if not has_compiled_layers(model):
+            return model
         stock = load_stock(self._config)
-        share_weights(stock, own)
+        share_weights(stock, model)
         return stock
 
     def _assistant_options(self, stock: PreTrainedModel, config: ModelConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(config)
-        own, other = TokenizerFingerprint.of(self._loaded.tokenizer), TokenizerFingerprint.of(tokenizer)
-        if own != other:
+        target_fingerprint, assistant_fingerprint = (
+            TokenizerFingerprint.of(self._loaded.tokenizer),
+            TokenizerFingerprint.of(tokenizer),
+        )
+        if target_fingerprint != assistant_fingerprint:
             raise ModelError(
                 f"{config.model} cannot assist {self._loaded.name}: its tokenizer is another one "
-                f"({other.vocab_size:,} tokens, the model's has {own.vocab_size:,}): "
+                f"({assistant_fingerprint.vocab_size:,} tokens, the model's has {target_fingerprint.vocab_size:,}): "
                 "name a draft model of the same family"
             )
         assistant = load_stock(config)
-        found = {"assistant_model": assistant}
+        options = {"assistant_model": assistant}
         if assistant.config.get_text_config().vocab_size == stock.config.get_text_config().vocab_size:
-            return found
+            return options
         # The embeddings are padded to different sizes, which transformers takes for different tokenizers.
-        return found | {"tokenizer": self._loaded.tokenizer, "assistant_tokenizer": tokenizer}
+        return options | {"tokenizer": self._loaded.tokenizer, "assistant_tokenizer": tokenizer}
 
 
-FREE = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
-"""Settings that change no answer and no time; the hash of the questions depends on the choice among them."""
+SETTINGS_WITHOUT_EFFECT = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
+"""Settings that change neither answers nor times; the hash of the questions covers which were selected."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """All settings of a measurement."""
 
     questions: Sequence[Prompt]
@@ -196,16 +208,18 @@ class Plan:
         """The settings as ``run.json`` records them; a run with equal settings is resumed."""
         # The threads of the benchmark replace those of the model.
         parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
-        named = {name: value for part in parts for name, value in asdict(part).items() if name not in FREE}
+        options = {
+            name: value for part in parts for name, value in asdict(part).items() if name not in SETTINGS_WITHOUT_EFFECT
+        }
         # As JSON has them: a run that was read has lists.
-        listed = {name: list(value) for name, value in named.items() if isinstance(value, tuple)}
-        return named | listed | {"chat": self.chat, "questions": hash_of(self.questions)}
+        listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
+        return options | listed | {"chat": self.chat, "questions": questions_hash(self.questions)}
 
-    def at(self, temperature: float) -> Plan:
-        """The same plan at another temperature, with its results in a subfolder."""
-        place = Path(self.bench.out) / f"temperature-{temperature:g}"
+    def at(self, temperature: float) -> BenchPlan:
+        """Return this plan with another temperature and its results in a subfolder."""
+        folder = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
-        bench = replace(self.bench, out=str(place))
+        bench = replace(self.bench, out=str(folder))
         if not sampling.is_greedy:
             methods = self.bench.methods and tuple(name for name in self.bench.methods if name not in LLAMA_CPP)
             bench = replace(bench, methods=methods, llama_cpp_file=None)
@@ -217,39 +231,41 @@ class Plan:
         Each turn of a question counts once for each contender and round, those of the warm-up too.
         """
         folder = Path(self.bench.out)
-        before = Run.read(folder)
+        before = BenchRun.read(folder)
         if before is not None:
             options = self.options()
             # A complete run of an earlier version is shown as it is; one that lacks settings is not resumed.
             refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
-            found = read_results(folder)
-            if found.complete:
-                return found
+            results = read_results(folder)
+            if results.complete:
+                return results
             refuse_other_options(folder, before, options)
-        with locked(folder):
+        with locked_results(folder):
             self._measure(folder, on_progress)
         return read_results(folder)
 
     def _measure(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-        files = files_of(self.model, self.bench.llama_cpp_file)
-        obstacles = {name: why_not(name, files, self.model, self.sampling) for name in LLAMA_CPP}
+        files = row_files(self.model, self.bench.llama_cpp_file)
+        obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
         for name in self.bench.methods or ():
             if reason := obstacles.get(name):
                 raise ModelError(f"{name} {reason}")
-        other = files.get(OTHER_FILE)
-        if other:
-            check_file(other)
+        other_file = files.get(OTHER_FILE)
+        if other_file:
+            check_file(other_file)
         grammars = any(question.grammar for question in self.questions)
-        if grammars and (named := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
-            raise OptionError(f"{named[0]} cannot be measured on answers that follow a grammar: leave it out")
+        if grammars and (excluded := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
+            raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
         set_num_threads(self.bench.threads)
         loaded = load(self.model)
-        letters = {one for name in self.bench.methods or METHODS if name in METHODS for one in METHODS[name].databases}
+        letters = {
+            letter for name in self.bench.methods or METHODS if name in METHODS for letter in METHODS[name].databases
+        }
         store_set = StoreSet.for_tokenizer(
             loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint, identified=True
         )
-        if other:
-            check_same_model(other, loaded)
+        if other_file:
+            check_same_model(other_file, loaded)
         runnable = [name for name, reason in obstacles.items() if not reason]
         trained = methods_with_drafters(self.decoding, loaded.target.model)
         has_corpus = store_set.corpus is not None
@@ -257,8 +273,8 @@ class Plan:
         baseline_of(methods, self.bench.baseline)
         rows = {name: files[name] for name in methods if name in LLAMA_CPP}
         build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None
-        llama_cpp = {"llama_cpp": build["version"], KEY: build} if build else {}
-        run = Run(
+        llama_cpp = {"llama_cpp": build["version"], BUILD_KEY: build} if build else {}
+        run = BenchRun(
             self.options(),
             methods,
             len(self.questions),
@@ -267,15 +283,19 @@ class Plan:
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
-        lineup = Lineup(loaded, store_set, self.model, self.decoding, self.sampling)
+        lineup = ContenderFactory(loaded, store_set, self.model, self.decoding, self.sampling)
         contenders = lineup.contenders(methods, self.bench.assistant, rows)
-        most = self.decoding.max_new_tokens
+        max_new_tokens = self.decoding.max_new_tokens
         progress = _Progress(on_progress)
-        bench = Bench(loaded, contenders, most, self.chat, self.bench.rounds, self.bench.drafters, progress.advance)
+        bench = Bench(
+            loaded, contenders, max_new_tokens, self.chat, self.bench.rounds, self.bench.drafters, progress.advance
+        )
         bench.check(self.questions)
-        warm_up = questions_to_warm_up(self.questions, self.spare, self.bench.warm_up, bench.fits)
+        warm_up = warm_up_questions(self.questions, self.spare, self.bench.warm_up, bench.fits)
         left = self.questions[results.answered :]
-        progress.begin(len(contenders) * (sum(map(turns_of, warm_up)) + self.bench.rounds * sum(map(turns_of, left))))
+        progress.begin(
+            len(contenders) * (sum(map(turn_count, warm_up)) + self.bench.rounds * sum(map(turn_count, left)))
+        )
         bench.warm_up(warm_up)
         for answers in bench.answers(self.questions, results.answered):
             results.add(answers)

@@ -1,4 +1,4 @@
-"""The contenders of a benchmark: hdtool's methods, and ``generate`` of transformers."""
+"""Contenders of a benchmark (hdtool's methods, transformers' ``generate``), models of known shapes, the cost plot."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.text_stream import text_of
 
-INCHES, DOTS = (7.0, 4.2), 150
+COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
 
 
 def draw_cost(curve: CostCurve, path: Path) -> None:
@@ -51,7 +51,7 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
 
-    figure: Any = Figure(figsize=INCHES, layout="constrained")
+    figure: Any = Figure(figsize=COST_PLOT_INCHES, layout="constrained")
     axes = figure.subplots()
     for place, (context, times) in enumerate(zip(curve.contexts, curve.milliseconds, strict=True)):
         color = colormaps["viridis"](0.9 * place / max(1, len(curve.contexts) - 1))
@@ -61,16 +61,16 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="context, tokens", fontsize="small", title_fontsize="small")
     axes.set_title(f"A forward pass of {curve.model} in {curve.dtype}\n{curve.device}", fontsize="medium")
-    with picture_file(path).replaced() as stream:
-        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+    with cost_plot_file(path).replaced() as stream:
+        figure.savefig(stream, format="png", dpi=COST_PLOT_DPI, metadata=PNG_METADATA)
 
 
-def picture_file(path: Path) -> OutputFile:
+def cost_plot_file(path: Path) -> OutputFile:
     """The plot, replaced only if hdtool drew the old one."""
     return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
 
 
-SEED = 0
+SHAPE_SEED = 0
 
 
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
@@ -89,7 +89,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     use_planless_attention(device)
     try:
         dtype = pick_dtype(config.dtype, device)
-        torch.manual_seed(SEED)
+        torch.manual_seed(SHAPE_SEED)
         with device:  # made in place: a copy would need twice the memory
             model: Any = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
@@ -133,7 +133,7 @@ def shape_config(shape: str) -> Any:
         raise ModelError(f"{shape} is no configuration of a model ({reason}): name a config.json") from None
 
 
-def weights_read(target: Target) -> int:
+def weight_bytes_read(target: Target) -> int:
     """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens and other experts."""
     return round(PassReads.of(target.model).weights(1))
 
@@ -152,7 +152,7 @@ class Contender(Protocol):
         ...
 
     def fresh(self) -> Contender:
-        """The same contender, without anything that it learned from the prompts before."""
+        """Return a copy of this contender without what it learned from earlier prompts."""
         ...
 
 
@@ -173,7 +173,7 @@ class DraftingContender:
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         stats = Stats()
         drafter = guided(self.drafter, guide, self.draft_tokens)
-        decoding = steps_of(
+        decoding = answer_steps(
             self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
         )
         counted = stats.counted(decoding, drafter)
@@ -193,11 +193,11 @@ class DraftingContender:
         )
 
 
-def steps_of(
+def answer_steps(
     loaded: Loaded,
     drafter: Drafter,
     sampling: SamplingConfig,
-    most: int,
+    max_tokens: int,
     prompt: list[int],
     masks: Sequence[LogitsProcessor] = (),
     prediction: Sequence[int] = (),
@@ -206,12 +206,12 @@ def steps_of(
 
     Without prefix caching: one contender would profit from a prompt that another one read before it.
     """
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most, first=masks)
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_tokens, first=masks)
     return decode(
         loaded.target,
         prompt,
         sampler,
-        max_new_tokens=most,
+        max_new_tokens=max_tokens,
         stops=stops,
         drafter=drafter,
         prediction=prediction,
@@ -242,16 +242,16 @@ class GenerateContender:
         self._begun: Any = copy.deepcopy(self._learned)
 
     def fresh(self) -> GenerateContender:
-        other = copy.copy(self)
-        other._learned = copy.deepcopy(self._begun)
-        return other
+        fresh = copy.copy(self)
+        fresh._learned = copy.deepcopy(self._begun)
+        return fresh
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         if self._assistant:
             self._assistant.generation_config = self._learned
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         torch.manual_seed(self._seed % 2**63)
-        passes = Passes(len(prompt))
+        passes = PassCounter(len(prompt))
         generated = partial(
             generate_ids,
             self._loaded,
@@ -263,7 +263,7 @@ class GenerateContender:
             **self._drafting,
         )
         # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
-        with passes.counted(self._model, wanted=bool(self._drafting)):
+        with passes.counted(self._model, enabled=bool(self._drafting)):
             output_ids, seconds = timed(self._model.device, generated)
         return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=bool(self._drafting))
 
@@ -291,7 +291,7 @@ def generate_ids(
     return answer
 
 
-class Passes:
+class PassCounter:
     """Counts the tokens of each forward pass of a peer."""
 
     def __init__(self, prompt_length: int) -> None:
@@ -301,12 +301,12 @@ class Passes:
         self._first = True
 
     def note(self, known: int, drafted: int) -> None:
-        """Another pass after the first: the tokens of the conversation before it, and those that it verifies."""
+        """Record a later pass: the conversation's tokens before it, and the draft tokens that it verifies."""
         self._known.append(known)
         self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
-        """The tokens of each pass, of ``answered`` tokens in total."""
+        """Tokens per pass of an answer with ``answered`` tokens."""
         ends = [*self._known[1:], self._known[0] + answered]
         return [end - start for start, end in zip(self._known, ends, strict=True)]
 
@@ -325,9 +325,9 @@ class Passes:
         )
 
     @contextmanager
-    def counted(self, model: PreTrainedModel, *, wanted: bool) -> Iterator[None]:
+    def counted(self, model: PreTrainedModel, *, enabled: bool) -> Iterator[None]:
         """Count the passes inside ``generate`` by the lengths of their inputs."""
-        hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if wanted else None
+        hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if enabled else None
         try:
             yield
         finally:
@@ -348,9 +348,9 @@ def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
     """The result of an action and its seconds; the device is synchronized before and after."""
     _synchronize(device)
     started = time.perf_counter()
-    found = action()
+    result = action()
     _synchronize(device)
-    return found, time.perf_counter() - started
+    return result, time.perf_counter() - started
 
 
 def _synchronize(device: torch.device) -> None:

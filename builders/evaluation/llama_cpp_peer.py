@@ -1,4 +1,4 @@
-"""llama.cpp as a contender of a benchmark, on GGUF files of the model, and what is measured by it: build and files."""
+"""llama.cpp as a contender of a benchmark, on GGUF files of the model, with a description of its build."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.contenders import Passes, timed
+from hdtool.builders.evaluation.contenders import PassCounter, timed
 from hdtool.data.conversation_shapes import AnsweredTurn
-from hdtool.data.errors import ModelError, reason_of
+from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
 from hdtool.runtime.grammar import Guide
@@ -22,11 +22,11 @@ from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
 
-PACKAGE = "llama-cpp-python"
-ON_OWN_FILE = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
-DRAFTED_ON_CPU, DRAFTED_ON_GPU = 2, 10
+LLAMA_CPP_PACKAGE = "llama-cpp-python"
+OWN_FILE_ROWS = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
+CPU_LOOKUP_TOKENS, GPU_LOOKUP_TOKENS = 2, 10
 """Tokens that its prompt lookup drafts: the numbers in the documentation of llama-cpp-python."""
-LEAST_CONTEXT = 2048
+MIN_CONTEXT = 2048
 """Tokens of the KV cache to begin with; a longer question loads the model again, outside of the measured time."""
 
 CPU_FEATURES = {
@@ -47,25 +47,25 @@ CPU_FEATURES = {
     "SVE": "sve",
 }
 """Extensions of processors by the name that llama.cpp's system_info prints, with LLVM's name."""
-GPU = "GPU offload"
-KEY = "llama_cpp_build"
+GPU_FEATURE = "GPU offload"
+BUILD_KEY = "llama_cpp_build"
 """The name of the description among the surroundings of a run."""
-UNKNOWN = "unknown quantization"
+UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
-def files_of(model: ModelConfig, other: str | None = None) -> dict[str, Path]:
+def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
     """The GGUF file of each row of llama.cpp that has one: that of the model, or the one named beside it."""
-    own = gguf_file(model)
-    found = dict.fromkeys(ON_OWN_FILE, own) if own else {}
-    return found | ({OTHER_FILE: Path(other).expanduser()} if other else {})
+    own_file = gguf_file(model)
+    files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
+    return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
 
 
-def why_not(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
+def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
     """Why a row of llama.cpp cannot take part, as the end of a sentence; empty if it can."""
     if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
-        return f"needs {PACKAGE}, not installed here: pip install {PACKAGE}"
+        return f"needs {LLAMA_CPP_PACKAGE}, not installed here: pip install {LLAMA_CPP_PACKAGE}"
     if not sampling.is_greedy or sampling.repetition_penalty not in (None, 1.0):
         return "is measured with greedy answers alone: leave it out, or --temperature and --repetition-penalty"
     return ""
@@ -84,7 +84,7 @@ class LlamaCppContender:
         self._looks_up = lookup
         self._context = 0
         self._llama: Any = None
-        self._passes = Passes(0)
+        self._passes = PassCounter(0)
 
     def fresh(self) -> LlamaCppContender:
         return self  # each answer begins with an empty KV cache, and nothing else is kept
@@ -95,17 +95,17 @@ class LlamaCppContender:
         self._provide(len(prompt) + room)
         # Without this, it would keep the part of the KV cache that the prompt shares with the one before.
         self._llama.reset()
-        self._passes = passes = Passes(len(prompt))
+        self._passes = passes = PassCounter(len(prompt))
         output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
         return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=self._looks_up)
 
     def _generated(self, prompt: list[int], room: int) -> list[int]:
-        found: list[int] = []
+        output_ids: list[int] = []
         for token in self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            found.append(int(token))
-            if len(found) == room or token in self._loaded.stops:
+            output_ids.append(int(token))
+            if len(output_ids) == room or token in self._loaded.stops:
                 break
-        return found
+        return output_ids
 
     def _provide(self, tokens: int) -> None:
         """Load the model, unless it is loaded with a KV cache of so many tokens."""
@@ -113,7 +113,7 @@ class LlamaCppContender:
             return
         from llama_cpp import Llama
 
-        self._context = max(LEAST_CONTEXT, 1 << (tokens - 1).bit_length())
+        self._context = max(MIN_CONTEXT, 1 << (tokens - 1).bit_length())
         threads, on_gpu = torch.get_num_threads(), self._loaded.target.device.type == "cuda"
         self._llama = None  # its memory is needed
         try:
@@ -125,24 +125,26 @@ class LlamaCppContender:
                 n_gpu_layers=-1 if on_gpu else 0,
                 # Its drafts are verified by all logits; unless they are asked for, it has no room for long prompts.
                 logits_all=self._looks_up,
-                draft_model=self._lookup(DRAFTED_ON_GPU if on_gpu else DRAFTED_ON_CPU) if self._looks_up else None,
+                draft_model=self._lookup(GPU_LOOKUP_TOKENS if on_gpu else CPU_LOOKUP_TOKENS)
+                if self._looks_up
+                else None,
                 verbose=False,
             )
         except (ValueError, OSError, RuntimeError) as error:
             raise ModelError(
-                f"llama.cpp cannot load {self._file} ({reason_of(error)}): leave llama.cpp out of --methods, or "
-                f"install another {PACKAGE}"
+                f"llama.cpp cannot load {self._file} ({error_reason(error)}): leave llama.cpp out of --methods, or "
+                f"install another {LLAMA_CPP_PACKAGE}"
             ) from error
 
-    def _lookup(self, most: int) -> Any:
+    def _lookup(self, max_tokens: int) -> Any:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        draft: Any = LlamaPromptLookupDecoding(num_pred_tokens=most)
+        draft: Any = LlamaPromptLookupDecoding(num_pred_tokens=max_tokens)
 
         def counted(context: Any, **options: Any) -> Any:
-            found = draft(context, **options)
-            self._passes.note(len(context), len(found))
-            return found
+            draft_ids = draft(context, **options)
+            self._passes.note(len(context), len(draft_ids))
+            return draft_ids
 
         return counted
 
@@ -151,11 +153,11 @@ def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]
     """The installed llama.cpp and the file of each of its rows, as JSON has them."""
     import llama_cpp
 
-    features = features_of(llama_cpp.llama_print_system_info().decode())
+    features = build_features(llama_cpp.llama_print_system_info().decode())
     lacking = [name for name, known in CPU_FEATURES.items() if has_feature(known) and name not in features]
     if on_gpu:
         # The features of the CPU matter little then.
-        lacking = [] if llama_cpp.llama_supports_gpu_offload() else [GPU]
+        lacking = [] if llama_cpp.llama_supports_gpu_offload() else [GPU_FEATURE]
     own_version = getattr(llama_cpp, "llama_version", None)  # since 2026
     return {
         "version": str(llama_cpp.__version__),
@@ -163,30 +165,30 @@ def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]
         "features": features,
         "lacking": lacking,
         "files": {
-            name: {"file": file.name, "quantization": quantization_of(GGUFHeader.read(file))}
+            name: {"file": file.name, "quantization": quantization_name(GGUFHeader.read(file))}
             for name, file in files.items()
         },
     }
 
 
-def features_of(system_info: str) -> list[str]:
+def build_features(system_info: str) -> list[str]:
     """The features that system_info says a build has, as in ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
-    found = []
+    features = []
     for part in system_info.split("|"):
         name, equals, value = part.rpartition(":")[2].partition("=")
         if equals and value.strip() not in ("", "0"):
-            found.append(name.strip())
-    return found
+            features.append(name.strip())
+    return features
 
 
-def quantization_of(header: GGUFHeader) -> str:
+def quantization_name(header: GGUFHeader) -> str:
     """The name of a file's quantization, as in Q4_K_M; that of most of its weights where the file doesn't say it."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
     try:
-        named = LlamaFileType(header.values.get("general.file_type", -1))
-        if named is not LlamaFileType.GUESSED:
-            return named.name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        file_type = LlamaFileType(header.values.get("general.file_type", -1))
+        if file_type is not LlamaFileType.GUESSED:
+            return file_type.name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:  # absent, or newer than the library
         pass
     weights = Counter[int]()
@@ -195,21 +197,24 @@ def quantization_of(header: GGUFHeader) -> str:
     try:
         return GGMLQuantizationType(weights.most_common(1)[0][0]).name
     except (ValueError, IndexError):
-        return UNKNOWN
+        return UNKNOWN_QUANTIZATION
 
 
-def notes_of(surroundings: Mapping[str, Any]) -> list[str]:
+def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
     """What a reader must know to judge the rows of llama.cpp in a run; nothing without such rows."""
-    build = surroundings.get(KEY)
+    build = surroundings.get(BUILD_KEY)
     if build is None:
         return []
     files = ", ".join(f"{name} on {of['file']} ({of['quantization']})" for name, of in build["files"].items())
-    own = f" (llama.cpp {build['llama_cpp_version']})" if build["llama_cpp_version"] else ""
-    notes = [files, f"llama-cpp-python {build['version']}{own}, built with {', '.join(build['features']) or 'no SIMD'}"]
+    version_note = f" (llama.cpp {build['llama_cpp_version']})" if build["llama_cpp_version"] else ""
+    notes = [
+        files,
+        f"llama-cpp-python {build['version']}{version_note}, built with {', '.join(build['features']) or 'no SIMD'}",
+    ]
     if build["lacking"]:
         notes.append(
             f"This build of llama.cpp is not its fastest: it lacks {', '.join(build['lacking'])}, which this machine "
-            f"has. Build it with CMAKE_ARGS=-D{'GGML_CUDA' if GPU in build['lacking'] else 'GGML_NATIVE'}=ON"
+            f"has. Build it with CMAKE_ARGS=-D{'GGML_CUDA' if GPU_FEATURE in build['lacking'] else 'GGML_NATIVE'}=ON"
         )
     return notes
 
@@ -228,11 +233,11 @@ def check_same_model(file: Path, loaded: Loaded) -> None:
         "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),
         "columns": (header.values.get(f"{header.architecture}.embedding_length"), config.hidden_size),
     }
-    for what, (found, wanted) in sizes.items():
-        if found is not None and found != wanted:
+    for what, (file_size, model_size) in sizes.items():
+        if file_size is not None and file_size != model_size:
             raise ModelError(
-                f"--llama-cpp-file names {file}, a model of {found} {what}, and {loaded.name} has {wanted}: name a "
-                "GGUF file of the same model"
+                f"--llama-cpp-file names {file}, a model of {file_size} {what}, and {loaded.name} has {model_size}: "
+                "name a GGUF file of the same model"
             )
     tokens = header.values.get("tokenizer.ggml.tokens")
     # Files are padded, tokenizers are not.

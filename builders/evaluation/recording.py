@@ -1,4 +1,4 @@
-"""An engine without a model: it answers what was recorded, so that drafts are judged by it."""
+"""Recorded answers with their contexts, and an engine that replays them without a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hdtool.data.conversation import Rankings
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.progress import Tally
 from hdtool.data.prompts import Message
-from hdtool.data.records import Recorded, Trace
+from hdtool.data.records import RecordedAnswer, Trace
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engine import PassLog, PassOptions, Verified
@@ -77,21 +77,23 @@ class TurnReader:
     def _turns(self, trace: Trace) -> list[RecordedTurn]:
         return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
 
-    def _turn(self, trace: Trace, number: int, recorded: Recorded) -> RecordedTurn:
-        asked = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
-        prompt = self._ids(asked)
+    def _turn(self, trace: Trace, number: int, recorded: RecordedAnswer) -> RecordedTurn:
+        prompt_text = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
+        prompt = self._ids(prompt_text)
         if not prompt:
             raise PromptError("there is nothing before the answer: leave the conversation out")
         if recorded.ids is None:
-            answer, most = self._answer(asked, prompt, trace.messages[: recorded.place + 1]), None
+            answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.place + 1]), None
         else:
-            answer, most = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
-        return RecordedTurn(trace.id, trace.category, number, prompt, answer, most, recorded.rankings)
+            answer, max_tokens = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
+        return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
-    def _answer(self, asked: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
+    def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
         """The tokens of an answer recorded as text, which counts as complete."""
         text = messages[-1]["content"]
-        whole = conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else asked + text
+        whole = (
+            conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text
+        )
         ids = self._ids(whole)
         answer = ids[len(prompt) :]
         ended = self._ending_of(answer)
@@ -109,7 +111,7 @@ class TurnReader:
         return encode_text(self.tokenizer, text, special=not self._chat)
 
     def _ending_of(self, answer: list[int]) -> int | None:
-        return next((place for place, token in enumerate(answer) if token in self._stops), None)
+        return next((index for index, token in enumerate(answer) if token in self._stops), None)
 
     def _checked(self, ids: Sequence[int], text: str) -> list[int]:
         """The recorded ids; raises unless they decode to the recorded text."""
@@ -135,7 +137,7 @@ class RecordedLogits:
         self._filled = 0
 
     def after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
-        """Those of a tree below ``done`` tokens of an answer, valid until the next call."""
+        """Logits of a tree below ``done`` tokens of an answer, valid until the next call."""
         self._rows[: self._filled] = -torch.inf
         self._filled = 1 + nodes
         for place, row in enumerate([0, *(node + 1 for node in path)], done):
@@ -144,7 +146,7 @@ class RecordedLogits:
 
 
 NO_LOGITS = torch.empty(0)
-NOTHING = -1
+NO_ARGMAX = -1
 """The arg-max where nothing is recorded; no tree drafts it."""
 
 
@@ -195,11 +197,11 @@ class RecordingEngine:
         self.log.add(time.perf_counter() - started, len(tree))
         slot.tree = tree
         done = length + 1 - len(self._turn.prompt)
-        path, tokens, _ = follow(tree, self._turn.answer[done:])
+        path, tokens, _ = accept_recorded(tree, self._turn.answer[done:])
         return [self._verified(path, tokens, done, len(tree))]
 
     def _verified(self, path: list[int], tokens: Sequence[int], done: int, nodes: int) -> Verified:
-        argmax = np.full(1 + nodes, NOTHING, np.int64)
+        argmax = np.full(1 + nodes, NO_ARGMAX, np.int64)
         argmax[[0, *(node + 1 for node in path)]] = tokens
         logits, rankings = NO_LOGITS, self._turn.rankings
         if self._logits and rankings:
@@ -226,7 +228,7 @@ class RecordingEngine:
         pass
 
 
-def follow(tree: DraftTree, truth: Sequence[int]) -> Accepted:
+def accept_recorded(tree: DraftTree, truth: Sequence[int]) -> Accepted:
     """The accepted path of a tree: the recorded tokens as far as the tree holds them, and the bonus token."""
     path: list[int] = []
     node = ROOT

@@ -1,10 +1,9 @@
-"""Replay: the drafts of a method compared with recorded answers, without the model.
+"""Replay: compares a method's drafts with recorded answers, without the model.
 
-A recorded answer decides for every draft whether the model would have accepted it, as long as the method drafts
-from tokens alone. Methods that read logits get those of accepted positions, if the recording has rankings; after
-rejected nodes it has none, so their figures are lower bounds. As in the loop, the pass over the prompt is a step with
-one token, and the token that ends an answer counts. The drafter starts each turn with its whole prompt. Where the
-method has a history, it grows with the answers, as it does for a user.
+A recorded answer decides which draft tokens the model would have accepted, as long as the method drafts from tokens
+alone. Methods that read logits get those of accepted positions if the recording has rankings, but none after rejected
+nodes, so their figures are lower bounds. As in the loop, prefill is a step with one token, and the end token counts.
+The drafter starts each turn with the whole prompt. A history grows with the answers, as it does for a user.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class SourceShare:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpeedPrediction:
     """Tokens per second, computed from the cost of forward passes."""
 
     tokens_per_second: float
@@ -111,7 +110,7 @@ class ReplayResult:
     turns: tuple[ReplayedTurn, ...]
     source_seconds: Mapping[SourceName, float]
     history: bool = False
-    """Whether the method drafted from the answers before."""
+    """True if the method drafted from the answers before."""
     warm_tokens: int = 0
     """Tokens of answers that were replayed before and are not counted."""
 
@@ -185,7 +184,7 @@ class ReplayResult:
                 )
         return shares
 
-    def predict(self, curve: CostCurve) -> Prediction:
+    def predict(self, curve: CostCurve) -> SpeedPrediction:
         """Tokens per second with passes of this cost; the pass over a prompt counts as one without drafts."""
         plain = drafting = 0.0
         for turn in self.turns:
@@ -193,7 +192,7 @@ class ReplayResult:
             plain += float(curve.seconds_of_passes(np.zeros(len(places)), places).sum())
             passes = curve.seconds_of_passes(turn.nodes, turn.contexts)
             drafting += float(passes.sum() + turn.draft_seconds.sum() + turn.observe_seconds.sum())
-        return Prediction(self.tokens / drafting, self.tokens / plain)
+        return SpeedPrediction(self.tokens / drafting, self.tokens / plain)
 
 
 def _percentile(seconds: Sequence[Floats], percentile: float) -> float:
@@ -201,12 +200,12 @@ def _percentile(seconds: Sequence[Floats], percentile: float) -> float:
     return float(np.percentile(every, percentile)) * 1e6 if len(every) else 0.0
 
 
-WARM_UP = 1000
+WARM_UP_TOKENS = 1000
 """Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
 
 
 @dataclass(frozen=True)
-class Contender:
+class ReplayMethod:
     """A method with its settings."""
 
     name: str
@@ -237,8 +236,8 @@ def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
     return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
-def play(
-    contender: Contender,
+def replay_method(
+    contender: ReplayMethod,
     turns: Sequence[RecordedTurn],
     store_set: StoreSet,
     on_turn: Callable[[], None] = lambda: None,
@@ -249,13 +248,13 @@ def play(
     Those of ``warm`` come first and are not counted; ``on_turn`` is called after each of both.
     """
     before = accumulate((len(turn.answer) for turn in turns), initial=0)
-    start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP]
-    _replayed(contender, start, store_set, lambda: None)  # its drafter and its history are discarded
-    return _replayed(contender, turns, store_set, on_turn, warm)
+    start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP_TOKENS]
+    _replay_turns(contender, start, store_set, lambda: None)  # its drafter and its history are discarded
+    return _replay_turns(contender, turns, store_set, on_turn, warm)
 
 
-def _replayed(
-    contender: Contender,
+def _replay_turns(
+    contender: ReplayMethod,
     turns: Sequence[RecordedTurn],
     store_set: StoreSet,
     on_turn: Callable[[], None],
@@ -263,12 +262,12 @@ def _replayed(
 ) -> ReplayResult:
     budget = contender.budget()
     made = drafter_with_budget(lambda: budget, contender.config, with_own_history(store_set, contender.config))
-    drafter = _Observed(made, budget)
+    drafter = _TimedDrafter(made, budget)
     engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
 
-    def played(some: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
-        for turn in some:
-            yield _play_turn(engine, drafter, turn)
+    def played(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
+        for turn in turns_to_replay:
+            yield _replay_turn(engine, drafter, turn)
             on_turn()
 
     warmed = sum(len(turn.tokens) for turn in played(warm))
@@ -278,8 +277,8 @@ def _replayed(
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
 
-class _Observed(WrappedDrafter):
-    """Tells a budget by given costs the length of the context, and measures what learning takes."""
+class _TimedDrafter(WrappedDrafter):
+    """Tells a cost budget the context length, and times ``observe``."""
 
     def __init__(self, drafter: Drafter, budget: Budget) -> None:
         super().__init__(drafter)
@@ -302,8 +301,8 @@ class _Observed(WrappedDrafter):
         self.learning.append(time.perf_counter() - started)
 
 
-class _AtEnd:
-    """Ends an answer at its last recorded token, whichever it is."""
+class _StopAtEnd:
+    """Stops an answer at its last recorded token."""
 
     def __init__(self, sampler: Sampler, length: int) -> None:
         self._context, self._length = sampler.context, length
@@ -312,21 +311,23 @@ class _AtEnd:
         return len(self._context) == self._length
 
 
-def _play_turn(engine: RecordingEngine, drafter: _Observed, turn: RecordedTurn) -> ReplayedTurn:
+def _replay_turn(engine: RecordingEngine, drafter: _TimedDrafter, turn: RecordedTurn) -> ReplayedTurn:
     engine.answer(turn)
     sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
     # Without a limit, the model would have drafted beyond the end of the answer.
-    most = turn.most or length + LARGEST_TREE + 1
-    stops = _AtEnd(sampler, len(turn.prompt) + length)
+    max_tokens = turn.most or length + LARGEST_TREE + 1
+    stops = _StopAtEnd(sampler, len(turn.prompt) + length)
     steps = list(
-        decode(engine, turn.prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prefix_caching=False)
+        decode(
+            engine, turn.prompt, sampler, max_new_tokens=max_tokens, stops=stops, drafter=drafter, prefix_caching=False
+        )
     )
     seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
     seconds[0] = 0.0
-    return _replayed_turn(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
+    return _turn_result(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
 
 
-def _replayed_turn(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
+def _turn_result(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
     trees, paths = [step.tree for step in steps], [step.path for step in steps]
     drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
     origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]

@@ -13,9 +13,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import tasks_of
 from hdtool.runtime.config import METHODS, PEERS, DecodeConfig, SamplingConfig
 
-OVERALL = "overall"
-PLAIN = "ar"
-DEFAULT = DecodeConfig().method
+ALL_TASKS = "overall"
+PLAIN_METHOD = "ar"
+DEFAULT_METHOD = DecodeConfig().method
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,38 @@ class Scores:
     @property
     def comparisons(self) -> tuple[str, ...]:
         """What speeds are stated against: plain decoding, which shows what drafting brings, then the baseline."""
-        return tuple(dict.fromkeys(name for name in (PLAIN, self.baseline) if name in self.tasks[OVERALL]))
+        return tuple(dict.fromkeys(name for name in (PLAIN_METHOD, self.baseline) if name in self.tasks[ALL_TASKS]))
 
-    def speedup(self, task: str, method: str, other: str) -> float:
+    def speedup(self, task: str, method: str, reference: str) -> float:
         """Tokens per second of a method over those of another."""
-        found = self.tasks[task]
-        return found[method].tokens_per_second / found[other].tokens_per_second
+        scores = self.tasks[task]
+        return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
     def headline(self) -> str:
         """The speed of the default method, or of the fastest one if that was not measured."""
-        whole = self.tasks[OVERALL]
-        drafting = [name for name in whole if name in METHODS and name != PLAIN] or list(whole)
-        method = DEFAULT if DEFAULT in whole else max(drafting, key=lambda name: whole[name].tokens_per_second)
-        said = [f"{method} answers {whole[method].tokens_per_second:,.1f} tokens/s"]
-        if PLAIN in whole and method != PLAIN:
-            gain = self.speedup(OVERALL, method, PLAIN)
-            said = [f"{method} answers {gain:.2f} times as fast as {in_words(PLAIN)}"]
-            said[0] += "" if gain > 1 else ": drafting does not pay here"
-        if self.baseline not in (method, PLAIN):
-            alone = f"plain decoding alone {self.speedup(OVERALL, PLAIN, self.baseline):.2f}" if PLAIN in whole else ""
-            unknown = f"without {PLAIN} among the methods, what drafting brings is not known"
-            gain = self.speedup(OVERALL, method, self.baseline)
-            said.append(f"Against {self.baseline} it is {gain:.2f} times as fast; {alone or unknown}")
-        return ". ".join(said) + "."
+        whole = self.tasks[ALL_TASKS]
+        drafting = [name for name in whole if name in METHODS and name != PLAIN_METHOD] or list(whole)
+        method = (
+            DEFAULT_METHOD if DEFAULT_METHOD in whole else max(drafting, key=lambda name: whole[name].tokens_per_second)
+        )
+        sentences = [f"{method} answers {whole[method].tokens_per_second:,.1f} tokens/s"]
+        if PLAIN_METHOD in whole and method != PLAIN_METHOD:
+            gain = self.speedup(ALL_TASKS, method, PLAIN_METHOD)
+            sentences = [f"{method} answers {gain:.2f} times as fast as {method_in_words(PLAIN_METHOD)}"]
+            sentences[0] += "" if gain > 1 else ": drafting does not pay here"
+        if self.baseline not in (method, PLAIN_METHOD):
+            alone = (
+                f"plain decoding alone {self.speedup(ALL_TASKS, PLAIN_METHOD, self.baseline):.2f}"
+                if PLAIN_METHOD in whole
+                else ""
+            )
+            unknown = f"without {PLAIN_METHOD} among the methods, what drafting brings is not known"
+            gain = self.speedup(ALL_TASKS, method, self.baseline)
+            sentences.append(f"Against {self.baseline} it is {gain:.2f} times as fast; {alone or unknown}")
+        return ". ".join(sentences) + "."
 
     def to_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it; names stay as they are once they have shipped."""
+        """The ``--json`` output; its names are stable."""
         return {
             "baseline": self.baseline,
             "reference": self.reference,
@@ -92,38 +98,38 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
     greedy = SamplingConfig(temperature=results.run.options["temperature"]).is_greedy
     reference = next((name for name in ("ar", "generate")[: 1 + greedy] if name in methods), None)
     tasks = {}
-    for task, places in _places(results.answers[methods[0]]).items():
+    for task, places in _indices_by_task(results.answers[methods[0]]).items():
         answers = {method: [rows[place] for place in places] for method, rows in results.answers.items()}
-        right = answers[reference] if reference else None
+        reference_answers = answers[reference] if reference else None
         speed = mean_speed(answers[against])
         tasks[task] = {
-            method: _score(rows, speed, right if greedy or method not in PEERS else None)
+            method: _score(rows, speed, reference_answers if greedy or method not in PEERS else None)
             for method, rows in answers.items()
         }
     return Scores(against, reference, tasks)
 
 
-def baseline_of(methods: Sequence[str], wanted: str | None = None) -> str:
+def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
     """The method that speed-ups refer to."""
-    if wanted is None:
+    if requested is None:
         return "generate" if "generate" in methods else methods[0]
-    if wanted not in methods:
-        raise OptionError(f"baseline is {wanted}, which is not measured here: name one of {', '.join(methods)}")
-    return wanted
+    if requested not in methods:
+        raise OptionError(f"baseline is {requested}, which is not measured here: name one of {', '.join(methods)}")
+    return requested
 
 
-def _places(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
+def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
     """The indexes of the questions of each task."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)
     tasks.pop("", None)
-    return (tasks if len(tasks) > 1 else {}) | {OVERALL: list(range(len(questions)))}
+    return (tasks if len(tasks) > 1 else {}) | {ALL_TASKS: list(range(len(questions)))}
 
 
-def in_words(method: str) -> str:
-    """A method that speeds are stated against."""
-    return f"plain decoding on the same engine ({PLAIN})" if method == PLAIN else method
+def method_in_words(method: str) -> str:
+    """The name of a reference method in a sentence."""
+    return f"plain decoding on the same engine ({PLAIN_METHOD})" if method == PLAIN_METHOD else method
 
 
 def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
@@ -131,7 +137,7 @@ def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
     return fmean(answer.tokens_per_second for answer in answers)
 
 
-def _score(answers: Sequence[AnsweredQuestion], baseline: float, right: Sequence[AnsweredQuestion] | None) -> Score:
+def _score(answers: Sequence[AnsweredQuestion], baseline: float, reference: Sequence[AnsweredQuestion] | None) -> Score:
     turns = [turn for answer in answers for turn in answer.turns]
     steps = [tokens for turn in turns for tokens in turn.step_tokens]
     drafting, in_model = (
@@ -144,8 +150,8 @@ def _score(answers: Sequence[AnsweredQuestion], baseline: float, right: Sequence
         speedup=mean_speed(answers) / baseline,
         tokens_per_step=fmean(steps),
         identical=None
-        if right is None
-        else sum(one.output_ids == other.output_ids for one, other in zip(answers, right, strict=True)),
+        if reference is None
+        else sum(one.output_ids == expected.output_ids for one, expected in zip(answers, reference, strict=True)),
         nodes_per_step=sum(turn.nodes for turn in turns) / len(steps),
         draft_us_per_step=sum(drafting) / len(steps) * 1e6 if drafting else None,
         model_ms_per_step=sum(in_model) / len(steps) * 1e3 if in_model else None,

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import torch
 
-from hdtool.builders.evaluation.contenders import generate_ids, steps_of
-from hdtool.data.errors import HdtoolError, reason_of
+from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
+from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
@@ -79,7 +79,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether rounding explains a difference, with the evidence."""
+    """True if rounding explains a difference, with the evidence."""
 
     difference: Difference
     working: Measure | None = None
@@ -129,26 +129,28 @@ class Verifier:
             masks = masks_of(self._loaded.guide(grammar))
             expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
             pairs.append((Oracle.GENERATE, expected, plain))
-        found = [_difference(prompt, oracle, ids, grammar, expected, answer) for oracle, expected, answer in pairs]
-        return Check(prompt, len(plain), steps, [difference for difference in found if difference])
+        differences = [
+            _first_difference(prompt, oracle, ids, grammar, expected, answer) for oracle, expected, answer in pairs
+        ]
+        return Check(prompt, len(plain), steps, [difference for difference in differences if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
         """Recompute the logits at each difference in the working precision and in the next higher one."""
         differences = list(differences)
-        places = [[*difference.asked, *difference.before] for difference in differences]
-        working = [self._as_decoded(place) for place in places]
+        sequences = [[*difference.asked, *difference.before] for difference in differences]
+        working = [self._as_decoded(sequence) for sequence in sequences]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
             if quantized_layers(self._model):  # there is no more precise form of these
-                again = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
+                step_by_step = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
                 names[1] += ", token by token"
             else:
-                again = self._precisely(places) if places else []
+                step_by_step = self._precisely(sequences) if sequences else []
                 names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
         except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision, or custom code that refuses it
-            reason = f"it cannot be recomputed: {reason_of(error)}"
+            reason = f"it cannot be recomputed: {error_reason(error)}"
             return [Explanation(difference, reason=reason) for difference in differences]
-        return [self._explained(*case, names) for case in zip(differences, working, again, strict=True)]
+        return [self._explained(*case, names) for case in zip(differences, working, step_by_step, strict=True)]
 
     def _decoded(
         self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
@@ -156,7 +158,7 @@ class Verifier:
         guide = self._loaded.guide(grammar)
         drafter = guided(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
-        steps = list(steps_of(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
+        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
@@ -166,14 +168,14 @@ class Verifier:
             return target.prefill(target.allocate(), 0, ids).logits[0].clone()
         return logits_after(self._model, ids)
 
-    def _precisely(self, places: Sequence[list[int]]) -> list[torch.Tensor]:
+    def _precisely(self, sequences: Sequence[list[int]]) -> list[torch.Tensor]:
         """On the model's device, or on the CPU if the device has too little memory."""
         try:
             with more_precise(self._model, self._model.device):
-                return [logits_after(self._model, place) for place in places]
+                return [logits_after(self._model, sequence) for sequence in sequences]
         except torch.OutOfMemoryError:
             with more_precise(self._model, torch.device("cpu")):
-                return [logits_after(self._model, place) for place in places]
+                return [logits_after(self._model, sequence) for sequence in sequences]
 
     def _explained(
         self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
@@ -196,8 +198,8 @@ class Verifier:
         rounding = float((rough - fine)[there].abs().max())
         return Explanation(
             difference,
-            working=_measure(names[0], rough, pair, sampler),
-            precise=_measure(names[1], fine, pair, sampler),
+            working=_measure_pair(names[0], rough, pair, sampler),
+            precise=_measure_pair(names[1], fine, pair, sampler),
             rounding=rounding,
             chosen=chosen,
             # Either pass may be off by this much, in opposite directions.
@@ -205,19 +207,19 @@ class Verifier:
         )
 
 
-def _difference(
-    prompt: str, oracle: Oracle, asked: list[int], grammar: Grammar | None, expected: list[int], found: list[int]
+def _first_difference(
+    prompt: str, oracle: Oracle, prompt_ids: list[int], grammar: Grammar | None, expected: list[int], actual: list[int]
 ) -> Difference | None:
-    if expected == found:
+    if expected == actual:
         return None
     shared = 0
-    while shared < min(len(expected), len(found)) and expected[shared] == found[shared]:
+    while shared < min(len(expected), len(actual)) and expected[shared] == actual[shared]:
         shared += 1
-    wanted, chosen = (answer[shared] if shared < len(answer) else None for answer in (expected, found))
-    return Difference(prompt, oracle, asked, found[:shared], wanted, chosen, grammar)
+    expected_token, actual_token = (answer[shared] if shared < len(answer) else None for answer in (expected, actual))
+    return Difference(prompt, oracle, prompt_ids, actual[:shared], expected_token, actual_token, grammar)
 
 
-def _measure(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:
+def _measure_pair(dtype: str, scores: torch.Tensor, pair: tuple[int, int], sampler: Sampler) -> Measure:
     perturbed_scores = sampler.perturbed_scores(scores)
-    expected, found = (float(scores[token]) for token in pair)
-    return Measure(dtype, expected, found, float((perturbed_scores[pair[0]] - perturbed_scores[pair[1]]).abs()))
+    expected, actual = (float(scores[token]) for token in pair)
+    return Measure(dtype, expected, actual, float((perturbed_scores[pair[0]] - perturbed_scores[pair[1]]).abs()))

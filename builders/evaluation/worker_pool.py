@@ -1,8 +1,8 @@
 """Replay in several processes.
 
-A job is one contender on one part of the conversations. Parts have a fixed size and each starts with a fresh
-drafter, so the results do not depend on the number of processes. With a history, conversations depend on those
-before, so one job has all of them.
+A job replays one method on one part of the conversations. Parts have a fixed size and start with a fresh drafter, so
+results do not depend on the number of processes. With a history, conversations depend on earlier ones, so one job has
+all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import METHODS
 from hdtool.runtime.drafters.methods import drafter_with_budget
@@ -33,29 +33,29 @@ MIN_TOKENS_FOR_WORKERS = 250_000
 """With fewer tokens over all contenders, starting processes takes longer than the replay."""
 POLL_SECONDS = 0.1
 
-Conversation = Sequence[RecordedTurn]
-Progress = Callable[[int], None]
+RecordedConversation = Sequence[RecordedTurn]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    contender: Contender
+class ReplayJob:
+    contender: ReplayMethod
     turns: list[RecordedTurn]
     warm: list[RecordedTurn]
     """Replayed before, not counted."""
 
     def play(self, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
-        return play(self.contender, self.turns, store_set, on_turn, self.warm)
+        return replay_method(self.contender, self.turns, store_set, on_turn, self.warm)
 
 
 def replay(
-    contenders: Sequence[Contender],
-    conversations: Sequence[Conversation],
+    contenders: Sequence[ReplayMethod],
+    conversations: Sequence[RecordedConversation],
     store_set: StoreSet,
     *,
     workers: int | None = None,
-    on_progress: Progress = lambda done: None,
-    warm: Sequence[Conversation] = (),
+    on_progress: OnProgress = lambda done: None,
+    warm: Sequence[RecordedConversation] = (),
 ) -> dict[str, ReplayResult]:
     """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
 
@@ -77,16 +77,20 @@ def replay(
     return {name: ReplayResult.joined([part for part in done if part.method == name]) for name in names}
 
 
-def turns_in(
-    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
+def total_turns(
+    contenders: Sequence[ReplayMethod],
+    conversations: Sequence[RecordedConversation],
+    warm: Sequence[RecordedConversation],
 ) -> int:
     """The number of turns of a replay, those that are not counted included."""
     return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
 
 
 def _jobs(
-    contenders: Sequence[Contender], conversations: Sequence[Conversation], warm: Sequence[Conversation]
-) -> list[Job]:
+    contenders: Sequence[ReplayMethod],
+    conversations: Sequence[RecordedConversation],
+    warm: Sequence[RecordedConversation],
+) -> list[ReplayJob]:
     jobs = []
     for contender in contenders:
         size = len(conversations) if contender.has_history else CONVERSATIONS_PER_JOB
@@ -94,12 +98,12 @@ def _jobs(
         before = warm if METHODS[contender.config.method].history else ()
         for start in range(0, len(conversations), max(1, size)):
             part = conversations[start : start + size]
-            jobs.append(Job(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))
+            jobs.append(ReplayJob(contender, list(chain.from_iterable(part)), list(chain.from_iterable(before))))
     return jobs
 
 
 def _in_processes(
-    jobs: Sequence[Job], store_set: StoreSet, processes: int, on_progress: Progress
+    jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, on_progress: OnProgress
 ) -> list[ReplayResult]:
     context = get_context("spawn")  # a fork would copy the locks of torch's threads
     turns_done = context.Value("q", 0)
@@ -149,7 +153,7 @@ def _start_worker(store_set: StoreSet, turns_done: Any) -> None:
     _worker.update(store_set=store_set, turns_done=turns_done)
 
 
-def _run(job: Job) -> ReplayResult:
+def _run(job: ReplayJob) -> ReplayResult:
     return job.play(_worker["store_set"], _count_turn)
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.data.chat import encode_text
 from hdtool.data.errors import RecordError
-from hdtool.data.progress import Bar
-from hdtool.data.records import Reading, Record, Recorded, Trace
+from hdtool.data.progress import ProgressBar
+from hdtool.data.records import Record, RecordedAnswer, RecordReader, Trace
 from hdtool.runtime.config import TrainConfig
 
 MIN_TOKENS = 4
@@ -28,21 +28,21 @@ class Example:
     """Which of its tokens the model wrote; all in a plain text."""
 
 
-def read_examples(reading: Reading, turns: TurnReader, window: int, shown: Bar) -> list[Example]:
+def read_examples(reading: RecordReader, turns: TurnReader, window: int, shown: ProgressBar) -> list[Example]:
     """All examples of some inputs; raises if no text is long enough."""
-    found: list[Example] = []
+    examples: list[Example] = []
     longest = 0
     for record in reading.whole():
         for whole in _examples_of(record, turns):
             longest = max(longest, len(whole.ids))
-            found += _cut(whole, window)
+            examples += _cut(whole, window)
         shown.to(reading.bytes_read)
-    if not found:
+    if not examples:
         raise RecordError(
             f"no examples: the longest text has {longest} tokens, and heads need {MIN_TOKENS} at least "
             f"and an answer of the model among them; name more text"
         )
-    return found
+    return examples
 
 
 def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
@@ -55,7 +55,7 @@ def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
         {"role": "assistant" if part.by_model else part.role, "content": part.text} for part in record.parts
     )
     answers = [
-        Recorded(place, part.ids, len(part.ids) if part.ids else None)
+        RecordedAnswer(place, part.ids, len(part.ids) if part.ids else None)
         for place, part in enumerate(record.parts)
         if part.by_model and place
     ]
@@ -116,10 +116,10 @@ class BatchSampler:
 
     def step(self, number: int) -> list[Example]:
         """The batch of a step; the last batch of an epoch is filled with its first examples."""
-        epoch, place = divmod(number, self._batches)
+        epoch, batch = divmod(number, self._batches)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._ordered(epoch)
-        return [self.train[place] for place in self._order[place]]
+        return [self.train[batch] for batch in self._order[batch]]
 
     def _ordered(self, epoch: int) -> list[list[int]]:
         random = np.random.default_rng((self._seed, epoch, 1))
@@ -128,6 +128,6 @@ class BatchSampler:
         chunk = SORTED_BATCHES * self._batch
         batches: list[list[int]] = []
         for start in range(0, len(order), chunk):
-            part = sorted(order[start : start + chunk].tolist(), key=lambda place: len(self.train[place].ids))
+            part = sorted(order[start : start + chunk].tolist(), key=lambda index: len(self.train[index].ids))
             batches += [part[first : first + self._batch] for first in range(0, len(part), self._batch)]
-        return [batches[place] for place in random.permutation(len(batches))]
+        return [batches[index] for index in random.permutation(len(batches))]

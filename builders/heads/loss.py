@@ -1,8 +1,7 @@
-"""The loss of drafting heads: cross-entropy with the target's probabilities and with the tokens of the text.
+"""Loss of drafting heads: frozen target, batches, labels, and a chunked cross-entropy.
 
-EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856) restrict output layers in the same way.
-
-The gradient of the logits is known in closed form, so each chunk computes its logits once, and its gradients at once.
+The loss compares heads with the target's probabilities and with the text. A draft vocabulary restricts output layers as
+in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). Each chunk computes its logits and gradients at once.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
         state_gradient = torch.zeros_like(inputs)
         weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=states.device)
-        right = torch.zeros((), dtype=torch.int64, device=states.device)
+        correct = torch.zeros((), dtype=torch.int64, device=states.device)
         size = max(1, CHUNK_BYTES // (4 * len(weight)))
         for start in range(0, len(states), size):
             part = slice(start, start + size)
@@ -73,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
             if bias is not None:
                 logits += bias
             truth, label = probs[rows[part]], labels[part, None]
-            right += (logits.argmax(-1, keepdim=True) == label).sum()
+            correct += (logits.argmax(-1, keepdim=True) == label).sum()
             norm = logits.logsumexp(-1, keepdim=True)
             total += (norm - (truth * logits).sum(-1, keepdim=True)).sum()
             total += lm_weight * (norm - logits.gather(-1, label)).sum()
@@ -84,8 +83,8 @@ class _CrossEntropy(torch.autograd.Function):
             if weight_gradient is not None:
                 weight_gradient += narrow.T @ inputs[part]
         ctx.save_for_backward(state_gradient.to(states.dtype), weight_gradient)
-        ctx.mark_non_differentiable(right)
-        return total, right
+        ctx.mark_non_differentiable(correct)
+        return total, correct
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -102,7 +101,7 @@ is added to the logits and has no gradient.
 
 
 def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 natively."""
+    """Return True if the device multiplies bfloat16 natively."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -190,22 +189,22 @@ class FrozenTarget:
 
     def _both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and hidden states of one pass."""
-        found: list[torch.Tensor] = []
+        hidden_states: list[torch.Tensor] = []
 
         def record(_: torch.nn.Module, __: object, returned: object) -> None:
             if (hidden := hidden_in(returned)) is not None:
-                found.append(hidden)
+                hidden_states.append(hidden)
 
         handle = self._decoder.register_forward_hook(record)
         try:
             with torch.no_grad():
-                return self._all_logits(ids), found[-1]
+                return self._all_logits(ids), hidden_states[-1]
         finally:
             handle.remove()
 
     @torch.no_grad()
     def _gives(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Whether the decoder alone returns these hidden states, and the output layer alone these logits."""
+        """Return True if the decoder alone returns these hidden states, and the output layer alone these logits."""
         weight = getattr(self._output, "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False
@@ -234,7 +233,7 @@ class Batch(NamedTuple):
         return cls(ids.to(device), drafted.to(device))
 
 
-class Places(NamedTuple):
+class LabelPositions(NamedTuple):
     """The positions of a batch at which heads are trained, and which heads have a label there."""
 
     rows: torch.Tensor
@@ -243,23 +242,23 @@ class Places(NamedTuple):
     """``[heads, places]``"""
 
 
-def places_of(batch: Batch, heads: int) -> Places:
+def label_positions(batch: Batch, heads: int) -> LabelPositions:
     """At column t, the first head predicts the token at t + 2, the next one that at t + 3, and so on."""
     length = batch.drafted.shape[1]
     padded = functional.pad(batch.drafted, (0, heads + 2))
     known = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
     rows, columns = known.any(dim=0).nonzero(as_tuple=True)
-    return Places(rows, columns, known[:, rows, columns])
+    return LabelPositions(rows, columns, known[:, rows, columns])
 
 
-def head_labels(batch: Batch, places: Places) -> torch.Tensor:
+def head_labels(batch: Batch, places: LabelPositions) -> torch.Tensor:
     """The tokens that the heads predict, ``[heads, places]``; arbitrary where there is no label."""
     last = batch.ids.shape[1] - 1
     ahead = torch.arange(2, len(places.known) + 2, device=batch.ids.device)[:, None]
     return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
 
 
-def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: Places) -> torch.Tensor:
+def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: LabelPositions) -> torch.Tensor:
     """``[heads, places, tokens]`` from hidden states and the embeddings of the next tokens."""
     return heads.logits(heads.along(hidden, embedded, places.rows, places.columns))
 
@@ -300,7 +299,7 @@ class HeadsLoss(torch.nn.Module):
         self._lm_weight = lm_weight
 
     def forward(
-        self, batch: Batch, places: Places, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
+        self, batch: Batch, places: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the losses over all labels, and the number of labels that are each head's arg-max.
 
@@ -315,9 +314,9 @@ class HeadsLoss(torch.nn.Module):
             output = self.heads.output(head)
             rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
             narrowed, own = output.narrowed(states[known, head]), labels[head][known]
-            loss, right = cross_entropy(
+            loss, correct = cross_entropy(
                 narrowed, output.up.weight, target.probs, rows, own, self._lm_weight, output.up.bias
             )
             total = total + loss
-            hits.append(right)
+            hits.append(correct)
         return total, torch.stack(hits)

@@ -1,4 +1,4 @@
-"""``train-heads``: reads texts, trains heads, evaluates them and saves them into a folder."""
+"""``train-heads``: reads texts, trains and evaluates heads, and saves them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hdtool.builders.heads.loss import (
     draft_vocabulary,
     head_labels,
     head_logits,
-    places_of,
+    label_positions,
 )
 from hdtool.builders.heads.training import (
-    HiddenStates,
+    HiddenStatesFile,
     Training,
     checkpoint_file,
     curve_file,
     draw_training,
-    hidden_states_file,
+    hidden_states_output,
     process_group,
     world_size,
 )
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import bar
-from hdtool.data.records import Reading
+from hdtool.data.progress import progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
@@ -47,7 +47,7 @@ from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.load import load_stock
 from hdtool.runtime.model.target import Target
 
-BATCH = 8
+EVAL_BATCH = 8
 """Examples in one pass."""
 PRIOR_WEIGHT = 1.0
 """Pseudo-count of the calibration prior."""
@@ -62,13 +62,13 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
     ranks: list[Ints] = []
     seen = np.zeros((2, number, PROB_BUCKETS))
     ordered = sorted(examples, key=lambda example: len(example.ids))
-    for start in range(0, len(ordered), BATCH):
-        batch = Batch.of(ordered[start : start + BATCH], target.device)
-        output, places = target.read(batch.ids), places_of(batch, number)
+    for start in range(0, len(ordered), EVAL_BATCH):
+        batch = Batch.of(ordered[start : start + EVAL_BATCH], target.device)
+        output, places = target.read(batch.ids), label_positions(batch, number)
         logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, places).float()
-        found = _ranks(logits, draft_labels(heads, head_labels(batch, places)), places.known)
-        _count(seen, logits, found)
-        ranks.append(found)
+        batch_ranks = _ranks(logits, draft_labels(heads, head_labels(batch, places)), places.known)
+        _count(seen, logits, batch_ranks)
+        ranks.append(batch_ranks)
     every = np.concatenate(ranks, axis=1)
     known = (every >= 0).sum(axis=1)
     top = {
@@ -77,7 +77,9 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
     }
     tree, gains = best_tree(every) if isinstance(heads, ParallelHeads) else ([], [])
     calibrated = (seen[1] + PRIOR_WEIGHT * bucket_center(np.arange(PROB_BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
-    return EvalResult(top, int(known[0]), tree, gains, [[round(float(each), 4) for each in row] for row in calibrated])
+    return EvalResult(
+        top, int(known[0]), tree, gains, [[round(float(value), 4) for value in row] for row in calibrated]
+    )
 
 
 def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ints:
@@ -93,18 +95,18 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> I
 def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, its best tokens and how many of them were the true token."""
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
-    right = np.ones(ranks.shape[1], np.bool_)
+    correct = np.ones(ranks.shape[1], np.bool_)
     for head in range(len(ranks)):
-        reached = right & (ranks[head] >= 0)
+        reached = correct & (ranks[head] >= 0)
         buckets = prob_bucket(np.exp(best[head][reached]))
         np.add.at(seen[0, head], buckets, 1.0)
         true_ranks = ranks[head][reached]
         held = np.flatnonzero(true_ranks < best.shape[-1])
         np.add.at(seen[1, head], buckets[held, true_ranks[held]], 1.0)
-        right &= (ranks[head] >= 0) & (ranks[head] < best.shape[-1])
+        correct &= (ranks[head] >= 0) & (ranks[head] < best.shape[-1])
 
 
-def best_tree(ranks: Ints, most: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
+def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
     """The static tree of the nodes that are accepted most often, and the frequency of each.
 
     A path is never accepted more often than its start, so the most frequent paths form a tree.
@@ -116,7 +118,7 @@ def best_tree(ranks: Ints, most: int = LARGEST_BUDGET) -> tuple[list[list[int]],
             if not 0 <= rank < TOKENS_PER_RANKING:
                 break
             taken[tuple(row[:depth])] += 1
-    chosen = sorted(taken.items(), key=lambda entry: (-entry[1], len(entry[0]), entry[0]))[:most]
+    chosen = sorted(taken.items(), key=lambda entry: (-entry[1], len(entry[0]), entry[0]))[:max_nodes]
     return [list(path) for path, _ in chosen], [round(count / len(whole), 6) for _, count in chosen]
 
 
@@ -140,7 +142,7 @@ def train(
     quiet: bool = False,
 ) -> Iterator[str]:
     """Train heads; yields lines for the user."""
-    stored_in = [hidden_states_file(hidden_states)] if hidden_states else []
+    stored_in = [hidden_states_output(hidden_states)] if hidden_states else []
     for file in (*output_files(out), checkpoint_file(out), curve_file(out), *stored_in):
         file.check()
     if hidden_states and world_size() > 1:
@@ -166,7 +168,7 @@ def train(
     }
     stored = None
     if hidden_states:
-        stored = HiddenStates(hidden_states, frozen, texts, f"{settings['target']} {settings['texts']}")
+        stored = HiddenStatesFile(hidden_states, frozen, texts, f"{settings['target']} {settings['texts']}")
         if not stored.is_written():
             yield f"{hidden_states}: hidden states of {stored.tokens:,} tokens, {stored.bytes / 1e9:.2f} GB"
             _write(stored, quiet=quiet)
@@ -177,10 +179,10 @@ def train(
             f"texts ({batches.tokens:,} tokens) in {training.steps:,} steps"
         )
     seconds = time.monotonic()
-    with bar(training.steps, "training", unit="steps", quiet=quiet) as shown:
+    with progress_bar(training.steps, "training", unit="steps", quiet=quiet) as progress:
         for done in training.run(settings):
-            shown.show(training.summary())
-            shown.to(done)
+            progress.show(training.summary())
+            progress.to(done)
     if processes.rank:
         return
     result = evaluate(made.eval(), frozen, batches.validation)
@@ -201,10 +203,10 @@ def train(
     yield f"{out}: heads for {model.name}, evaluated on {len(batches.validation):,} texts held out"
 
 
-def _write(stored: HiddenStates, *, quiet: bool) -> None:
-    with bar(stored.tokens, "hidden states", unit="tokens", quiet=quiet) as shown:
+def _write(stored: HiddenStatesFile, *, quiet: bool) -> None:
+    with progress_bar(stored.tokens, "hidden states", unit="tokens", quiet=quiet) as progress:
         for done in stored.write():
-            shown.to(done)
+            progress.to(done)
 
 
 def _digest(texts: Sequence[Example]) -> str:
@@ -218,9 +220,9 @@ def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
 ) -> tuple[list[Example], list[str]]:
     """The examples, and a line for each record that was left out."""
-    reading = Reading(find_inputs(inputs), tolerance=config.max_bad_fraction)
+    reading = RecordReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
     turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)
-    with bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        found = read_examples(reading, turns, window, shown)
-    return found, reading.tally.left_out()
+    with progress_bar(reading.total_bytes, "reading", unit="B", quiet=quiet) as progress:
+        examples = read_examples(reading, turns, window, progress)
+    return examples, reading.tally.left_out()

@@ -1,7 +1,6 @@
-"""The training loop of drafting heads on a frozen target; a killed training resumes at its last checkpoint.
+"""Training loop of drafting heads on a frozen target, with checkpoints, cached hidden states and a loss plot.
 
-The file has the format of safetensors. It is written text after text, in the order of their lengths, so that no more
-than one batch is in memory.
+Hidden states are a safetensors file, written in order of text length with at most one batch in memory.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from hdtool.builders.heads.loss import (
     TargetOutput,
     TargetProbs,
     autocast,
-    places_of,
+    label_positions,
     takes_bfloat16,
 )
-from hdtool.data.errors import HeadsError, OptionError, reason_of
+from hdtool.data.errors import HeadsError, OptionError, error_reason
 from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png, safetensors_metadata
 from hdtool.runtime.config import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
@@ -81,13 +80,13 @@ def process_group(*, on_cpu: bool) -> Processes:
     return Processes(Accelerator(cpu=on_cpu))
 
 
-TENSOR = "hidden"
+HIDDEN_STATES_TENSOR = "hidden"
 BATCH_TOKENS = 2048
 """Tokens of a pass, padding included."""
-NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
-class HiddenStates:
+class HiddenStatesFile:
     """The hidden states of a target for some texts, in a file."""
 
     def __init__(self, path: Path, target: FrozenTarget, examples: Sequence[Example], key: str) -> None:
@@ -97,12 +96,17 @@ class HiddenStates:
                 "--hidden-states does not work with this model: it changes its logits after the output layer; leave "
                 "the option out"
             )
-        self._target, self._file = target, hidden_states_file(path)
+        self._target, self._file = target, hidden_states_output(path)
         self._examples = sorted(examples, key=lambda example: len(example.ids))
         self._dtype = torch.bfloat16 if takes_bfloat16(target.device) else target.model.dtype
         self.tokens = sum(len(example.ids) for example in examples)
         self.bytes = self.tokens * target.hidden_width * self._dtype.itemsize
-        self._metadata = {"writer": "hdtool", "content": "hidden states", "key": key, "dtype": NAMES[self._dtype]}
+        self._metadata = {
+            "writer": "hdtool",
+            "content": "hidden states",
+            "key": key,
+            "dtype": SAFETENSORS_DTYPES[self._dtype],
+        }
         self._starts: dict[bytes, int] = {}
         start = 0
         for example in self._examples:
@@ -110,7 +114,7 @@ class HiddenStates:
             start += len(example.ids)
 
     def is_written(self) -> bool:
-        """Whether the file holds the hidden states; raises if it is of other texts or of another model."""
+        """Return True if the file holds the hidden states; raises if it is of other texts or of another model."""
         if not self._file.exists():
             return False
         if safetensors_metadata(self._file.path) != self._metadata:
@@ -121,7 +125,7 @@ class HiddenStates:
 
     def write(self) -> Iterator[int]:
         """Compute all hidden states; yields the number of tokens done."""
-        free = shutil.disk_usage(_existing(self._file.path.absolute())).free
+        free = shutil.disk_usage(_existing_parent(self._file.path.absolute())).free
         if free < self.bytes:
             raise HeadsError(
                 f"{self._file.path} needs {self.bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: name a file on "
@@ -133,21 +137,21 @@ class HiddenStates:
             for batch in self._batches():
                 with autocast(self._target.device):
                     hidden = self._target.read(Batch.of(batch, self._target.device).ids).hidden
-                kept = hidden.to("cpu", self._dtype)
+                stored = hidden.to("cpu", self._dtype)
                 for row, example in enumerate(batch):
-                    part = kept[row, : len(example.ids)].contiguous()
+                    part = stored[row, : len(example.ids)].contiguous()
                     stream.write(part.view(torch.uint8).numpy().tobytes())
                     done += len(example.ids)
                 yield done
 
     def read(self, examples: Sequence[Example], batch: Batch) -> TargetOutput:
-        """The same as ``FrozenTarget.read`` for a batch of examples; padding is 0."""
+        """Return what ``FrozenTarget.read`` computes for a batch of examples; padding is 0."""
         from safetensors import safe_open
 
         shape = (*batch.ids.shape, self._target.hidden_width)
         hidden = torch.zeros(shape, dtype=self._dtype)
         with safe_open(self._file.path, framework="pt") as opened:
-            stored: Any = opened.get_slice(TENSOR)
+            stored: Any = opened.get_slice(HIDDEN_STATES_TENSOR)
             for row, example in enumerate(examples):
                 start = self._starts[example.ids.tobytes()]
                 hidden[row, : len(example.ids)] = stored[start : start + len(example.ids)]
@@ -164,31 +168,31 @@ class HiddenStates:
 
     def _header(self) -> bytes:
         shape = [self.tokens, self._target.hidden_width]
-        entry = {"dtype": NAMES[self._dtype], "shape": shape, "data_offsets": [0, self.bytes]}
-        text = json.dumps({"__metadata__": self._metadata, TENSOR: entry}).encode()
+        entry = {"dtype": SAFETENSORS_DTYPES[self._dtype], "shape": shape, "data_offsets": [0, self.bytes]}
+        text = json.dumps({"__metadata__": self._metadata, HIDDEN_STATES_TENSOR: entry}).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
 
-def hidden_states_file(path: Path) -> OutputFile:
+def hidden_states_output(path: Path) -> OutputFile:
     def is_ours(path: Path) -> bool:
-        found = safetensors_metadata(path)
-        return found.get("writer") == "hdtool" and found.get("content") == "hidden states"
+        metadata = safetensors_metadata(path)
+        return metadata.get("writer") == "hdtool" and metadata.get("content") == "hidden states"
 
     return OutputFile(path, "a file of hidden states of hdtool train-heads", is_ours, HeadsError, "name another file")
 
 
-def _existing(path: Path) -> Path:
-    return next(place for place in path.parents if place.is_dir())
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.is_dir())
 
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_FILE = "checkpoint.pt"
 MAX_GRADIENT_NORM = 1.0
-BETAS = (0.9, 0.999)
+ADAMW_BETAS = (0.9, 0.999)
 
 
 @dataclass
-class History:
+class TrainingHistory:
     """Per step: the loss per token, and each head's top-1 accuracy."""
 
     losses: list[float] = field(default_factory=list)
@@ -206,11 +210,11 @@ class Training:
         config: TrainConfig,
         out: Path,
         processes: Processes,
-        stored: HiddenStates | None = None,
+        stored: HiddenStatesFile | None = None,
     ) -> None:
         """``stored`` holds the target's hidden states; without it, the target reads each batch."""
         self.heads = heads
-        self.history = History()
+        self.history = TrainingHistory()
         self.steps = batches.steps
         self._target, self._batches, self._config, self._processes = target, batches, config, processes
         self._stored = stored
@@ -218,7 +222,7 @@ class Training:
         torch.nn.Module.to(heads, target.device, torch.float32)
         if processes.size > min(config.batch, len(batches.train)):
             raise OptionError(f"batch is {config.batch}: {processes.size} processes need at least one text each")
-        self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=BETAS)
+        self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=ADAMW_BETAS)
         self._loss = processes.shared(HeadsLoss(heads, config.lm_weight))
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
@@ -274,7 +278,7 @@ class Training:
         batch = Batch.of(examples, self._target.device)
         with autocast(self._target.device):
             output = self._stored.read(examples, batch) if self._stored else self._target.read(batch.ids)
-            places = places_of(batch, self.heads.config.heads)
+            places = label_positions(batch, self.heads.config.heads)
             probs = TargetProbs.of(self._target, output, batch, self.heads)
             loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
         # The mean over the processes must be the mean over all labels.
@@ -283,7 +287,7 @@ class Training:
 
     def _save(self, done: int, settings: dict[str, Any]) -> None:
         if self._processes.rank == 0:
-            kept = {
+            checkpoint = {
                 "heads": self.heads.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
                 "done": done,
@@ -293,10 +297,10 @@ class Training:
             }
             try:
                 with self._checkpoint.replaced() as stream:
-                    torch.save(kept, stream)
+                    torch.save(checkpoint, stream)
             except RuntimeError as error:
                 raise HeadsError(
-                    f"{self._checkpoint.path} cannot be written ({reason_of(error)}): {self._checkpoint.advice}"
+                    f"{self._checkpoint.path} cannot be written ({error_reason(error)}): {self._checkpoint.advice}"
                 ) from error
         self._processes.wait()
 
@@ -304,41 +308,43 @@ class Training:
         if not self._checkpoint.exists():
             return 0
         try:
-            kept = torch.load(self._checkpoint.path, map_location=self._target.device, weights_only=True)
-            found = kept["settings"]
+            checkpoint = torch.load(self._checkpoint.path, map_location=self._target.device, weights_only=True)
+            saved_settings = checkpoint["settings"]
         except Exception as error:  # torch raises errors of many classes for a damaged file
             raise HeadsError(
-                f"{self._checkpoint.path} cannot be read ({reason_of(error)}): move it away to start again"
+                f"{self._checkpoint.path} cannot be read ({error_reason(error)}): move it away to start again"
             ) from error
-        if names := ", ".join(name for name in {**found, **settings} if found.get(name) != settings.get(name)):
+        if names := ", ".join(
+            name for name in {**saved_settings, **settings} if saved_settings.get(name) != settings.get(name)
+        ):
             raise HeadsError(
                 f"{self._checkpoint.path} is of a training with other settings ({names}): give the same ones to "
                 "resume, choose another --out, or move it away"
             )
-        self.heads.load_state_dict(kept["heads"])
-        self._optimizer.load_state_dict(kept["optimizer"])
-        self.history = History(kept["losses"], kept["hits"])
-        return int(kept["done"])
+        self.heads.load_state_dict(checkpoint["heads"])
+        self._optimizer.load_state_dict(checkpoint["optimizer"])
+        self.history = TrainingHistory(checkpoint["losses"], checkpoint["hits"])
+        return int(checkpoint["done"])
 
 
 def checkpoint_file(folder: Path) -> OutputFile:
     advice = "make room, choose another --out, or move it away, and run the command again"
     is_ours = checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
-    return OutputFile(folder / CHECKPOINT, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
+    return OutputFile(folder / CHECKPOINT_FILE, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
 
 
 def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
-    """Whether a file is a checkpoint of torch with these keys."""
+    """Return True if a file is a checkpoint of torch with these keys."""
 
     def is_ours(path: Path) -> bool:
         try:
             with warnings.catch_warnings(action="ignore"):
-                kept = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
+                checkpoint = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
         except OSError:
             raise
         except Exception:  # torch raises errors of many classes for a file of another origin
             return False
-        return isinstance(kept, dict) and kept.keys() == keys
+        return isinstance(checkpoint, dict) and checkpoint.keys() == keys
 
     return is_ours
 
@@ -351,17 +357,17 @@ def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
-CURVE = "training.png"
-INCHES, DOTS = (8.0, 4.0), 130
-SMOOTHED = 50
+CURVE_FILE = "training.png"
+CURVE_INCHES, CURVE_DPI = (8.0, 4.0), 130
+MIN_CURVE_POINTS = 50
 """Points of a curve at least; each is the mean over some steps."""
 
 
-def draw_training(history: History, folder: Path) -> None:
+def draw_training(history: TrainingHistory, folder: Path) -> None:
     """Two curves over the steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
 
-    figure: Any = Figure(figsize=INCHES, layout="constrained")
+    figure: Any = Figure(figsize=CURVE_INCHES, layout="constrained")
     left, right = figure.subplots(1, 2)
     steps, losses = _smooth(np.array(history.losses))
     left.plot(steps, losses)
@@ -377,15 +383,15 @@ def draw_training(history: History, folder: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     with curve_file(folder).replaced() as stream:
-        figure.savefig(stream, format="png", dpi=DOTS, metadata=PNG_METADATA)
+        figure.savefig(stream, format="png", dpi=CURVE_DPI, metadata=PNG_METADATA)
 
 
 def curve_file(folder: Path) -> OutputFile:
-    return OutputFile(folder / CURVE, "a picture of hdtool train-heads", is_own_png, HeadsError)
+    return OutputFile(folder / CURVE_FILE, "a picture of hdtool train-heads", is_own_png, HeadsError)
 
 
 def _smooth(values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    size = max(1, len(values) // SMOOTHED)
+    size = max(1, len(values) // MIN_CURVE_POINTS)
     starts = np.arange(0, len(values), size)
     means = np.stack([values[start : start + size].mean(axis=0) for start in starts])
     return starts + size / 2, means

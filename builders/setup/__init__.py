@@ -1,4 +1,4 @@
-"""What ``hdtool setup`` does with logs: it holds a part out, builds stores from the rest, and measures both.
+"""``hdtool setup``: holds out a part of the logs, builds stores from the rest, and measures both.
 
-Imports `data`, `runtime` and `builders/stores`.
+Imports `data`, `runtime`, `builders/stores` and `builders/evaluation`.
 """

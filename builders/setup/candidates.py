@@ -1,4 +1,4 @@
-"""The held-out conversations replayed with one source after another: what each adds, and the speed to expect."""
+"""Replays of held-out conversations by source, the stores of a set-up, and predicted speed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.evaluation.contenders import steps_of, timed
+from hdtool.builders.evaluation.contenders import answer_steps, timed
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, Prediction, ReplayResult
-from hdtool.builders.evaluation.worker_pool import replay, turns_in
+from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
+from hdtool.builders.evaluation.worker_pool import replay, total_turns
 from hdtool.data.errors import HdtoolError, StoreError
-from hdtool.data.progress import bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import FolderCheck, checksum, read_manifest
-from hdtool.data.stores.store_files import MODEL, check_destination, holds_manifest
+from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest
+from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_manifest
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import METHODS, DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import (
@@ -43,29 +43,33 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
 
-def with_offered(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
+def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
     """The settings with the heads and the drafter that lie in the folder of a model, if there are any."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
-    places = [place for place in sorted(folder.iterdir()) if (place / SETTINGS_FILE).is_file()] if folder else []
-    for place in places:
+    drafter_folders = (
+        [folder_entry for folder_entry in sorted(folder.iterdir()) if (folder_entry / SETTINGS_FILE).is_file()]
+        if folder
+        else []
+    )
+    for folder_entry in drafter_folders:
         try:
-            if read_settings(place)["target"] == target:
-                heads.append(str(place))
+            if read_settings(folder_entry)["target"] == target:
+                heads.append(str(folder_entry))
             continue
         except HdtoolError:
             pass  # it holds something else
         try:
-            if PublishedDrafter.named(str(place)).kind != SMALL_MODEL:
-                drafter = drafter or str(place)
+            if PublishedDrafter.named(str(folder_entry)).kind != SMALL_MODEL:
+                drafter = drafter or str(folder_entry)
         except HdtoolError:
             continue
     return replace(decoding, heads=(*decoding.heads, *heads), drafter=drafter)
 
 
-def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
+def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
     """The hierarchies with a trained drafter that is there and fits; a note says why another one does not."""
-    found = []
+    methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
     for method in HIERARCHIES:
@@ -73,13 +77,13 @@ def offered_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
             continue
         try:
             trained_drafter(replace(decoding, method=method), loaded.target, tokenizer)
-            found.append(method)
+            methods.append(method)
         except HdtoolError as error:
             print(f"note: {method} is left out: {error}", file=sys.stderr)
-    return found
+    return methods
 
 
-def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
+def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
     """The options that a command needs for a method: its name, and where its drafter is."""
     kind = METHODS[method].trained
     heads = (
@@ -92,13 +96,13 @@ def options_for(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
 
 
 @cache
-def _digest(path: Path, changed: int) -> str:
+def _file_digest(path: Path, changed: int) -> str:
     """The checksum of a file that was ``changed`` at a time, computed once: a corpus may be large."""
-    return checksum(path)
+    return file_checksum(path)
 
 
 @dataclass(frozen=True)
-class OwnStores:
+class SetupStores:
     """Stores of a set-up by kind. A store is its own if it holds all texts that the set-up builds it from."""
 
     folders: Mapping[str, Path]
@@ -106,7 +110,7 @@ class OwnStores:
     """The texts of each store; those of logs are known once they were read."""
     model: str
     replace: bool
-    """Whether stores of other origin may be replaced."""
+    """True if stores of other origin may be replaced."""
 
     def built(self, kind: str) -> Manifest | None:
         """The manifest of the store, if it is this set-up's; more texts may have been added to it since."""
@@ -115,7 +119,7 @@ class OwnStores:
             return None
         manifest = read_manifest(folder, check=not self.replace)
         held = {share.sha256 for share in manifest.sources}
-        return manifest if all(_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
+        return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
         """Refuse folders that no build may write to, and to replace any store that this set-up did not build."""
@@ -125,13 +129,13 @@ class OwnStores:
                 check(folder)
 
     def fate(self, kind: str) -> str:
-        """What the set-up does with the place of a store that ``check`` has admitted, to be followed by the place."""
+        """What the set-up will do at a folder that ``check`` admitted, as the start of a sentence."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
         if self.built(kind):
             return "was built before and stays in"
-        rankings = kind == MODEL and read_manifest(folder, check=False).holds_rankings_alone
+        rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
         return "joins the rankings in" if rankings else "replaces the store in"
 
     def replacement_check(self, kind: str) -> FolderCheck | None:
@@ -164,13 +168,13 @@ Floats = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of answers that a cost curve does not hold."""
+    """Prefill and host time of answers, which a cost curve does not include."""
 
     lengths: tuple[int, ...]
     """Tokens of measured prompts."""
     prefill_seconds: tuple[float, ...]
     host_seconds: float
-    """Of each step, outside the forward pass."""
+    """Seconds of each step outside the forward pass."""
 
     @classmethod
     def measured(cls, loaded: Loaded) -> Overhead:
@@ -181,12 +185,12 @@ class Overhead:
         for length in lengths:
             prefill = partial(target.prefill, target.allocate(), 0, some_context(length, vocabulary))
             fastest.append(min(timed(target.device, prefill)[1] for _ in range(PREFILLS)))
-        answer = steps_of(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
+        answer = answer_steps(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
         steps = list(answer)[1:]  # the first one is the prefill
         host = float(np.median([step.seconds - step.verify_seconds for step in steps])) if steps else 0.0
         return cls(lengths, tuple(fastest), host)
 
-    def predict(self, result: ReplayResult, curve: CostCurve) -> Prediction:
+    def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
         """Tokens per second of a replayed method and of plain decoding: means over answers, as `bench` prints them."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is the pass over its prompt.
@@ -199,19 +203,19 @@ class Overhead:
             trees = curve.seconds_of_passes(turn.nodes, turn.contexts).sum() + prefill + steps * self.host_seconds
             plain.append(tokens / one_by_one)
             drafted.append(tokens / (trees + turn.draft_seconds.sum() + turn.observe_seconds.sum()))
-        return Prediction(fmean(drafted), fmean(plain))
+        return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:
         """Seconds of prompts of these lengths, interpolated; longer ones continue the last slope."""
-        found: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
+        seconds: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
         if len(self.lengths) > 1:
             rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]
             slope = max(0.0, rise) / (self.lengths[-1] - self.lengths[-2])
-            found = found + slope * np.maximum(0, prompts - self.lengths[-1])
-        return found
+            seconds = seconds + slope * np.maximum(0, prompts - self.lengths[-1])
+        return seconds
 
 
-def replayed(
+def replay_by_source(
     conversations: Sequence[Sequence[RecordedTurn]],
     store_set: StoreSet,
     curve: CostCurve,
@@ -222,11 +226,11 @@ def replayed(
     """Tokens per step by source, and tokens per second of all sources but the history, which begins empty."""
     stores = {"M": store_set.model, "S": store_set.corpus}
     letters = "C" + "".join(letter for letter, store in stores.items() if store)
-    contenders = [_cold(letters[: place + 1], curve) for place in range(len(letters))]
+    contenders = [_cold_method(letters[: index + 1], curve) for index in range(len(letters))]
     cold = contenders[-1].name
-    contenders.append(Contender(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
-    with bar(turns_in(contenders, conversations, ()), "turns", quiet=quiet) as shown:
-        played = replay(contenders, conversations, store_set, on_progress=shown.to)
+    contenders.append(ReplayMethod(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
+    with progress_bar(total_turns(contenders, conversations, ()), "turns", quiet=quiet) as progress:
+        played = replay(contenders, conversations, store_set, on_progress=progress.to)
     predicted = overhead.predict(played[cold], curve)
     return {
         "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in played.items()},
@@ -237,16 +241,16 @@ def replayed(
     }
 
 
-def replayed_with_model_store(
+def replay_with_model_store(
     conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve, *, quiet: bool
 ) -> float:
     """Tokens per step of the conversation and the model store alone."""
-    contender = _cold("CM", curve)
-    with bar(turns_in([contender], conversations, ()), "turns", quiet=quiet) as shown:
-        played = replay([contender], conversations, store_set, on_progress=shown.to)
+    contender = _cold_method("CM", curve)
+    with progress_bar(total_turns([contender], conversations, ()), "turns", quiet=quiet) as progress:
+        played = replay([contender], conversations, store_set, on_progress=progress.to)
     return round(played[contender.name].tokens_per_step, 3)
 
 
-def _cold(letters: str, curve: CostCurve) -> Contender:
+def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:
     """Sources without a history, by the name of the last one."""
-    return Contender(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)
+    return ReplayMethod(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)

@@ -1,4 +1,4 @@
-"""The stages of a set-up: each has a result that later ones and the verdict read."""
+"""Stages of a set-up: each leaves a result that later stages and the verdict read."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.builders.setup.candidates import Overhead, OwnStores, replayed, replayed_with_model_store
-from hdtool.builders.setup.verdict import LEAST_ANSWERS
+from hdtool.builders.setup.candidates import Overhead, SetupStores, replay_by_source, replay_with_model_store
+from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS
 from hdtool.builders.setup.work_folder import (
     LearnedPart,
     WorkFolder,
-    answer,
-    held_out,
+    answer_prompts,
+    choose_held_out,
     learned_name,
     number_of_prompts,
-    opening_of,
+    opening_hash,
 )
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.edit_store import add, note_on_models
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
-from hdtool.data.conversation_files import ConversationReader, Found, canonical_file, canonical_line
+from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
 from hdtool.data.errors import ModelError, RecordError
-from hdtool.data.progress import bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import Reading, Record, read_traces
+from hdtool.data.records import Record, RecordReader, read_traces
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, recorded_name
@@ -55,7 +55,7 @@ from hdtool.runtime.stores.model_store import rankings_in
 from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
 
 Result = dict[str, Any]
-STAGE_OF = {MODEL: "model_store", CORPUS: "corpus_index"}
+STORE_STAGES = {MODEL: "model_store", CORPUS: "corpus_index"}
 MEASUREMENTS = ("passes", "replay", "answers")
 """Stages whose results depend on how the model is loaded, the stores, the machine and the versions."""
 
@@ -70,34 +70,36 @@ class SetupPlan:
     config: SetupConfig
     chat: bool | None = None
     replace: bool = False
-    """Whether stores that another command built may be replaced."""
+    """True if stores that another command built may be replaced."""
     quiet: bool = False
 
     @property
     def identity(self) -> list[str]:
         """All that the parts of the logs depend on; a set-up with another identity starts anew."""
-        return [repr(part) for part in (_state_of(self.logs), self.config.held_out, self.config.max_bad_fraction)]
+        return [repr(part) for part in (_file_states(self.logs), self.config.held_out, self.config.max_bad_fraction)]
 
     def conditions(self) -> dict[str, list[str]]:
         """What measurements depend on, by stage, beside the weights, the machine and the versions."""
-        all_depend_on = [repr(part) for part in (self.model, self.chat, _state_of(self.corpus), self.config.rankings)]
+        all_depend_on = [
+            repr(part) for part in (self.model, self.chat, _file_states(self.corpus), self.config.rankings)
+        ]
         answers = [repr(part) for part in (self.config.limit, self.config.max_new_tokens)]
         return {stage: [*all_depend_on, *(answers if stage == "answers" else ())] for stage in MEASUREMENTS}
 
 
-def _state_of(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+def _file_states(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     """What changes if one of these files does."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
-class EverySecond(Reading):
+class EverySecondRecord(RecordReader):
     """Every second record of the inputs."""
 
     def __iter__(self) -> Iterator[Record]:
         return islice(super().__iter__(), 0, None, 2)
 
 
-def _has_rankings(stores: OwnStores) -> bool:
+def _has_rankings(stores: SetupStores) -> bool:
     folder = stores.folders.get(MODEL)
     return folder is not None and holds_manifest(folder) and "rankings" in read_manifest(folder).files
 
@@ -149,24 +151,26 @@ class Stages:
         versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
         index = corpus_index_at_home(self._fingerprint)
         if not self._plan.corpus and holds_manifest(index):  # the held-out answers draft from it
-            versions.append(repr(_state_of([index / MANIFEST])))
+            versions.append(repr(_file_states([index / MANIFEST])))
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
-    def _outdated(self, stores: OwnStores) -> list[str]:
+    def _outdated(self, stores: SetupStores) -> list[str]:
         """The stages whose files are gone or of another command."""
         copies = [*self._folder.learned_files, self._folder.held_out]
-        found = [] if all(path.exists() for path in copies) else ["read"]
-        found += [stage for kind, stage in STAGE_OF.items() if kind not in stores.folders or not stores.built(kind)]
+        stages = [] if all(path.exists() for path in copies) else ["read"]
+        stages += [
+            stage for kind, stage in STORE_STAGES.items() if kind not in stores.folders or not stores.built(kind)
+        ]
         if self._plan.config.rankings and not _has_rankings(stores):
-            found.append(STAGE_OF[MODEL])
-        return found
+            stages.append(STORE_STAGES[MODEL])
+        return stages
 
     @cached_property
-    def _stores(self) -> OwnStores:
+    def _stores(self) -> SetupStores:
         return self._stores_of(self._checkpoint)
 
     @cached_property
-    def _planned(self) -> OwnStores:
+    def _planned(self) -> SetupStores:
         """The stores, without downloading weights; the model store is left out if its folder depends on them."""
         return self._stores_of(self._planned_checkpoint)
 
@@ -174,12 +178,12 @@ class Stages:
     def _planned_checkpoint(self) -> Checkpoint | None:
         return checkpoint_of(self._plan.model)
 
-    def _stores_of(self, model: Checkpoint | None) -> OwnStores:
+    def _stores_of(self, model: Checkpoint | None) -> SetupStores:
         folders = {MODEL: model_store_at_home(model, self._fingerprint)} if model else {}
         if self._plan.corpus:
             folders[CORPUS] = corpus_index_at_home(self._fingerprint)
         inputs = {MODEL: lambda: self._folder.learned_files, CORPUS: lambda: self._plan.corpus}
-        return OwnStores(folders, inputs, self._plan.model.name, self._plan.replace)
+        return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
         """What happens to each store and its folder, which is None if it depends on weights that are not here."""
@@ -224,52 +228,52 @@ class Stages:
     @cached_property
     def _store_set(self) -> StoreSet:
         self._stores.require()
-        named = {f"{kind}_db": str(folder) for kind, folder in self._stores.folders.items()}
-        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**named), model=self._checkpoint)
+        folders_by_option = {f"{kind}_db": str(folder) for kind, folder in self._stores.folders.items()}
+        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**folders_by_option), model=self._checkpoint)
 
     @cached_property
     def _held_out(self) -> list[list[RecordedTurn]]:
-        found = []
+        held_out = []
         for trace in read_traces([self._folder.held_out]):
             try:
-                found.append(self._turns.turns(trace))
+                held_out.append(self._turns.turns(trace))
             except RecordError as error:  # a template may refuse roles that others take
                 print(f"left out: {error}", file=sys.stderr)
-        if not found:
+        if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
-        return found
+        return held_out
 
     def openings(self) -> list[bytes]:
         """The hash of the first question of each logged conversation that holds an answer."""
-        found = self._logged("reading")
-        openings = [opening_of(one.conversation) for one in found if one.conversation.answers]
+        logged = self._logged("reading")
+        openings = [opening_hash(located.conversation) for located in logged if located.conversation.answers]
         tally = self._reader.tally
         lines = [*tally.left_out(), note_on_models(tally.models, self._plan.model, self._planned_checkpoint)]
         for line in filter(None, lines):
             print(line, file=sys.stderr)
         return openings
 
-    def _logged(self, title: str) -> Iterator[Found]:
-        with bar(self._reader.total_bytes, title, unit="B", quiet=self._plan.quiet) as shown:
-            for found in self._reader.conversations():
-                yield found
-                shown.to(self._reader.bytes_read)
+    def _logged(self, title: str) -> Iterator[LocatedConversation]:
+        with progress_bar(self._reader.total_bytes, title, unit="B", quiet=self._plan.quiet) as progress:
+            for located in self._reader.conversations():
+                yield located
+                progress.to(self._reader.bytes_read)
 
     def _read(self) -> Result:
         openings = self.openings()
-        chosen = held_out(openings, self._plan.config.held_out)
+        chosen = choose_held_out(openings, self._plan.config.held_out)
         counts: Counter[int] = Counter()
         measured = canonical_file(self._folder.held_out, private=True)
         with measured.replaced() as held, self._folder.writing_learned() as learn:
-            for found in self._logged("splitting"):
-                if not found.conversation.answers:
+            for located in self._logged("splitting"):
+                if not located.conversation.answers:
                     continue
-                line = canonical_line(found)
-                if opening_of(found.conversation) in chosen:
+                line = canonical_line(located)
+                if opening_hash(located.conversation) in chosen:
                     held.write(line)
                 else:
-                    learn(found.source, line)
-                    counts[found.source] += 1
+                    learn(located.source, line)
+                    counts[located.source] += 1
         learned = [
             LearnedPart(recorded_name(str(self._plan.logs[log])), learned_name(log), number)
             for log, number in sorted(counts.items())
@@ -292,29 +296,31 @@ class Stages:
             add(folder, (), (), self._fingerprint, MODEL, known)
         return described
 
-    def _learned(self) -> Reading:
-        return Reading(self._folder.learned_files, answers_only=True)
+    def _learned(self) -> RecordReader:
+        return RecordReader(self._folder.learned_files, answers_only=True)
 
     def _known_rankings(self) -> Ints | None:
         folder = self._stores.folders[MODEL]
         return rankings_in(folder, read_manifest(folder)) if holds_manifest(folder) else None
 
     def _build_corpus_index(self) -> Result:
-        reading = Reading(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
+        reading = RecordReader(self._plan.corpus, tolerance=self._plan.config.max_bad_fraction)
         return self._built(CORPUS, reading, reading.sources, build_corpus_index)
 
-    def _built(self, kind: str, reading: Reading, sources: Sequence[Source], build: Callable[..., Manifest]) -> Result:
+    def _built(
+        self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
+    ) -> Result:
         folder = self._stores.folders[kind]
         if manifest := self._stores.built(kind):  # a set-up that was killed after the build did not record it
             return _described(folder, manifest)
-        with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
-            documents = tokenized(reading, self._tokenizer, shown)
+        with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
+            documents = tokenized(reading, self._tokenizer, progress)
             manifest = build(
                 folder,
                 documents,
                 self._fingerprint,
                 sources,
-                engine=LocalEngine(quiet=self._plan.quiet),
+                engine=LocalBuildEngine(quiet=self._plan.quiet),
                 check=self._stores.replacement_check(kind),
             )
         for line in reading.tally.left_out():
@@ -324,8 +330,8 @@ class Stages:
     def _measure_passes(self) -> Result:
         longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)
         lengths = context_lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
-        with bar(len(lengths), "contexts", quiet=self._plan.quiet) as shown:
-            curve = measure_cost_curve(self._loaded, lengths, shown.to)
+        with progress_bar(len(lengths), "contexts", quiet=self._plan.quiet) as progress:
+            curve = measure_cost_curve(self._loaded, lengths, progress.to)
         curve.write(self._folder.cost)
         save_at_home(self._loaded.target, curve)
         target = self._loaded.target
@@ -340,29 +346,29 @@ class Stages:
         passes = self._folder.stages["passes"]
         overhead = Overhead(tuple(passes["lengths"]), tuple(passes["prefill_seconds"]), passes["host_seconds"])
         curve = CostCurve.read(self._folder.cost)
-        found = replayed(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
-        return {**found, "learning_curve": self._learning_curve(curve, found["tokens_per_step"]["model"])}
+        result = replay_by_source(self._held_out, self._store_set, curve, overhead, quiet=self._plan.quiet)
+        return {**result, "learning_curve": self._learning_curve(curve, result["tokens_per_step"]["model"])}
 
     def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
         """Tokens per step with a model store of half of the answers and with all; empty where they are too few."""
         answers = read_manifest(self._stores.folders[MODEL]).counts["documents"]
-        if answers < LEAST_ANSWERS:
+        if answers < MIN_STORE_ANSWERS:
             return []
-        reading, place = EverySecond(self._folder.learned_files, answers_only=True), self._folder.half
+        reading, half_folder = EverySecondRecord(self._folder.learned_files, answers_only=True), self._folder.half
         try:
-            with bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as shown:
+            with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
                 manifest = build_model_store(
-                    place,
-                    tokenized(reading, self._tokenizer, shown),
+                    half_folder,
+                    tokenized(reading, self._tokenizer, progress),
                     self._fingerprint,
                     reading.sources,
-                    engine=LocalEngine(quiet=self._plan.quiet),
+                    engine=LocalBuildEngine(quiet=self._plan.quiet),
                     model=self._checkpoint,
                     rankings=self._known_rankings(),
                 )
-            stores = StoresConfig(model_db=str(place), corpus_db=NO_STORE)
+            stores = StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE)
             store_set = StoreSet.for_tokenizer(self._tokenizer, stores, model=self._checkpoint)
-            half = replayed_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
+            half = replay_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
         finally:
             self._folder.remove_half()
         return [
@@ -375,8 +381,8 @@ class Stages:
         plain = self._folder.stages["replay"]["plain_tokens_per_second"]
         number = config.limit or number_of_prompts(config.max_new_tokens, plain)
         prompts = read_prompts(self._folder.held_out)
-        with bar(min(number, len(prompts)), "prompts", quiet=self._plan.quiet) as shown:
-            return answer(
+        with progress_bar(min(number, len(prompts)), "prompts", quiet=self._plan.quiet) as progress:
+            return answer_prompts(
                 self._loaded,
                 self._store_set,
                 self._plan.model,
@@ -384,6 +390,6 @@ class Stages:
                 number,
                 config.max_new_tokens,
                 self._plan.chat,
-                shown.to,
+                progress.to,
                 place_of(self._plan.model, CONFIG_FILES),
             )

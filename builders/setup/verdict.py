@@ -1,4 +1,4 @@
-"""The verdict of a set-up: whether drafting pays on this device, by what, and the command to type next."""
+"""The verdict of a set-up: whether drafting pays on this device, which source helps, and the next command."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.progress import counted
-from hdtool.data.stores.home import DIGITS
+from hdtool.data.progress import count_of
+from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS
 
-LEAST_GAIN = 1.01
+MIN_GAIN = 1.01
 """Tokens per step with a source over those without it; a smaller gain is nothing."""
-FURTHER_GAIN = 1.05
+TARGET_GAIN = 1.05
 """Tokens per step over today's, for which the number of further answers is estimated."""
-MOST_TIMES = 10
+MAX_EXTRAPOLATION = 10
 """The learning curve is not extended beyond so many times the answers that it was measured with."""
-LEAST_ANSWERS = 20
+MIN_STORE_ANSWERS = 20
 """Answers in a model store, of which half can show what more would bring."""
-RERUN = "run setup on all logs with --replace"
+RERUN_ADVICE = "run setup on all logs with --replace"
 
 
 def advice(stages: Mapping[str, Mapping[str, Any]], missing: float | None) -> list[str]:
@@ -33,8 +33,8 @@ def advice(stages: Mapping[str, Mapping[str, Any]], missing: float | None) -> li
     return [*_on_answers(stages, missing), *_on_corpus(stages, steps), *_on_history(steps)]
 
 
-def gains(steps: Mapping[str, float]) -> dict[str, float]:
-    """What each source multiplies the tokens per step of those before it by."""
+def source_gains(steps: Mapping[str, float]) -> dict[str, float]:
+    """The factor by which each source multiplies tokens per step over the sources before it."""
     names = list(steps)
     return {name: steps[name] / steps[before] for before, name in pairwise(names)}
 
@@ -43,8 +43,8 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
     curve = stages["replay"].get("learning_curve", [])
     if not curve:
         yield (
-            f"log or collect {LEAST_ANSWERS} answers or more, and {RERUN}: with fewer, setup cannot measure what more "
-            "of them would bring"
+            f"log or collect {MIN_STORE_ANSWERS} answers or more, and {RERUN_ADVICE}: with fewer, setup cannot measure "
+            "what more of them would bring"
         )
         return
     half, whole = curve
@@ -52,32 +52,32 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
         f"{half['tokens_per_step']:.2f} tokens per step from {half['answers']:,} answers, "
         f"{whole['tokens_per_step']:.2f} from {whole['answers']:,}"
     )
-    more = _answers_for(FURTHER_GAIN if missing is None else missing, half, whole)
+    more = _answers_for(TARGET_GAIN if missing is None else missing, half, whole)
     if more is None:
         yield f"more answers would bring little: the model store gives {measured}"
     elif missing is None:
         yield (
-            f"log or collect about {counted(more, 'more answer')} for another {FURTHER_GAIN - 1:.0%} tokens per step, "
-            f"and {RERUN}: the model store gives {measured}"
+            f"log or collect about {count_of(more, 'more answer')} for another {TARGET_GAIN - 1:.0%} tokens per step, "
+            f"and {RERUN_ADVICE}: the model store gives {measured}"
         )
     else:
         yield (
-            f"log or collect about {counted(more, 'more answer')} to make drafting pay, and {RERUN}: that takes "
-            f"{missing - 1:.0%} more tokens per step, and the model store gives {measured}"
+            f"log or collect about {count_of(more, 'more answer')} to make drafting pay, and {RERUN_ADVICE}: that "
+            f"takes {missing - 1:.0%} more tokens per step, and the model store gives {measured}"
         )
 
 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
-    """How many more answers multiply the tokens per step by a factor, if each doubling of them brings the same.
+    """Estimate how many more answers raise tokens per step by a factor, assuming a constant gain per doubling.
 
-    None if they would be too many for that to be likely.
+    None if the estimate would extrapolate too far.
     """
     doublings = math.log2(whole["answers"] / half["answers"])
     growth = whole["tokens_per_step"] / half["tokens_per_step"]
     if doublings <= 0 or growth <= 1:
         return None
     needed = math.log(factor) / math.log(growth) * doublings
-    if needed > math.log2(MOST_TIMES):
+    if needed > math.log2(MAX_EXTRAPOLATION):
         return None
     more = whole["answers"] * (2**needed - 1)
     unit: int = 10 ** max(0, math.floor(math.log10(max(1.0, more))) - 1)
@@ -85,12 +85,12 @@ def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, f
 
 
 def _on_corpus(stages: Mapping[str, Mapping[str, Any]], steps: Mapping[str, float]) -> Iterator[str]:
-    gain = gains(steps).get("corpus")
-    if gain is None or gain >= LEAST_GAIN:
+    gain = source_gains(steps).get("corpus")
+    if gain is None or gain >= MIN_GAIN:
         return
     without = steps["corpus"] / gain
     if built := stages.get("corpus_index"):
-        name = f"corpus-{Path(built['folder']).parent.name[:DIGITS]}"
+        name = f"corpus-{Path(built['folder']).parent.name[:SHOWN_FINGERPRINT_DIGITS]}"
         remedy = f"leave --corpus out and remove its index with hdtool stores remove {name}"
     else:
         remedy = "draft with --corpus-db none"
@@ -101,18 +101,18 @@ def _on_corpus(stages: Mapping[str, Mapping[str, Any]], steps: Mapping[str, floa
 
 
 def _on_history(steps: Mapping[str, float]) -> Iterator[str]:
-    gain = gains(steps).get("history")
-    if gain is not None and gain >= LEAST_GAIN:
+    gain = source_gains(steps).get("history")
+    if gain is not None and gain >= MIN_GAIN:
         yield (
             f"the history brought {gain - 1:.0%} more tokens per step: answer in one process, such as hdtool serve, or "
             "keep it on disk with --history home"
         )
 
 
-HD = "hd"
-PAYS_FROM = 1.05
+HD_METHOD = "hd"
+MIN_SPEEDUP = 1.05
 """Speed-up over plain decoding; what is smaller may be noise of the measurement."""
-ENOUGH = 12
+RELIABLE_ANSWERS = 12
 """Answers; fewer may differ much from the others in how well they are drafted."""
 
 
@@ -135,13 +135,13 @@ class Verdict:
     def method(self) -> str:
         """The fastest method: the stores alone, or with a trained drafter that the checkpoint offers."""
         speeds = self.stages["answers"]["tokens_per_second"]
-        return max((HD, *self._offered), key=lambda name: float(speeds[name]))
+        return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
 
     @property
     def _offered(self) -> Mapping[str, Mapping[str, Any]]:
         """Methods with a trained drafter, by name."""
-        found: Mapping[str, Mapping[str, Any]] = self.stages["answers"].get("offered", {})
-        return found
+        offered: Mapping[str, Mapping[str, Any]] = self.stages["answers"].get("offered", {})
+        return offered
 
     @property
     def measured(self) -> float:
@@ -156,20 +156,20 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        return self.lossless and self.measured >= PAYS_FROM
+        return self.lossless and self.measured >= MIN_SPEEDUP
 
     @property
     def next_command(self) -> str:
         """What to type next; stores at home are found without being named."""
         method: Sequence[str] = () if self.pays else ("--method", "ar")
-        if self.pays and self.method != HD:
+        if self.pays and self.method != HD_METHOD:
             method = self._offered[self.method]["options"]
         return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
 
     @property
     def advice(self) -> list[str]:
         """What to do next beside answering; nothing where answers differ."""
-        return advice(self.stages, None if self.pays else PAYS_FROM / self.measured) if self.lossless else []
+        return advice(self.stages, None if self.pays else MIN_SPEEDUP / self.measured) if self.lossless else []
 
     def lines(self) -> list[str]:
         """The figures, the verdict, advice, and the next command, for people."""
@@ -178,14 +178,14 @@ class Verdict:
         return [
             f"expected  {replayed['tokens_per_second']:.1f} tokens/s with hd, "
             f"{replayed['plain_tokens_per_second']:.1f} without drafts: {self.expected:.2f} times, "
-            f"by replay of {counted(self.stages['read']['held_out'], 'held-out conversation')}",
+            f"by replay of {count_of(self.stages['read']['held_out'], 'held-out conversation')}",
             f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts: "
             f"{speeds['hd'] / speeds['ar']:.2f} times; {speeds['generate']:.1f} by transformers' generate; "
             f"{self._identical()}",
             *(
                 f"drafter   {speeds[name]:.1f} tokens/s with {name}: {speeds[name] / speeds['ar']:.2f} times, "
-                f"{one['tokens_per_step']:.2f} tokens per step"
-                for name, one in self._offered.items()
+                f"{measured['tokens_per_step']:.2f} tokens per step"
+                for name, measured in self._offered.items()
             ),
             f"sources   {self._sources()}",
             f"verdict   {self._judged()}",
@@ -194,7 +194,7 @@ class Verdict:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints; names stay as they are once they have shipped."""
+        """The ``--json`` output; its names are stable."""
         read, passes, replayed, answers = (self.stages[name] for name in ("read", "passes", "replay", "answers"))
         stores = {name: self.stages[name] for name in ("model_store", "corpus_index") if name in self.stages}
         return {
@@ -213,9 +213,9 @@ class Verdict:
             "drafters": {
                 name: {
                     "tokens_per_second": round(answers["tokens_per_second"][name], 2),
-                    "tokens_per_step": round(one["tokens_per_step"], 3),
+                    "tokens_per_step": round(measured["tokens_per_step"], 3),
                 }
-                for name, one in self._offered.items()
+                for name, measured in self._offered.items()
             },
             "tokens_per_step": replayed["tokens_per_step"],
             "accepted": replayed["accepted"],
@@ -230,14 +230,17 @@ class Verdict:
         answers = self.stages["answers"]
         verb = "differs" if answers["near_ties"] == 1 else "differ"
         ties = f", {answers['near_ties']} {verb} at near ties" if answers["near_ties"] else ""
-        return f"{answers['identical']} of {counted(answers['prompts'], 'answer')} identical{ties}"
+        return f"{answers['identical']} of {count_of(answers['prompts'], 'answer')} identical{ties}"
 
     def _sources(self) -> str:
         """Tokens per step as sources are added."""
         first, *others = self.stages["replay"]["tokens_per_step"].items()
         words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
-        gained = gains(self.stages["replay"]["tokens_per_step"])
-        words += [f"{value:.2f} with {ADDED[name]} ({round(gained[name] - 1, 2) + 0.0:+.0%})" for name, value in others]
+        gained = source_gains(self.stages["replay"]["tokens_per_step"])
+        words += [
+            f"{value:.2f} with {SOURCE_LABELS[name]} ({round(gained[name] - 1, 2) + 0.0:+.0%})"
+            for name, value in others
+        ]
         return ", ".join(words)
 
     def _judged(self) -> str:
@@ -247,10 +250,10 @@ class Verdict:
 
     def _doubt(self) -> str:
         prompts = self.stages["answers"]["prompts"]
-        if prompts >= ENOUGH or self.pays == (self.expected >= PAYS_FROM):
+        if prompts >= RELIABLE_ANSWERS or self.pays == (self.expected >= MIN_SPEEDUP):
             return ""
         few = "1 answer is" if prompts == 1 else f"{prompts} answers are"
-        return f"; the prediction differs, and {few} few: try --num-prompts {ENOUGH}"
+        return f"; the prediction differs, and {few} few: try --num-prompts {RELIABLE_ANSWERS}"
 
     def _paying(self) -> str:
         if self.pays:
@@ -263,7 +266,7 @@ class Verdict:
         )
 
 
-ADDED = {
+SOURCE_LABELS = {
     "model": "the model store",
     "corpus": "the corpus index",
     "history": "the history of a running process",

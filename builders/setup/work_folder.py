@@ -1,6 +1,6 @@
-"""The folder in which a set-up keeps the results of its stages, so that the same command goes on where it stopped.
+"""The work folder of a set-up, which keeps stage results so that the same command resumes.
 
-It holds copies of logged conversations, so only its owner may read it.
+It holds copies of logged conversations, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ from statistics import fmean
 from typing import IO, Any, NamedTuple
 
 from hdtool.builders.evaluation.bench import Bench
-from hdtool.builders.evaluation.bench_plan import Lineup, questions_to_warm_up
+from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender
 from hdtool.builders.evaluation.scores import mean_speed
 from hdtool.builders.evaluation.verify import Verifier
-from hdtool.builders.setup.candidates import offered_methods, options_for, with_offered
+from hdtool.builders.setup.candidates import method_options, usable_drafter_methods, with_model_drafters
 from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation import USER, Conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion
-from hdtool.data.errors import PromptError, RecordError, ResultError, worded
-from hdtool.data.kept_records import exclusive
-from hdtool.data.output_files import BINARY, NO_LINKS, OutputFile, json_object, json_with, temporary_names, to_disk
+from hdtool.data.errors import PromptError, RecordError, ResultError, os_errors_as
+from hdtool.data.kept_records import file_lock
+from hdtool.data.output_files import (
+    O_BINARY,
+    O_NOFOLLOW,
+    OutputFile,
+    is_json_with,
+    json_object,
+    sync_to_disk,
+    temporary_names,
+)
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.home import DIGITS, StoredItem, home, remove_empty, setups
+from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, home, remove_empty, setups_at_home
 from hdtool.data.stores.manifest import Checkpoint, InputShare
 from hdtool.data.stores.store import recorded_name
-from hdtool.data.stores.store_files import LOCK as STORE_LOCK
+from hdtool.data.stores.store_files import LOCK_FILE as STORE_LOCK
 from hdtool.data.stores.store_files import MANIFEST, delete_leftovers, is_regular
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.config.building import MAX_HELD_OUT
@@ -44,13 +52,13 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
 
-def opening_of(conversation: Conversation) -> bytes:
+def opening_hash(conversation: Conversation) -> bytes:
     """A hash of the first question; case and spaces do not count."""
-    asked = next((turn.text for turn in conversation.turns if turn.role == USER), "")
-    return hashlib.sha256(" ".join(asked.lower().split()).encode("utf-8", "surrogatepass")).digest()
+    question = next((turn.text for turn in conversation.turns if turn.role == USER), "")
+    return hashlib.sha256(" ".join(question.lower().split()).encode("utf-8", "surrogatepass")).digest()
 
 
-def held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
+def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
     """The openings of the conversations to hold out: about this share of all conversations, chosen by hash.
 
     Conversations with one opening are on the same side, because their answers resemble each other. The choice does not
@@ -76,13 +84,13 @@ def held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
     return frozenset(chosen)
 
 
-FORMAT = 2
-RESULTS, HELD_OUT, COST, HALF = "setup.json", "held-out.jsonl", "cost.json", "half"
-LOCK = "lock"
-KIND = "setup"
+SETUP_FORMAT = 2
+RESULTS_FILE, HELD_OUT_FILE, COST_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "cost.json", "half"
+SETUP_LOCK = "lock"
+SETUP_KIND = "setup"
 """The kind of a set-up in the list of ``hdtool stores``."""
-ADVICE = "make room, correct the permissions, or set HDTOOL_HOME to another folder"
-FILES = re.compile(r"setup\.json|held-out\.jsonl|cost\.json|learned(-[0-9]+)?\.jsonl")
+WRITE_ADVICE = "make room, correct the permissions, or set HDTOOL_HOME to another folder"
+SETUP_FILES = re.compile(r"setup\.json|held-out\.jsonl|cost\.json|learned(-[0-9]+)?\.jsonl")
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
@@ -101,13 +109,13 @@ class WorkFolder:
 
     def __init__(self, model: str, identity: Sequence[str], logs: Sequence[str] = ()) -> None:
         """``identity`` is all that the parts of the logs depend on; a set-up with another one has another folder."""
-        parts = "\n".join([str(FORMAT), *identity])
+        parts = "\n".join([str(SETUP_FORMAT), *identity])
         digest = hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        self.path = setups(model) / digest
-        self.held_out, self.cost = self.path / HELD_OUT, self.path / COST
-        self.half = self.path / HALF
+        self.path = setups_at_home(model) / digest
+        self.held_out, self.cost = self.path / HELD_OUT_FILE, self.path / COST_FILE
+        self.half = self.path / HALF_STORE
         """A store of half of the answers, while the set-up measures what more of them would bring."""
-        self._file = _results(self.path)
+        self._file = _results_file(self.path)
         self._about = {"model": recorded_name(model), "logs": [recorded_name(log) for log in logs]}
         self.stages: dict[str, dict[str, Any]] = {}
         self._conditions: dict[str, list[str]] = {}
@@ -115,19 +123,19 @@ class WorkFolder:
 
     def load(self) -> None:
         """Read the results of finished stages, if there are any."""
-        with worded(ResultError, f"{self.path} cannot be read", ADVICE):
+        with os_errors_as(ResultError, f"{self.path} cannot be read", WRITE_ADVICE):
             if self._file.exists():
-                kept = json_object(self._file.path)
-                self.stages, self._conditions = kept["stages"], kept.get("conditions", {})
+                record = json_object(self._file.path)
+                self.stages, self._conditions = record["stages"], record.get("conditions", {})
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
         """Read the results while no other process writes them."""
         busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
         with ExitStack() as held:
-            with worded(ResultError, f"{self.path} cannot be written", ADVICE):
+            with os_errors_as(ResultError, f"{self.path} cannot be written", WRITE_ADVICE):
                 _make_private(self.path)
-                held.enter_context(exclusive(self.path / LOCK, busy))
+                held.enter_context(file_lock(self.path / SETUP_LOCK, busy))
             self.load()
             if not self._file.exists():  # hdtool stores finds the folder by this file
                 self._write()
@@ -152,7 +160,7 @@ class WorkFolder:
             path = self.path / learned_name(log)
             if not current or current[0][0] != path:
                 close()
-                flags = os.O_WRONLY | os.O_APPEND | NO_LINKS | BINARY
+                flags = os.O_WRONLY | os.O_APPEND | O_NOFOLLOW | O_BINARY
                 created = 0 if path in written else os.O_CREAT | os.O_EXCL
                 current.append((path, os.fdopen(os.open(path, flags | created, PRIVATE_FILE), "ab")))
                 written.add(path)
@@ -163,16 +171,16 @@ class WorkFolder:
                 stream.close()
             current.clear()
 
-        with worded(ResultError, f"{self.path} cannot be written", ADVICE):
+        with os_errors_as(ResultError, f"{self.path} cannot be written", WRITE_ADVICE):
             for path in self.path.glob("learned-*.jsonl"):
-                if FILES.fullmatch(path.name) and is_regular(path):
+                if SETUP_FILES.fullmatch(path.name) and is_regular(path):
                     path.unlink()
             try:
                 yield write
             finally:
                 close()
             for path in written:
-                to_disk(path)
+                sync_to_disk(path)
 
     def remove_half(self) -> None:
         """Delete the store of half of the answers."""
@@ -200,7 +208,7 @@ class WorkFolder:
         self.forget(*changed)
 
     def _write(self) -> None:
-        row = {"format": FORMAT, **self._about, "conditions": self._conditions, "stages": self.stages}
+        row = {"format": SETUP_FORMAT, **self._about, "conditions": self._conditions, "stages": self.stages}
         self._file.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -209,9 +217,14 @@ def learned_name(log: int) -> str:
     return f"learned-{log}.jsonl"
 
 
-def _results(folder: Path) -> OutputFile:
+def _results_file(folder: Path) -> OutputFile:
     return OutputFile(
-        folder / RESULTS, "the results of a set-up", json_with(("stages",), FORMAT), ResultError, ADVICE, private=True
+        folder / RESULTS_FILE,
+        "the results of a set-up",
+        is_json_with(("stages",), SETUP_FORMAT),
+        ResultError,
+        WRITE_ADVICE,
+        private=True,
     )
 
 
@@ -226,27 +239,27 @@ def _make_private(folder: Path) -> None:
 
 def kept_setups() -> list[StoredItem]:
     """The work folders in hdtool's home, as ``hdtool stores`` lists them."""
-    found = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS}") if is_regular(path))
+    folders = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS_FILE}") if is_regular(path))
     return [
-        _item(folder, kept)
-        for folder in found
-        if {"format", "stages"} <= (kept := json_object(folder / RESULTS)).keys()
+        _item(folder, record)
+        for folder in folders
+        if {"format", "stages"} <= (record := json_object(folder / RESULTS_FILE)).keys()
     ]
 
 
-def _item(folder: Path, kept: Mapping[str, Any]) -> StoredItem:
+def _item(folder: Path, record: Mapping[str, Any]) -> StoredItem:
     learned: dict[str, int] = {}
     with suppress(AttributeError, LookupError, TypeError, ValueError):  # whatever the file holds, its folder is listed
-        learned = {log: number for log, _, number in kept["stages"]["read"]["learned"]}
-    named = kept.get("logs")
+        learned = {log: number for log, _, number in record["stages"]["read"]["learned"]}
+    named = record.get("logs")
     logs = named if isinstance(named, list) else []
     return StoredItem(
-        f"{KIND}-{folder.name[:DIGITS]}",
-        KIND,
+        f"{SETUP_KIND}-{folder.name[:SHOWN_FINGERPRINT_DIGITS]}",
+        SETUP_KIND,
         folder,
-        (folder / RESULTS).stat().st_mtime,
+        (folder / RESULTS_FILE).stat().st_mtime,
         sum(path.stat().st_size for path in _files(folder)),
-        model=Checkpoint("", str(kept.get("model", folder.parent.name))),
+        model=Checkpoint("", str(record.get("model", folder.parent.name))),
         sources=tuple(InputShare(str(log), "", learned.get(str(log), 0), 0) for log in logs),
     )
 
@@ -254,23 +267,23 @@ def _item(folder: Path, kept: Mapping[str, Any]) -> StoredItem:
 def remove_setup(item: StoredItem) -> None:
     """Delete the files of a set-up, and its folder if nothing else is in it."""
     folder = item.folder
-    with worded(ResultError, f"{folder} cannot be removed", "correct the permissions"):
-        with exclusive(folder / LOCK, ResultError(f"a setup is running in {folder}: wait for it")):
-            _remove_half(folder / HALF)
+    with os_errors_as(ResultError, f"{folder} cannot be removed", "correct the permissions"):
+        with file_lock(folder / SETUP_LOCK, ResultError(f"a setup is running in {folder}: wait for it")):
+            _remove_half(folder / HALF_STORE)
             # Last comes the file by which the folder is found, so that a killed removal can be repeated.
-            for path in sorted(_files(folder), key=lambda path: path.name == RESULTS):
+            for path in sorted(_files(folder), key=lambda path: path.name == RESULTS_FILE):
                 path.unlink(missing_ok=True)
-        (folder / LOCK).unlink(missing_ok=True)
+        (folder / SETUP_LOCK).unlink(missing_ok=True)
         remove_empty(folder)
 
 
 def _files(folder: Path) -> list[Path]:
     """The files of a set-up, those that a killed one left unfinished included."""
-    stale = temporary_names(FILES.pattern)
+    stale = temporary_names(SETUP_FILES.pattern)
     return [
         path
         for path in folder.iterdir()
-        if (FILES.fullmatch(path.name) or stale.fullmatch(path.name)) and is_regular(path)
+        if (SETUP_FILES.fullmatch(path.name) or stale.fullmatch(path.name)) and is_regular(path)
     ]
 
 
@@ -285,19 +298,19 @@ def _remove_half(folder: Path) -> None:
         folder.rmdir()
 
 
-PLAIN, DRAFTED, LIBRARY = "ar", "hd", "generate"
-SECONDS = 40.0
+PLAIN_NAME, DRAFTED_NAME, GENERATE_NAME = "ar", "hd", "generate"
+PLAIN_SECONDS = 40.0
 """Plain decoding of the chosen prompts takes about as long."""
-FEWEST, MOST, MOST_BY_LIBRARY = 3, 24, 4
+MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
 """Prompts; fewer of them suffice for transformers, which is several times slower and only compared with."""
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """As many as plain decoding answers in about ``SECONDS``."""
-    return max(FEWEST, min(MOST, int(SECONDS * plain_tokens_per_second / max_new_tokens)))
+    """As many as plain decoding answers in about ``PLAIN_SECONDS``."""
+    return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
 
 
-def answer(
+def answer_prompts(
     loaded: Loaded,
     store_set: StoreSet,
     model: ModelConfig,
@@ -312,48 +325,52 @@ def answer(
 
     Trained drafters that lie in the ``folder`` of the model, or are layers of its checkpoint, are contenders, too.
     """
-    decoding = with_offered(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
-    offered = offered_methods(decoding, loaded)
-    names = (LIBRARY, PLAIN, DRAFTED, *offered)
-    contenders = Lineup(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
+    decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
+    offered = usable_drafter_methods(decoding, loaded)
+    names = (GENERATE_NAME, PLAIN_NAME, DRAFTED_NAME, *offered)
+    contenders = ContenderFactory(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
     bench = Bench(loaded, contenders, max_new_tokens, chat)
-    asked = [prompt for prompt in prompts if bench.fits(prompt)][:most_prompts]
-    if not asked:
+    questions = [prompt for prompt in prompts if bench.fits(prompt)][:most_prompts]
+    if not questions:
         raise PromptError("no held-out conversation fits the model's context: name logs of shorter ones")
-    bench.warm_up(questions_to_warm_up(asked, (), 1, bench.fits))
-    own = replace(bench, contenders={name: one for name, one in contenders.items() if name != LIBRARY})
-    found: list[dict[str, AnsweredQuestion]] = []
-    for answered in chain(bench.answers(asked[:MOST_BY_LIBRARY]), own.answers(asked, done=MOST_BY_LIBRARY)):
-        found.append(answered)
-        on_progress(len(found))
-    compared = tuple(name for name in contenders if name != LIBRARY or model.activations != INT8)
+    bench.warm_up(warm_up_questions(questions, (), 1, bench.fits))
+    without_generate = replace(
+        bench, contenders={name: contender for name, contender in contenders.items() if name != GENERATE_NAME}
+    )
+    answers: list[dict[str, AnsweredQuestion]] = []
+    for answered in chain(
+        bench.answers(questions[:MAX_GENERATE_PROMPTS]), without_generate.answers(questions, done=MAX_GENERATE_PROMPTS)
+    ):
+        answers.append(answered)
+        on_progress(len(answers))
+    compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
     different = [
-        prompt for prompt, by_method in zip(asked, found, strict=True) if not _is_identical(by_method, compared)
+        prompt for prompt, by_method in zip(questions, answers, strict=True) if not _is_identical(by_method, compared)
     ]
-    drafting = [one for name, one in contenders.items() if name in (DRAFTED, *offered)]
+    drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
     return {
         "tokens_per_second": {
-            name: mean_speed([by_method[name] for by_method in found if name in by_method]) for name in contenders
+            name: mean_speed([by_method[name] for by_method in answers if name in by_method]) for name in contenders
         },
-        "tokens_per_step": _tokens_per_step(found, DRAFTED),
+        "tokens_per_step": _tokens_per_step(answers, DRAFTED_NAME),
         "offered": {
             name: {
-                "tokens_per_step": _tokens_per_step(found, name),
-                "options": list(options_for(name, decoding)),
+                "tokens_per_step": _tokens_per_step(answers, name),
+                "options": list(method_options(name, decoding)),
             }
             for name in offered
         },
-        "prompts": len(asked),
+        "prompts": len(questions),
         # All methods that answered them gave the same tokens; with activations in 8 bits, all but transformers, which
         # does not round them.
-        "identical": len(asked) - len(different),
+        "identical": len(questions) - len(different),
         # Of the others, those whose differences rounding explains.
         "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
     }
 
 
-def _tokens_per_step(found: Sequence[dict[str, AnsweredQuestion]], name: str) -> float:
-    return fmean(tokens for by_method in found for tokens in by_method[name].step_tokens)
+def _tokens_per_step(answers: Sequence[dict[str, AnsweredQuestion]], name: str) -> float:
+    return fmean(tokens for by_method in answers for tokens in by_method[name].step_tokens)
 
 
 def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str]) -> bool:
@@ -364,7 +381,7 @@ def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str
 def _is_near_tie(
     loaded: Loaded, drafting: Sequence[Contender], prompt: Prompt, max_new_tokens: int, chat: bool | None
 ) -> bool:
-    """Whether rounding explains every difference between the methods."""
+    """Return True if rounding explains every difference between the methods."""
     ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
     for contender in drafting:
         assert isinstance(contender, DraftingContender)

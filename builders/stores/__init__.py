@@ -1,4 +1,4 @@
-"""Builds of stores: the corpus index, the model store, stores made from stores, and the engines that carry out builds.
+"""Store builds: corpus index, model store, edits of stores, and the engines that run builds.
 
 Imports `data`, `runtime/stores` and `runtime/kernels`.
 """

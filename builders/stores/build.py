@@ -1,13 +1,8 @@
-"""Build a model store from a model's answers: their most frequent n-grams.
+"""Builds of the corpus index and the model store, and of the flat arrays that look-ups use.
 
-One pass for each batch of tokens, each after the token that begins a text, if there is one.
-
-The documents are streamed to disk first; then every shard is sorted, several at once, so that memory is
-bounded by the size of a shard and not by that of the corpus.
-
-The answers are streamed to disk first, as the text in which the most frequent sequences of two to five tokens are
-counted, several lengths at once. The record of the store gets the answers and the n-grams, those of each length while
-longer ones are still counted; the flat arrays of look-ups are compiled from it.
+Documents are streamed to disk first. An index sorts its shards in parallel, so memory is bounded by a shard. A model
+store counts the most frequent sequences of two to five tokens, several lengths in parallel, and compiles its look-up
+arrays from the record. Rankings take one forward pass per batch of tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.builders.stores.engine import Engine, LocalEngine, ShardFiles
-from hdtool.builders.stores.sequences import Answers, DocumentFile, table_size
+from hdtool.builders.stores.engine import BuildEngine, LocalBuildEngine, ShardFiles
+from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
 from hdtool.data.errors import StoreError
-from hdtool.data.progress import bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, building
 from hdtool.data.stores.store_files import Document, Source, stored_documents, token_type
@@ -55,47 +50,49 @@ from hdtool.runtime.stores.model_store import (
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
 
-DOUBLINGS = 3
+MAX_DOUBLINGS = 3
 """How often the hash table is doubled at most, for keys that lie too close together."""
 
 
 def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
     """The arrays of a store by part."""
     by_length = [record.group(kind) for kind in NGRAM_KINDS if kind != PHRASE_KIND]
-    return {**_hashed(by_length), **_by_token(record.group(PHRASE_KIND), record.end)}
+    return {**_prefix_arrays(by_length), **_phrase_arrays(record.group(PHRASE_KIND), record.end)}
 
 
-def _hashed(by_length: list[NgramGroup]) -> dict[str, Ints]:
+def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
     """The prefixes of all lengths as a hash table, and what comes next after each."""
     keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
     key = row = 0
     for group in by_length:
-        own = keys[key : key + len(group.heads)]
-        own[:, KEY_START], own[:, KEY_STOP] = group.starts + row, group.stops + row
-        own[:, KEY_TOTAL], own[:, KEY_DISTINCT] = group.totals, group.distinct
+        group_keys = keys[key : key + len(group.heads)]
+        group_keys[:, KEY_START], group_keys[:, KEY_STOP] = group.starts + row, group.stops + row
+        group_keys[:, KEY_TOTAL], group_keys[:, KEY_DISTINCT] = group.totals, group.distinct
         key, row = key + len(group.heads), row + len(group.counts)
     rows = np.concatenate([np.column_stack([group.tokens, group.counts]) for group in by_length])
     heads = [group.heads for group in by_length]
-    return {"slots": _table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
+    return {"slots": _hash_table(keys, heads), "keys": keys, "rows": rows.astype(np.int32)}
 
 
-def _table(keys: Ints, heads: list[Ints]) -> Ints:
+def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
     """The hash table of all prefixes, so large that a search for each ends within ``MAX_PROBES`` slots.
 
     Keys with equal hashes are neighbours in any table: after some doublings the rest is left out.
     """
     size = table_size(len(keys))
-    for _ in range(DOUBLINGS + 1):
+    for _ in range(MAX_DOUBLINGS + 1):
         slots = np.full(size, -1, np.int32)
         firsts = np.cumsum([0, *map(len, heads)])
-        if not sum(_fill(slots, keys, own, first) for own, first in zip(heads, firsts, strict=False)):
+        if not sum(
+            _fill_table(slots, keys, group_heads, first) for group_heads, first in zip(heads, firsts, strict=False)
+        ):
             break
         size *= 2
     return slots
 
 
 @compiled
-def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
+def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     """Enter prefixes into the hash table, the keys from ``first`` on; the number of those without a slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
@@ -112,7 +109,7 @@ def _fill(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
     return left_out
 
 
-def _by_token(phrases: NgramGroup, end: int) -> dict[str, Ints]:
+def _phrase_arrays(phrases: NgramGroup, end: int) -> dict[str, Ints]:
     """Phrases, and for each token where those begin that follow it."""
     sizes = np.zeros(end + 1, np.int32)
     sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
@@ -120,9 +117,9 @@ def _by_token(phrases: NgramGroup, end: int) -> dict[str, Ints]:
     return {"heads": np.cumsum(sizes, dtype=np.int32), "phrases": rows.astype(np.int32)}
 
 
-BATCH = 256
+RANKING_BATCH = 256
 """Tokens of a pass."""
-WHOLE = 1_000_000
+PROBABILITY_UNITS = 1_000_000
 """Probabilities are in millionths."""
 
 
@@ -132,9 +129,9 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
     rows: Ints = np.full((vocabulary, 2 * VOCABULARY_RANKING_TOKENS), -1, np.int32)
     rows[:, VOCABULARY_RANKING_TOKENS:] = 0
     readable = min(vocabulary, target.vocabulary)
-    with bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as shown, torch.inference_mode():
-        for start in range(0, readable, BATCH):
-            ids = torch.arange(start, min(readable, start + BATCH), device=target.device)[:, None]
+    with progress_bar(vocabulary, "rankings", unit="tokens", quiet=quiet) as progress, torch.inference_mode():
+        for start in range(0, readable, RANKING_BATCH):
+            ids = torch.arange(start, min(readable, start + RANKING_BATCH), device=target.device)[:, None]
             if begin is not None:
                 ids = torch.cat([torch.full_like(ids, begin), ids], 1)
             logits = target.model(input_ids=ids, use_cache=False).logits[:, -1, :readable].float()
@@ -142,12 +139,12 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
             probs = np.exp(scores - logits.logsumexp(-1, keepdim=True).cpu().numpy())
             usable = np.isfinite(probs)
             rows[start : start + len(ids), :VOCABULARY_RANKING_TOKENS] = np.where(usable, best, -1)
-            rows[start : start + len(ids), VOCABULARY_RANKING_TOKENS:] = np.where(usable, probs * WHOLE, 0)
-            shown.to(start + len(ids))
+            rows[start : start + len(ids), VOCABULARY_RANKING_TOKENS:] = np.where(usable, probs * PROBABILITY_UNITS, 0)
+            progress.to(start + len(ids))
     return rows
 
 
-LEAST_TOKENS = 2
+MIN_SHARD_TOKENS = 2
 """A shard holds at least a token and an end."""
 
 
@@ -158,7 +155,7 @@ def build_corpus_index(
     sources: Sequence[Source],
     *,
     shard_bytes: int = BuildConfig.shard_bytes,
-    engine: Engine | None = None,
+    engine: BuildEngine | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
     """Write the index of all documents to ``folder``, replacing the one there in one step.
@@ -170,13 +167,13 @@ def build_corpus_index(
     width = token_type(end)
     with building(folder, check) as build:
         with DocumentFile(build.path("documents"), end, sources) as file:
-            shards = _write_documents(file, documents, max(LEAST_TOKENS, shard_bytes // width.itemsize))
+            shards = _write_documents(file, documents, max(MIN_SHARD_TOKENS, shard_bytes // width.itemsize))
         if not shards:
             raise StoreError("the corpus holds no text at all: name files that do")
         text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
         files = ShardFiles(text, suffixes, heads, prefixes, width, end)
         files.create()
-        (engine or LocalEngine()).sort(files, shards)
+        (engine or LocalBuildEngine()).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
         tokens = sum(shard.suffixes for shard in shards)
         counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
@@ -184,13 +181,13 @@ def build_corpus_index(
         return build.commit(Manifest(CORPUS, tokenizer, counts, options, file.shares()))
 
 
-def _write_documents(file: DocumentFile, documents: Iterable[Document], most: int) -> list[ShardPlace]:
-    """Stream the documents to disk, in shards of at most ``most`` tokens and ends."""
+def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardPlace]:
+    """Stream the documents to disk, in shards of at most ``max_tokens`` tokens and ends."""
     borders = [(0, 0)]  # tokens and ends, and ends, before each shard
     for document in documents:
-        for at in range(0, len(document.ids), most - 1):
-            piece = document.ids[at : at + most - 1]
-            if file.size - borders[-1][0] + len(piece) + 1 > most:
+        for at in range(0, len(document.ids), max_tokens - 1):
+            piece = document.ids[at : at + max_tokens - 1]
+            if file.size - borders[-1][0] + len(piece) + 1 > max_tokens:
                 borders.append((file.size, file.documents))
             file.add(piece, document.source)
     shards: list[ShardPlace] = []
@@ -211,7 +208,7 @@ def build_model_store(
     top_k: int = BuildConfig.top_k,
     per_key: int = BuildConfig.per_key,
     once_per_document: bool = True,
-    engine: Engine | None = None,
+    engine: BuildEngine | None = None,
     model: Checkpoint | None = None,
     rankings: Ints | None = None,
     check: FolderCheck | None = None,
@@ -237,7 +234,7 @@ def build_model_store(
         kind = token_type(end)
         # An empty file cannot be mapped.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
-        mined = (engine or LocalEngine()).mine(Answers(tokens, end, once_per_document), top_k, per_key)
+        mined = (engine or LocalBuildEngine()).mine(CountedDocuments(tokens, end, once_per_document), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
         with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))

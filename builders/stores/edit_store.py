@@ -1,10 +1,7 @@
-"""Edit stores: merge several, add sources to one, drop a source from one.
+"""Edits of stores: merge several, add sources, drop a source or conversations.
 
-Stores keep their documents as tokens, so they are rebuilt without the texts that the documents came from. The result
-is the store that a build from all remaining texts would have given.
-
-The conversations of a history store and the documents of a model store are tokens already: a build takes them next to
-the texts of other inputs. Each name under which answers were kept is a source of its own.
+Stores keep documents as tokens, so an edit rebuilds the store without the original texts. The result equals a build
+from all remaining texts. Conversations of history stores and documents of model stores can be inputs of a build.
 """
 
 from __future__ import annotations
@@ -23,11 +20,11 @@ from typing import NamedTuple
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, StoreError
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
-from hdtool.data.stores.store import FolderCheck, read_store, recorded_name, require, unchanged
+from hdtool.data.stores.store import FolderCheck, read_store, recorded_name, require_store, require_unchanged
 from hdtool.data.stores.store_files import (
-    MODEL,
+    MODEL_KIND,
     Document,
     Source,
     Tokens,
@@ -46,7 +43,7 @@ from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import ModelRecord, rankings_in
 from hdtool.runtime.stores.store_files import documents_of
 
-SHOWN = 3
+MAX_MODELS_SHOWN = 3
 
 
 def note_on_models(
@@ -54,44 +51,47 @@ def note_on_models(
 ) -> str | None:
     """One line if records name other models than the store's.
 
-    ``command`` builds the store for another model, whose name replaces ``MODEL`` in it; it is given where the user has
-    named none.
+    ``command`` builds the store for another model, whose name replaces ``MODEL`` in it; it is given if the user named
+    none.
     """
-    others = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
-    if not others:
+    other_models = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
+    if not other_models:
         return None
-    every = "all " if len(others) == len(models) else ""
-    shown = ", ".join(printable(name) for name in list(others)[:SHOWN])
-    more = f" and {counted(len(others) - SHOWN, 'other model')}" if len(others) > SHOWN else ""
-    records = counted(sum(others.values()), "record")
-    verb = "names" if sum(others.values()) == 1 else "name"
-    own = checkpoint.name if checkpoint else config.name
-    note = (
-        f"note: {every}{records} {verb} {shown}{more} as the model that answered, and the store is for {printable(own)}"
+    every = "all " if len(other_models) == len(models) else ""
+    shown_names = ", ".join(printable(name) for name in list(other_models)[:MAX_MODELS_SHOWN])
+    more = (
+        f" and {count_of(len(other_models) - MAX_MODELS_SHOWN, 'other model')}"
+        if len(other_models) > MAX_MODELS_SHOWN
+        else ""
     )
+    records = count_of(sum(other_models.values()), "record")
+    verb = "names" if sum(other_models.values()) == 1 else "name"
+    own_name = checkpoint.name if checkpoint else config.name
+    named = f"{every}{records} {verb} {shown_names}{more}"
+    note = f"note: {named} as the model that answered, and the store is for {printable(own_name)}"
     if not command:
         return f"{note}: a model's own answers make the best drafts"
-    (first, *rest) = others
-    if rest or not _can_be_given(first):
+    (first, *rest) = other_models
+    if rest or not _is_loadable_name(first):
         return f"{note}, because no --model is given: {command}, where MODEL is its folder or hub name, rebuilds it"
-    named = command.replace("MODEL", shlex.quote(printable(first)), 1)
-    return f"{note}, because no --model is given: {named} builds one for that model"
+    command_line = command.replace("MODEL", shlex.quote(printable(first)), 1)
+    return f"{note}, because no --model is given: {command_line} builds one for that model"
 
 
 def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether a name in a record may stand for the model of a configuration."""
+    """Return True if a name in a record may stand for the model of a configuration."""
     try:
-        place, own = demo.located(name), config.place
+        place, own_place = demo.located(name), config.place
     except ModelError:  # the package of the demo's model is not installed
         return name == config.name
-    own_names = {config.name, own or demo.NAME, *([checkpoint.name] if checkpoint else [])}
+    own_names = {config.name, own_place or demo.NAME, *([checkpoint.name] if checkpoint else [])}
     if place is None:
-        return own is None or Path(own).expanduser() == demo.MODEL
+        return own_place is None or Path(own_place).expanduser() == demo.MODEL
     if _last_part(place) in map(_last_part, own_names):
         return True
     try:
-        one, other = Path(place).expanduser(), demo.MODEL if own is None else Path(own).expanduser()
-        return one.exists() and other.exists() and one.samefile(other)
+        path, own_path = Path(place).expanduser(), demo.MODEL if own_place is None else Path(own_place).expanduser()
+        return path.exists() and own_path.exists() and path.samefile(own_path)
     except (OSError, RuntimeError, ValueError):  # a name that is no path
         return False
 
@@ -101,7 +101,7 @@ def _last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
-def _can_be_given(name: str) -> bool:
+def _is_loadable_name(name: str) -> bool:
     try:
         return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
     except (OSError, ValueError):  # a name that is no path
@@ -116,7 +116,7 @@ HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Contents:
+class StoreContents:
     """The documents of a store and where they are from; they stay readable when the store is replaced."""
 
     folder: Path
@@ -124,7 +124,7 @@ class Contents:
     texts: Callable[[], Iterator[Tokens]]
 
     @classmethod
-    def of(cls, folder: Path) -> Contents:
+    def of(cls, folder: Path) -> StoreContents:
         return read_store(folder, lambda manifest: cls(folder, manifest, _texts(folder, manifest)))
 
     @property
@@ -136,12 +136,12 @@ class Contents:
 
 
 def _texts(folder: Path, manifest: Manifest) -> Callable[[], Iterator[Tokens]]:
-    if manifest.kind == MODEL:
+    if manifest.kind == MODEL_KIND:
         return ModelRecord.of(folder, manifest).documents
     return partial(stored_documents, documents_of(folder, manifest), manifest.tokenizer.vocab_size)
 
 
-class Dropped(NamedTuple):
+class DropResult(NamedTuple):
     """The result of ``drop``."""
 
     manifest: Manifest
@@ -155,10 +155,10 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
     none of them must stay.
     """
     check_destination(out)
-    parts = [Contents.of(folder) for folder in folders]
+    parts = [StoreContents.of(folder) for folder in folders]
     first = parts[0].manifest
     for part in parts[1:]:
-        require(part.manifest, part.folder, first.kind, first.tokenizer)
+        require_store(part.manifest, part.folder, first.kind, first.tokenizer)
     sources: dict[str, Source] = {}
     chosen: list[Iterator[Document]] = []
     for part in parts:
@@ -167,14 +167,14 @@ def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) 
             if source.sha256 not in sources:
                 places[number] = len(sources)
                 sources[source.sha256] = source
-        chosen.append(_moved(part.documents(), places))
+        chosen.append(_renumbered(part.documents(), places))
     replaced = next((part.manifest for part in parts if out.exists() and out.samefile(part.folder)), None)
     if any(part.manifest.model != first.model for part in parts):
         first = replace(first, model=None)
-    check = unchanged(replaced) if replaced else check
+    check = require_unchanged(replaced) if replaced else check
     known = (rankings_in(part.folder, part.manifest) for part in parts if first.model)
-    rankings = next((found for found in known if found is not None), None)
-    return _build(out, first, chain.from_iterable(chosen), list(sources.values()), check, rankings)
+    rankings = next((rankings_found for rankings_found in known if rankings_found is not None), None)
+    return _rebuild(out, first, chain.from_iterable(chosen), list(sources.values()), check, rankings)
 
 
 def add(
@@ -189,8 +189,8 @@ def add(
 
     To a model store, ``rankings`` of the vocabulary are added in the place of those it has.
     """
-    old = Contents.of(folder)
-    require(old.manifest, folder, kind or old.manifest.kind, tokenizer)
+    old = StoreContents.of(folder)
+    require_store(old.manifest, folder, kind or old.manifest.kind, tokenizer)
     known = {source.sha256: source.name for source in old.sources}
     for source in sources:
         if source.sha256 in known:
@@ -199,54 +199,56 @@ def add(
             )
     before = len(old.sources)
     added = (Document(document.ids, before + document.source) for document in documents)
-    documents, check = chain(old.documents(), added), unchanged(old.manifest)
+    documents, check = chain(old.documents(), added), require_unchanged(old.manifest)
     rankings = rankings_in(folder, old.manifest) if rankings is None else rankings
-    return _build(folder, old.manifest, documents, [*old.sources, *sources], check, rankings)
+    return _rebuild(folder, old.manifest, documents, [*old.sources, *sources], check, rankings)
 
 
-def drop(folder: Path, name: str) -> Dropped:
+def drop(folder: Path, name: str) -> DropResult:
     """Rebuild a store without one source: nothing that only this source contained is left in any file.
 
     ``name`` is the recorded name, a file name that only one source has, or 8 or more digits of the hash.
     """
-    old = Contents.of(folder)
+    old = StoreContents.of(folder)
     shares = old.manifest.sources
     removed = _selected(folder, shares, name)
-    places = {number: place for place, number in enumerate(n for n in range(len(shares)) if shares[n] not in removed)}
+    places = {
+        number: new_index for new_index, number in enumerate(n for n in range(len(shares)) if shares[n] not in removed)
+    }
     if not places:
         raise StoreError(f"{name} is all that {folder} holds: delete the store instead")
-    kept = [source for number, source in enumerate(old.sources) if number in places]
-    documents, check = _moved(old.documents(), places), unchanged(old.manifest)
-    manifest = _build(folder, old.manifest, documents, kept, check, rankings_in(folder, old.manifest))
-    return Dropped(manifest, removed)
+    kept_shares = [source for number, source in enumerate(old.sources) if number in places]
+    documents, check = _renumbered(old.documents(), places), require_unchanged(old.manifest)
+    manifest = _rebuild(folder, old.manifest, documents, kept_shares, check, rankings_in(folder, old.manifest))
+    return DropResult(manifest, removed)
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
     """The shares of the source that ``name`` selects; several only if their names and hashes are equal."""
     recorded = recorded_name(name)
-    found = [share for share in shares if share.name == recorded]
+    selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"
-    if not found:
-        found = [share for share in shares if PurePath(share.name).name == recorded]
+    if not selected:
+        selected = [share for share in shares if PurePath(share.name).name == recorded]
         advice = "by its whole path or by its hash"
-    if not found and HASH_PREFIX.fullmatch(name):
-        found = [share for share in shares if share.sha256.startswith(name.lower())]
+    if not selected and HASH_PREFIX.fullmatch(name):
+        selected = [share for share in shares if share.sha256.startswith(name.lower())]
         advice = "by its whole path or by more of its hash"
-    if not found:
+    if not selected:
         names = ", ".join(share.label for share in shares)
         raise StoreError(f"{folder} has no source {printable(recorded)}: it holds {names}")
-    if len({(share.name, share.sha256) for share in found}) > 1:
-        names = ", ".join(share.label for share in found)
+    if len({(share.name, share.sha256) for share in selected}) > 1:
+        names = ", ".join(share.label for share in selected)
         raise StoreError(f"{folder} has several sources {printable(recorded)}: {names}: name one {advice}")
-    return tuple(found)
+    return tuple(selected)
 
 
-def _moved(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
+def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
     """The documents of the sources that have a new place, numbered by it."""
     return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 
-def _build(
+def _rebuild(
     folder: Path,
     like: Manifest,
     documents: Iterable[Document],
@@ -264,7 +266,7 @@ def _build(
     return build(folder, documents, like.tokenizer, sources, check=check, **options)
 
 
-class DroppedConversations(NamedTuple):
+class DropConversationsResult(NamedTuple):
     """The result of ``drop_conversations``."""
 
     conversations: int
@@ -274,14 +276,14 @@ class DroppedConversations(NamedTuple):
 
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     """The history stores and model stores among inputs, and the inputs that are none."""
-    folders, others = [], []
+    folders, other_inputs = [], []
     for name in inputs:
-        place = Path(name).expanduser()
-        if place.is_dir() and (holds_history(place) or holds_manifest(place)):
-            folders.append(place)
+        path = Path(name).expanduser()
+        if path.is_dir() and (holds_history(path) or holds_manifest(path)):
+            folders.append(path)
         else:
-            others.append(str(name))
-    return folders, others
+            other_inputs.append(str(name))
+    return folders, other_inputs
 
 
 class HistoryDocuments:
@@ -303,16 +305,16 @@ class HistoryDocuments:
         held = store.conversations()
         if not held:
             raise StoreError(f"{folder} holds no conversations: leave it out")
-        for name in sorted({each.source for each in held}):
-            own = [each for each in held if each.source == name]
-            digest = hashlib.sha256(b"".join(each.hash for each in own)).hexdigest()
-            self._parts.append(partial(_answers, store, own, len(self.sources)))
+        for name in sorted({conversation.source for conversation in held}):
+            of_source = [conversation for conversation in held if conversation.source == name]
+            digest = hashlib.sha256(b"".join(conversation.hash for conversation in of_source)).hexdigest()
+            self._parts.append(partial(_history_documents, store, of_source, len(self.sources)))
             self.sources.append(Source(f"{folder / name}", digest))
 
     def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
-        contents = Contents.of(folder)
-        require(contents.manifest, folder, MODEL, tokenizer)
-        self._parts.append(partial(_stored, contents, len(self.sources)))
+        contents = StoreContents.of(folder)
+        require_store(contents.manifest, folder, MODEL_KIND, tokenizer)
+        self._parts.append(partial(_stored_documents, contents, len(self.sources)))
         self.sources += contents.sources
 
     def __iter__(self) -> Iterator[Document]:
@@ -326,19 +328,19 @@ class HistoryDocuments:
             yield Document(document.ids, document.source + len(self.sources))
 
 
-def _answers(store: HistoryStore, conversations: list[StoredConversation], source: int) -> Iterator[Document]:
+def _history_documents(store: HistoryStore, conversations: list[StoredConversation], source: int) -> Iterator[Document]:
     for _, tokens in store.answers(conversations):
         yield Document(tokens, source)
 
 
-def _stored(contents: Contents, before: int) -> Iterator[Document]:
+def _stored_documents(contents: StoreContents, before: int) -> Iterator[Document]:
     for document in contents.documents():
         yield Document(document.ids, before + document.source)
 
 
 def drop_conversations(
     folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
-) -> DroppedConversations:
+) -> DropConversationsResult:
     """Remove the conversations of a source, or those before a time or older than an age; with both, those of both.
 
     The store is made anew without them: no file holds a token of theirs. Processes that have it open notice that when
@@ -348,14 +350,16 @@ def drop_conversations(
         raise StoreError(f"nothing to drop from {folder}: name a source, or a time before which conversations go")
     until = datetime.now(UTC) - before if isinstance(before, timedelta) else before
     store = HistoryStore(folder)
-    names = sorted({each.source for each in store.conversations()})
+    names = sorted({conversation.source for conversation in store.conversations()})
     if source is not None and source not in names:
         held = ", ".join(printable(name) for name in names) or "no conversations"
         raise StoreError(f"{folder} has no source {printable(source)}: it holds {held}")
 
-    def stays(each: StoredConversation) -> bool:
-        return (source is not None and each.source != source) or (until is not None and each.time >= until.timestamp())
+    def stays(conversation: StoredConversation) -> bool:
+        return (source is not None and conversation.source != source) or (
+            until is not None and conversation.time >= until.timestamp()
+        )
 
     removed = store.keep(stays)
-    sources = tuple(sorted({each.source for each in removed}))
-    return DroppedConversations(len(removed), sum(each.tokens for each in removed), sources)
+    sources = tuple(sorted({conversation.source for conversation in removed}))
+    return DropConversationsResult(len(removed), sum(conversation.tokens for conversation in removed), sources)

@@ -1,4 +1,4 @@
-"""Build backends: a backend runs the tasks of a build; the tasks are the same for all."""
+"""Build engines, and the tasks that they run: sorting shards and mining frequent sequences."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.stores.sequences import Answers, Frequent, most_frequent, tokenized
-from hdtool.data.progress import Bar, bar
-from hdtool.data.records import Reading
+from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
+from hdtool.data.progress import ProgressBar, progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.data.stores.store_files import Document
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
@@ -25,16 +25,18 @@ from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, Sha
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LENGTHS = range(2, PHRASE_TOKENS + 2)
-LARGEST_COUNT = 2**31 - 1
+SEQUENCE_LENGTHS = range(2, PHRASE_TOKENS + 2)
+MAX_COUNT = 2**31 - 1
 
 
-def mined(answers: Answers, length: int, top_k: int, per_key: int) -> list[NgramGroup]:
+def mine_groups(answers: CountedDocuments, length: int, top_k: int, per_key: int) -> list[NgramGroup]:
     """The groups of the most frequent sequences of a length."""
-    return groups_of(answers, length, most_frequent(answers, length, top_k), per_key)
+    return sequence_groups(answers, length, most_frequent(answers, length, top_k), per_key)
 
 
-def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -> list[NgramGroup]:
+def sequence_groups(
+    answers: CountedDocuments, length: int, frequent: FrequentSequences, per_key: int
+) -> list[NgramGroup]:
     """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
     places, *_ = frequent
     tokens = answers.tokens[places[:, None] + np.arange(length)]
@@ -44,10 +46,10 @@ def groups_of(answers: Answers, length: int, frequent: Frequent, per_key: int) -
     return groups
 
 
-def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> NgramGroup:
+def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int) -> NgramGroup:
     """Sequences by their prefixes, the most frequent first."""
     _, counts, totals, distinct = frequent
-    counts = np.minimum(counts, LARGEST_COUNT)
+    counts = np.minimum(counts, MAX_COUNT)
     order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
     tokens, counts = tokens[order], counts[order]
     firsts = np.flatnonzero(np.append(True, (tokens[1:, :prefix] != tokens[:-1, :prefix]).any(1))[: len(tokens)])
@@ -58,8 +60,8 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Ngram
         totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
     return NgramGroup(
         heads=tokens[firsts, :prefix],
-        totals=np.minimum(totals, LARGEST_COUNT),
-        distinct=np.minimum(distinct, LARGEST_COUNT),
+        totals=np.minimum(totals, MAX_COUNT),
+        distinct=np.minimum(distinct, MAX_COUNT),
         stops=np.cumsum(np.minimum(sizes, per_key)),
         tokens=tokens[chosen, prefix:],
         counts=counts[chosen],
@@ -68,8 +70,8 @@ def _group(tokens: Ints, frequent: Frequent, prefix: int, per_key: int) -> Ngram
 
 Tokens = npt.NDArray[Any]
 
-MEMORY_A_BYTE = 8
-"""Bytes that sorting takes at most for each byte of tokens, the output included."""
+SORT_MEMORY_FACTOR = 8
+"""Peak bytes of sorting per byte of tokens, output included."""
 
 
 class SortedShard(NamedTuple):
@@ -80,7 +82,7 @@ class SortedShard(NamedTuple):
     sampled_prefixes: Tokens
 
 
-def sorted_shard(tokens: Tokens, end: int) -> SortedShard:
+def sort_shard(tokens: Tokens, end: int) -> SortedShard:
     """The sorted shard of documents of token ids, each with ``end`` after it."""
     # No lookup starts with an end token, and those suffixes sort last.
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
@@ -111,18 +113,18 @@ class ShardFiles:
         return np.fromfile(self.documents, self.width, shard.tokens, offset=shard.token * self.width.itemsize)
 
     def write(self, number: int, shard: ShardPlace, done: SortedShard) -> None:
-        for path, array, place in (
+        for path, array, position in (
             (self.suffixes, done.suffixes, shard.suffix * 4),
             (self.heads, done.heads, number * (self.end + 1) * 4),
             (self.sampled_prefixes, done.sampled_prefixes, shard.prefix * PREFIX_TOKENS * self.width.itemsize),
         ):
             with open(path, "r+b") as stream:
-                stream.seek(place)
+                stream.seek(position)
                 stream.write(np.ascontiguousarray(array).data)
 
     def sort(self, number: int, shard: ShardPlace) -> None:
         """Sort one shard from file to file."""
-        self.write(number, shard, sorted_shard(self.tokens(shard), self.end))
+        self.write(number, shard, sort_shard(self.tokens(shard), self.end))
 
 
 def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
@@ -141,25 +143,27 @@ def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
 
 @compiled
 def _token_starts(places: Tokens, size: int, out: Tokens) -> None:
-    kept = 0
+    count = 0
     for place in places:
         if place % size == 0:
-            out[kept] = place // size
-            kept += 1
+            out[count] = place // size
+            count += 1
 
 
-LENGTHS_AT_ONCE = 2
+PARALLEL_LENGTHS = 2
 """Sequence lengths that are counted in parallel: compiled code releases the GIL for the writing."""
 
 
-class Engine(Protocol):
+class BuildEngine(Protocol):
     """Runs the tasks of a build, in any order and on any machine; the store does not depend on it."""
 
-    def prepare(self, reading: Reading) -> None:
+    def prepare(self, reading: RecordReader) -> None:
         """Check the inputs before any is read."""
         ...
 
-    def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+    def documents(
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+    ) -> Iterator[Document]:
         """The tokenized texts of all inputs, in their order."""
         ...
 
@@ -167,41 +171,43 @@ class Engine(Protocol):
         """Sort every shard."""
         ...
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
+    def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
         """The n-grams of all lengths, the shortest first."""
         ...
 
 
-class LocalEngine:
+class LocalBuildEngine:
     """Runs on this machine: the tokenizer's own threads, processes that sort, threads that count."""
 
     def __init__(self, workers: int | None = None, *, quiet: bool = True) -> None:
         self._workers = workers or os.cpu_count() or 1
         self._quiet = quiet
 
-    def prepare(self, reading: Reading) -> None:
+    def prepare(self, reading: RecordReader) -> None:
         pass
 
-    def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+    def documents(
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+    ) -> Iterator[Document]:
         return tokenized(reading, tokenizer, shown)
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
         workers = min(self._workers, len(shards))
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-        with bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as shown, pool or nullcontext():
+        with progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress, pool or nullcontext():
             if pool:
                 for done in as_completed([pool.submit(files.sort, *job) for job in enumerate(shards)]):
                     done.result()
-                    shown.advance()
+                    progress.advance()
                 return
             for job in enumerate(shards):
                 files.sort(*job)
-                shown.advance()
+                progress.advance()
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
-        with ThreadPoolExecutor(LENGTHS_AT_ONCE) as pool:
+    def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
+        with ThreadPoolExecutor(PARALLEL_LENGTHS) as pool:
             # The longest takes the most time, but the shortest is written first.
-            order = (LENGTHS[-1], *LENGTHS[:-1])
-            counted = {length: pool.submit(mined, answers, length, top_k, per_key) for length in order}
-            for length in LENGTHS:
+            order = (SEQUENCE_LENGTHS[-1], *SEQUENCE_LENGTHS[:-1])
+            counted = {length: pool.submit(mine_groups, answers, length, top_k, per_key) for length in order}
+            for length in SEQUENCE_LENGTHS:
                 yield from counted[length].result()

@@ -1,7 +1,7 @@
-"""The engine that runs the tasks of a build on a Ray cluster, or on workers that Ray starts on this machine.
+"""The build engine for a Ray cluster, or for workers that Ray starts on this machine.
 
-Workers read the inputs by their paths and get all else through Ray, which also carries their results; this
-process alone writes the store. So a worker that dies leaves nothing on disk, and Ray repeats a lost task.
+Workers read inputs by path and exchange everything else through Ray; this process alone writes the store. A worker that
+dies leaves nothing on disk, and Ray repeats a lost task.
 """
 
 from __future__ import annotations
@@ -18,12 +18,27 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.engine import LENGTHS, MEMORY_A_BYTE, ShardFiles, SortedShard, groups_of, sorted_shard
-from hdtool.builders.stores.sequences import BATCH, Answers, Frequent, frequent_of_part, ids_of, parts_of, united
-from hdtool.data.errors import ClusterError, HdtoolError, install_command, reason_of
-from hdtool.data.progress import Bar, bar
-from hdtool.data.records import Portion, Reading
-from hdtool.data.stores.store import checksum
+from hdtool.builders.stores.engine import (
+    SEQUENCE_LENGTHS,
+    SORT_MEMORY_FACTOR,
+    ShardFiles,
+    SortedShard,
+    sequence_groups,
+    sort_shard,
+)
+from hdtool.builders.stores.sequences import (
+    TOKENIZER_BATCH,
+    CountedDocuments,
+    FrequentSequences,
+    encode_texts,
+    frequent_of_part,
+    merge_frequent,
+    part_count,
+)
+from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
+from hdtool.data.progress import ProgressBar, progress_bar
+from hdtool.data.records import Portion, RecordReader
+from hdtool.data.stores.store import file_checksum
 from hdtool.data.stores.store_files import Document, Tokens, token_type
 from hdtool.runtime.stores.model_store import NgramGroup
 from hdtool.runtime.stores.suffix_search import ShardPlace
@@ -33,15 +48,15 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 """Ray itself tries for minutes."""
-STDERR = 2
-NO_TOKEN = b"InvalidAuthToken"
+STDERR_FD = 2
+INVALID_TOKEN_ERROR = b"InvalidAuthToken"
 """Part of Ray's message about a token that is missing or wrong."""
 
 T = TypeVar("T")
 
 
 @contextmanager
-def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
+def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any]:
     """Ray, connected to the cluster at ``address`` or to one of this machine alone, until the end."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -49,14 +64,14 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
     except ImportError:
         raise ClusterError(f"engine ray needs Ray, which is not installed: {install_command('ray')}") from None
     if address:
-        _reach(address)
+        _check_reachable(address)
     options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
     with TemporaryFile() as output:
         try:
             with _stderr_to(output):
                 ray.init(**options, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
-            raise _refusal(address, error, output) from None
+            raise _connection_error(address, error, output) from None
     try:
         yield ray
     finally:
@@ -66,28 +81,28 @@ def joined(address: str | None, workers: int | None = None) -> Iterator[Any]:
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
     """Redirect standard error, to which Ray's compiled part writes once a second, to a file."""
-    own = os.dup(STDERR)
-    os.dup2(file.fileno(), STDERR)
+    saved = os.dup(STDERR_FD)
+    os.dup2(file.fileno(), STDERR_FD)
     try:
         yield
     finally:
-        os.dup2(own, STDERR)
-        os.close(own)
+        os.dup2(saved, STDERR_FD)
+        os.close(saved)
 
 
-def _refusal(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
+def _connection_error(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
     """The error for a Ray that could not be used, from its own messages."""
-    place = f"the Ray cluster at {address}" if address else "Ray on this machine"
+    cluster = f"the Ray cluster at {address}" if address else "Ray on this machine"
     output.seek(0)
-    if NO_TOKEN in output.read() + str(error).encode():
+    if INVALID_TOKEN_ERROR in output.read() + str(error).encode():
         return ClusterError(
-            f"{place} requires a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
+            f"{cluster} requires a token that this process does not have: set RAY_AUTH_MODE=token, and have the "
             "cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
         )
-    return ClusterError(f"{place} cannot be used ({reason_of(error)}): check it with ray status")
+    return ClusterError(f"{cluster} cannot be used ({error_reason(error)}): check it with ray status")
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise at once if no process listens at the address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -98,7 +113,7 @@ def _reach(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or reason_of(error)
+        reason = getattr(error, "strerror", None) or error_reason(error)
         raise ClusterError(
             f"no Ray cluster can be reached at {address} ({reason}): start one with ray start --head, or leave "
             "--address out to build on this machine"
@@ -106,7 +121,7 @@ def _reach(address: str) -> None:
 
 
 @contextmanager
-def faults_reported(ray: Any) -> Iterator[None]:
+def ray_errors_reported(ray: Any) -> Iterator[None]:
     """Raise the error of a task as the task raised it, and faults of Ray as a ``ClusterError``."""
     try:
         yield
@@ -121,7 +136,7 @@ def faults_reported(ray: Any) -> Iterator[None]:
         raise
     except ray.exceptions.RayError as error:
         raise ClusterError(
-            f"the Ray cluster could not finish the build ({type(error).__name__}: {reason_of(error)}): the store "
+            f"the Ray cluster could not finish the build ({type(error).__name__}: {error_reason(error)}): the store "
             "there, if any, is unchanged; see ray status, and choose smaller --shard-bytes if memory ran out"
         ) from None
 
@@ -131,7 +146,7 @@ def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> It
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    with faults_reported(ray):
+    with ray_errors_reported(ray):
         tasks = [
             ray.remote(function).options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -142,27 +157,27 @@ def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> It
             yield node["NodeManagerAddress"], ray.get(task)
 
 
-def largest_memory(ray: Any) -> float:
+def max_node_memory(ray: Any) -> float:
     """Bytes that the largest node offers to tasks."""
     return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])
 
 
-READ_AHEAD = 8
+PREFETCHED_PORTIONS = 8
 """Portions of an input that its reader keeps ready."""
-LIGHT: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-"""Options of readers: they mostly wait, and must not take a core from the tasks that use their output."""
+READER_OPTIONS: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+"""Options of reader tasks: they mostly wait, so they reserve no core."""
 
 Item = TypeVar("Item")
 
 
 @contextmanager
-def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayEngine]:
+def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayBuildEngine]:
     """An engine on the cluster at ``address``, or on so many workers of this machine, until the end of the block."""
-    with joined(address, workers) as ray:
-        yield RayEngine(ray, workers, quiet=quiet)
+    with ray_session(address, workers) as ray:
+        yield RayBuildEngine(ray, workers, quiet=quiet)
 
 
-class RayEngine:
+class RayBuildEngine:
     """Runs the tasks of a build on a cluster."""
 
     def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
@@ -170,38 +185,46 @@ class RayEngine:
         self._cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._sorters = min(workers or self._cpus, self._cpus)
 
-    def prepare(self, reading: Reading) -> None:
+    def prepare(self, reading: RecordReader) -> None:
         """Check that all nodes see the same inputs and have the same programs."""
         paths = _absolute(reading)
-        own = _versions()
+        own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
-            if versions != own:
+            if versions != own_versions:
                 raise ClusterError(
-                    f"node {node} of the Ray cluster has {versions}, this process has {own}: "
+                    f"node {node} of the Ray cluster has {versions}, this process has {own_versions}: "
                     "install the same versions on all nodes"
                 )
-            for path, here, there in zip(paths, reading.sizes, sizes, strict=True):
-                if here != there:
-                    found = "does not see it" if there is None else f"finds {there:,} bytes there instead of {here:,}"
+            for path, local_size, node_size in zip(paths, reading.sizes, sizes, strict=True):
+                if local_size != node_size:
+                    fault = (
+                        "does not see it"
+                        if node_size is None
+                        else f"finds {node_size:,} bytes there instead of {local_size:,}"
+                    )
                     raise ClusterError(
-                        f"{path} cannot be read by all workers: node {node} of the Ray cluster {found}; "
+                        f"{path} cannot be read by all workers: node {node} of the Ray cluster {fault}; "
                         "put it where every node has it under the same path, as on a shared disk"
                     )
-        hashes = self._results(checksum, [(Path(path),) for path in paths], **LIGHT)
+        hashes = self._results(file_checksum, [(Path(path),) for path in paths], **READER_OPTIONS)
         reading.hashes.update(enumerate(hashes))
 
-    def documents(self, reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
-        with faults_reported(self._ray):
-            shared, encode = self._ray.put(tokenizer), self._task(_encoded)
-            streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": READ_AHEAD}
-            read = self._task(_portions, **streaming, **LIGHT)
+    def documents(
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+    ) -> Iterator[Document]:
+        with ray_errors_reported(self._ray):
+            shared, encode = self._ray.put(tokenizer), self._task(_encode_portion)
+            streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": PREFETCHED_PORTIONS}
+            read = self._task(_portions, **streaming, **READER_OPTIONS)
             width = token_type(len(tokenizer)).str
             inputs = enumerate(_absolute(reading))
             readers = ((source, read.remote(path, reading.answers_only)) for source, path in inputs)
-            portions = ((source, portion) for source, reader in _ahead(readers, self._readers) for portion in reader)
+            portions = (
+                (source, portion) for source, reader in _prefetched(readers, self._readers) for portion in reader
+            )
             encoded = ((source, encode.remote(portion, shared, width)) for source, portion in portions)
             reading.restart()
-            for source, done in _ahead(encoded, 2 * self._cpus):
+            for source, done in _prefetched(encoded, 2 * self._cpus):
                 portion, ids, ends = self._ray.get(done)
                 reading.take(portion)
                 for document in np.split(ids, ends):
@@ -210,35 +233,40 @@ class RayEngine:
             reading.finish()
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
-        memory = MEMORY_A_BYTE * max(shard.tokens for shard in shards) * files.width.itemsize
-        if memory > (most := largest_memory(self._ray)):
+        memory = SORT_MEMORY_FACTOR * max(shard.tokens for shard in shards) * files.width.itemsize
+        if memory > (node_memory := max_node_memory(self._ray)):
             raise ClusterError(
                 f"sorting a shard takes {memory / 2**30:.1f} GiB of memory, and no node of the Ray cluster offers more "
-                f"than {most / 2**30:.1f}: choose smaller --shard-bytes"
+                f"than {node_memory / 2**30:.1f}: choose smaller --shard-bytes"
             )
         jobs = ((files.tokens(shard), files.end) for shard in shards)
-        done: Iterator[SortedShard] = self._results(sorted_shard, jobs, self._sorters, memory=memory)
-        with bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as shown:
+        done: Iterator[SortedShard] = self._results(sort_shard, jobs, self._sorters, memory=memory)
+        with progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress:
             for (number, shard), result in zip(enumerate(shards), done, strict=True):
                 files.write(number, shard, result)
-                shown.advance()
+                progress.advance()
 
-    def mine(self, answers: Answers, top_k: int, per_key: int) -> Iterator[NgramGroup]:
-        parts = parts_of(answers)
-        jobs = [(length, part) for length in LENGTHS for part in range(parts)]
-        with faults_reported(self._ray), bar(len(jobs), "counting", unit="parts", quiet=self._quiet) as shown:
+    def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
+        parts = part_count(answers)
+        jobs = [(length, part) for length in SEQUENCE_LENGTHS for part in range(parts)]
+        with (
+            ray_errors_reported(self._ray),
+            progress_bar(len(jobs), "counting", unit="parts", quiet=self._quiet) as progress,
+        ):
             shared = self._ray.put(answers.tokens)
-            count = self._task(_counted)
+            count = self._task(_count_part)
             how = (shared, answers.end, answers.once)
-            found = _ahead((count.remote(*how, *job, parts, top_k) for job in jobs), 2 * self._cpus)
+            frequent_by_part = _prefetched((count.remote(*how, *job, parts, top_k) for job in jobs), 2 * self._cpus)
 
-            def of_length() -> Iterator[Frequent]:
+            def of_length() -> Iterator[FrequentSequences]:
                 for _ in range(parts):
-                    yield self._ray.get(next(found))
-                    shown.advance()
+                    yield self._ray.get(next(frequent_by_part))
+                    progress.advance()
 
-            for length in LENGTHS:
-                yield from groups_of(answers, length, united(answers, length, of_length(), top_k), per_key)
+            for length in SEQUENCE_LENGTHS:
+                yield from sequence_groups(
+                    answers, length, merge_frequent(answers, length, of_length(), top_k), per_key
+                )
 
     @property
     def _readers(self) -> int:
@@ -251,19 +279,19 @@ class RayEngine:
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
         """The results of a function for each job, in their order."""
-        with faults_reported(self._ray):
+        with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)
-            for done in _ahead(tasks, at_once or 2 * self._cpus):
+            for done in _prefetched(tasks, at_once or 2 * self._cpus):
                 yield self._ray.get(done)
 
 
-def _absolute(reading: Reading) -> list[str]:
+def _absolute(reading: RecordReader) -> list[str]:
     """Absolute paths of the inputs: workers run in other folders."""
     return [os.path.abspath(path) for path in reading.inputs]
 
 
-def _ahead(items: Iterable[Item], count: int) -> Iterator[Item]:
+def _prefetched(items: Iterable[Item], count: int) -> Iterator[Item]:
     """The items, of which ``count`` are started before they are needed."""
     started: deque[Item] = deque()
     for item in items:
@@ -286,17 +314,19 @@ def _versions_and_sizes(paths: list[str]) -> tuple[str, list[int | None]]:
 
 
 def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
-    yield from Reading([Path(path)], answers_only=answers_only).portions(BATCH)
+    yield from RecordReader([Path(path)], answers_only=answers_only).portions(TOKENIZER_BATCH)
 
 
-def _encoded(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
+def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
     """The ids of all texts one after another, and where each but the last ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
-    ids = ids_of(portion.texts, tokenizer)
+    ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]
     flat = np.concatenate([np.array(text, np.dtype(width)) for text in ids]) if ids else np.empty(0, np.dtype(width))
     return portion.without_texts(), flat, ends
 
 
-def _counted(tokens: Tokens, end: int, once: bool, length: int, part: int, parts: int, top_k: int) -> Frequent:
-    return frequent_of_part(Answers(tokens, end, once), length, part, parts, top_k)
+def _count_part(
+    tokens: Tokens, end: int, once: bool, length: int, part: int, parts: int, top_k: int
+) -> FrequentSequences:
+    return frequent_of_part(CountedDocuments(tokens, end, once), length, part, parts, top_k)

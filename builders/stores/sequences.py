@@ -1,8 +1,7 @@
 """Token sequences of documents on disk, counted exactly in bounded memory.
 
-Sequences with equal hashes are compared token by token. Where a hash table of bounded size cannot hold
-all sequences, those of one part of the prefixes after the other are counted, so memory depends on the
-table and not on the input.
+Sequences with equal hashes are compared token by token. If the hash table cannot hold all sequences, their prefixes are
+counted in parts, so memory depends on the table and not on the input.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.data.progress import Bar
-from hdtool.data.records import Reading
-from hdtool.data.stores.manifest import InputShare, shares_of
+from hdtool.data.progress import ProgressBar
+from hdtool.data.records import RecordReader
+from hdtool.data.stores.manifest import InputShare, input_shares
 from hdtool.data.stores.store_files import Document, Source, Tokens, token_type
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash, slot_of
@@ -60,23 +59,23 @@ class DocumentFile:
         self._counted[source] += (1, length)
 
     def shares(self) -> tuple[InputShare, ...]:
-        return shares_of(self._sources, self._counted)
+        return input_shares(self._sources, self._counted)
 
 
-BATCH = 1024
+TOKENIZER_BATCH = 1024
 
 
-def tokenized(reading: Reading, tokenizer: PreTrainedTokenizerBase, shown: Bar) -> Iterator[Document]:
+def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar) -> Iterator[Document]:
     """Every text as a document."""
     texts = ((text, record.source) for record in reading for text in record.texts)
-    while batch := list(islice(texts, BATCH)):
-        encoded = ids_of([text for text, _ in batch], tokenizer)
+    while batch := list(islice(texts, TOKENIZER_BATCH)):
+        encoded = encode_texts([text for text, _ in batch], tokenizer)
         for ids, (_, source) in zip(encoded, batch, strict=True):
             yield Document(ids, source)
         shown.to(reading.bytes_read)
 
 
-def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of each text, without special tokens: drafts follow text, not markup."""
     if not texts:
         return []
@@ -84,62 +83,64 @@ def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
     return encoded
 
 
-TABLE_SLOTS = 1 << 21
+MAX_TABLE_SLOTS = 1 << 21
 """Largest size of the counting table, a power of two. Counting takes about 40 bytes of memory a slot."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The documents on disk and how they are counted."""
+class CountedDocuments:
+    """Documents on disk, and how their sequences are counted."""
 
     tokens: Ints
     end: int
     once: bool
-    """Whether a sequence counts once in a document, however often it occurs there."""
+    """True if a sequence counts once in a document, however often it occurs there."""
 
     @property
     def place_type(self) -> np.dtype[Any]:
         return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
 
 
-Frequent = npt.NDArray[np.int64]
+FrequentSequences = npt.NDArray[np.int64]
 """Sequences of one length, each a prefix and the token that comes next: a row of their places in the documents, one of
 their counts, one of the counts of all sequences with the same prefix, and one of how many these are."""
 
 
-def most_frequent(answers: Answers, length: int, top_k: int) -> Frequent:
+def most_frequent(answers: CountedDocuments, length: int, top_k: int) -> FrequentSequences:
     """The ``top_k`` most frequent sequences of a length; among equals those with the smaller tokens."""
-    parts = parts_of(answers)
-    found = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
-    return united(answers, length, found, top_k)
+    parts = part_count(answers)
+    frequent_by_part = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
+    return merge_frequent(answers, length, frequent_by_part, top_k)
 
 
-def parts_of(answers: Answers) -> int:
+def part_count(answers: CountedDocuments) -> int:
     """The number of parts of the prefixes; those of each should fit into the counting table."""
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 
-def frequent_of_part(answers: Answers, length: int, part: int, parts: int, top_k: int) -> Frequent:
+def frequent_of_part(answers: CountedDocuments, length: int, part: int, parts: int, top_k: int) -> FrequentSequences:
     """The most frequent sequences among those whose prefixes are of one part."""
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
     if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
-        return _best(answers.tokens, _all_of(answers.tokens, length, table, repeats), length, top_k)
+        return _top_sequences(answers.tokens, _table_sequences(answers.tokens, length, table, repeats), length, top_k)
     del table, repeats  # the part does not fit; its halves are counted one after the other
     halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
-    return united(answers, length, halves, top_k)
+    return merge_frequent(answers, length, halves, top_k)
 
 
-def united(answers: Answers, length: int, found: Iterable[Frequent], top_k: int) -> Frequent:
+def merge_frequent(
+    answers: CountedDocuments, length: int, frequent_by_part: Iterable[FrequentSequences], top_k: int
+) -> FrequentSequences:
     """The most frequent sequences of several parts."""
     best = np.empty((4, 0), np.int64)
-    for more in found:
-        best = _best(answers.tokens, np.hstack([best, more]), length, top_k)
+    for more in frequent_by_part:
+        best = _top_sequences(answers.tokens, np.hstack([best, more]), length, top_k)
     return best
 
 
-def _slots(answers: Answers) -> int:
-    return min(table_size(len(answers.tokens)), TABLE_SLOTS)
+def _slots(answers: CountedDocuments) -> int:
+    return min(table_size(len(answers.tokens)), MAX_TABLE_SLOTS)
 
 
 def table_size(entries: int) -> int:
@@ -147,7 +148,7 @@ def table_size(entries: int) -> int:
     return 1 << (2 * entries).bit_length()
 
 
-def _all_of(tokens: Ints, length: int, table: Ints, repeats: Ints) -> Frequent:
+def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> FrequentSequences:
     """The sequences in a table that holds all those of their prefixes."""
     used = np.flatnonzero(table >= 0)
     places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
@@ -155,22 +156,22 @@ def _all_of(tokens: Ints, length: int, table: Ints, repeats: Ints) -> Frequent:
     return np.stack([places, counts, totals, distinct])
 
 
-def _best(tokens: Ints, found: Frequent, length: int, most: int) -> Frequent:
-    """The ``most`` frequent of some different sequences; among equals those with the smaller tokens."""
-    places, counts, *_ = found
-    if len(places) <= most:
-        return found
-    least = np.sort(counts)[-most]  # numpy sorts numbers with many equals faster than it selects from them
-    best = [np.flatnonzero(counts > least)]
-    equal = np.flatnonzero(counts == least)
-    missing = most - len(best[0])
+def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limit: int) -> FrequentSequences:
+    """The ``limit`` frequent of some different sequences; among equals those with the smaller tokens."""
+    places, counts, *_ = sequences
+    if len(places) <= limit:
+        return sequences
+    min_count = np.sort(counts)[-limit]  # numpy sorts numbers with many equals faster than it selects from them
+    best = [np.flatnonzero(counts > min_count)]
+    equal = np.flatnonzero(counts == min_count)
+    missing = limit - len(best[0])
     for offset in range(length):
         column = tokens[places[equal] + offset].astype(np.int64)  # numpy selects from two-byte numbers slowly
         largest = np.partition(column, missing - 1)[missing - 1]
         best.append(equal[column < largest])
         missing -= len(best[-1])
         equal = equal[column == largest]
-    return found[:, np.concatenate([*best, equal])]
+    return sequences[:, np.concatenate([*best, equal])]
 
 
 @compiled
@@ -188,7 +189,7 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
         if np.int64(prefix >> np.uint64(32)) & (parts - 1) != part:
             continue
         slot = slot_of(mix_hash(prefix, np.int64(tokens[last])), mask)
-        while places[slot] >= 0 and not _same(tokens, places[slot], at, length):
+        while places[slot] >= 0 and not _equal_sequences(tokens, places[slot], at, length):
             slot = (slot + 1) & mask
         if places[slot] < 0:
             room -= 1
@@ -208,7 +209,7 @@ def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Int
     totals, distinct = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
     for number in range(len(places)):
         slot = slot_of(sequence_hash(tokens, places[number], prefix), mask)
-        while table[slot] >= 0 and not _same(tokens, places[table[slot]], places[number], prefix):
+        while table[slot] >= 0 and not _equal_sequences(tokens, places[table[slot]], places[number], prefix):
             slot = (slot + 1) & mask
         if table[slot] < 0:
             table[slot] = number
@@ -221,8 +222,8 @@ def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Int
 
 
 @compiled
-def _same(tokens: Ints, one: int, other: int, length: int) -> bool:
+def _equal_sequences(tokens: Ints, first: int, second: int, length: int) -> bool:
     for offset in range(length):  # noqa: SIM110 - compiled code has no generators
-        if tokens[one + offset] != tokens[other + offset]:
+        if tokens[first + offset] != tokens[second + offset]:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Stores on disk: manifest, files, documents and default folders.
+"""Stores on disk: manifests, files and default folders.
 
-Imports `data/files`, `data/errors` and `data/unicode` only.
+Imports `data/errors` and the other files of `data`.
 """

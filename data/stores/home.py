@@ -1,6 +1,6 @@
-"""The default folders of stores, measurements and converted models.
+"""Default folders below hdtool's home, and the stores in it.
 
-A folder may hold other files beside a store. Only files whose names and kinds are those of a store are deleted.
+A folder may hold other files beside a store. Only files that a store's name and kind account for are deleted.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.kept_records import exclusive
+from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.manifest import (
-    FILES,
-    LOCK_ENDING,
+    HISTORY_FILES,
+    LMDB_LOCK_ENDING,
     Checkpoint,
     InputShare,
     TokenizerFingerprint,
-    folder_lock,
-    leftovers,
+    history_leftovers,
+    history_lock,
     read_history_manifest,
 )
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import (
-    CORPUS,
-    HISTORY,
-    LOCK,
+    CORPUS_KIND,
+    HISTORY_KIND,
+    LOCK_FILE,
     MANIFEST,
-    MODEL,
+    MODEL_KIND,
     delete_leftovers,
     holds_history,
     holds_manifest,
     printable,
 )
 
-LONGEST_FOLDER = 200
+MAX_FOLDER_NAME = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
-LONGEST_NAME = 100
+MAX_MODEL_NAME = 100
 """Characters of a model's name in the name of a folder."""
-KEPT = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
+UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 """Bytes that a folder name keeps; all others are percent-encoded."""
-DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
+WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
 """Names that Windows reserves for devices, as far as a folder name could equal one."""
 
 
@@ -80,34 +80,34 @@ def import_structure_at_home() -> Path:
     return home() / "imports"
 
 
-def converted_models() -> Path:
+def converted_models_at_home() -> Path:
     """The folder of models converted from GGUF files."""
     return home() / "gguf"
 
 
-def quantized_models() -> Path:
+def quantized_models_at_home() -> Path:
     """The folder of checkpoints whose weights were quantized to blocks."""
     return home() / "quantized"
 
 
 def quantized_at_home(name: str, fingerprint: str) -> Path:
     """The folder of a quantized checkpoint: the name is for people, the fingerprint is of its content."""
-    return quantized_models() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
+    return quantized_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
-def setups(model: str) -> Path:
+def setups_at_home(model: str) -> Path:
     """The folder of a model's set-ups."""
     return home() / "setups" / _folder_name(model)
 
 
 def converted_at_home(name: str, fingerprint: str) -> Path:
     """The folder of a converted model: the name is for people, the fingerprint is of the file's content."""
-    return converted_models() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
+    return converted_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
 def _folder_name(name: str) -> str:
     """A name for people as a part of a folder's name; different names may become equal."""
-    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:LONGEST_NAME]
+    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:MAX_MODEL_NAME]
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
@@ -117,29 +117,29 @@ def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | N
 
 def corpus_index_at_home(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """The folder of a corpus index: models with the same tokenizer share it."""
-    return store_at_home(CORPUS, tokenizer, namespace)
+    return store_at_home(CORPUS_KIND, tokenizer, namespace)
 
 
 def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """The folder of a model's store; a fine-tune has another one than its base, as it gives other answers."""
-    return store_at_home(MODEL, tokenizer, namespace) / model.fingerprint
+    return store_at_home(MODEL_KIND, tokenizer, namespace) / model.fingerprint
 
 
 def model_stores_at_home(
     tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> list[tuple[Path, Checkpoint | None]]:
     """The model stores of a tokenizer with their models; a store of an earlier version names none."""
-    place = store_at_home(MODEL, tokenizer, namespace)
-    found = []
-    for path in sorted([place / MANIFEST, *place.glob(f"*/{MANIFEST}")]):
+    folder = store_at_home(MODEL_KIND, tokenizer, namespace)
+    stores = []
+    for path in sorted([folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")]):
         with suppress(StoreError):
-            found.append((path.parent, read_manifest(path.parent, check=False).model))
-    return found
+            stores.append((path.parent, read_manifest(path.parent, check=False).model))
+    return stores
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """The folder of a model's history store; models do not share it, as each repeats its own answers."""
-    return store_at_home(HISTORY, tokenizer, namespace) / model
+    return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
 
 
 def history_of_tenant(folder: Path, tenant: str) -> Path:
@@ -153,13 +153,13 @@ def namespace_among(names: Iterable[str]) -> str | None:
 
 
 def has_stores(namespace: str) -> bool:
-    """Whether any store was built for this namespace; raises if the name cannot be one.
+    """Return True if any store was built for this namespace; raises if the name cannot be one.
 
     A history is none of these: a server that keeps one for a tenant drafts from the same stores when it starts again.
     """
-    place = _namespace(namespace)
+    folder = _namespace(namespace)
     try:
-        return place.is_dir() and {path.name for path in place.glob("*/*")} != {HISTORY}
+        return folder.is_dir() and {path.name for path in folder.glob("*/*")} != {HISTORY_KIND}
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -176,27 +176,35 @@ def _folder_of(name: str) -> str:
     if not _is_possible(name):
         raise OptionError(
             f"namespace {name!r} cannot name a folder: its encoded name has {len(_encoded(name))} characters and must "
-            f"have 1 to {LONGEST_FOLDER}, where each byte other than a to z, 0 to 9, - and _ counts as 3: "
+            f"have 1 to {MAX_FOLDER_NAME}, where each byte other than a to z, 0 to 9, - and _ counts as 3: "
             f"take {'a shorter one' if name else 'another one'}"
         )
     return _encoded(name)
 
 
 def _is_possible(name: str) -> bool:
-    return 0 < len(_encoded(name)) <= LONGEST_FOLDER
+    return 0 < len(_encoded(name)) <= MAX_FOLDER_NAME
 
 
 def _encoded(name: str) -> str:
     """A folder name that is valid on every file system, and different for different names even without case."""
-    written = "".join(chr(byte) if byte in KEPT else f"%{byte:02x}" for byte in name.encode("utf-8", "surrogatepass"))
-    return f"%{ord(written[0]):02x}{written[1:]}" if DEVICE.fullmatch(written) else written
+    written = "".join(
+        chr(byte) if byte in UNESCAPED_BYTES else f"%{byte:02x}" for byte in name.encode("utf-8", "surrogatepass")
+    )
+    return f"%{ord(written[0]):02x}{written[1:]}" if WINDOWS_DEVICE.fullmatch(written) else written
 
 
-DIGITS = 8
+SHOWN_FINGERPRINT_DIGITS = 8
 """Digits of a fingerprint in the name of a store."""
-PLACES = ("stores/*/{kind}", "stores/*/{kind}/*", "namespaces/*/*/{kind}", "namespaces/*/*/{kind}/*", "demo/*/{kind}")
+STORE_PATTERNS = (
+    "stores/*/{kind}",
+    "stores/*/{kind}/*",
+    "namespaces/*/*/{kind}",
+    "namespaces/*/*/{kind}/*",
+    "demo/*/{kind}",
+)
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
-_NAME = re.compile(f"(.*/)?({MODEL}|{CORPUS}|{HISTORY})-[0-9a-f]{{{DIGITS},}}.*")
+_STORE_NAME = re.compile(f"(.*/)?({MODEL_KIND}|{CORPUS_KIND}|{HISTORY_KIND})-[0-9a-f]{{{SHOWN_FINGERPRINT_DIGITS},}}.*")
 """What every name of a store matches, so that other paths are not looked up."""
 
 
@@ -223,18 +231,18 @@ class StoredItem:
 
 def stored_items() -> list[StoredItem]:
     """All stores at home, each with a name that no other one has."""
-    kinds = (MODEL, CORPUS, HISTORY)
+    kinds = (MODEL_KIND, CORPUS_KIND, HISTORY_KIND)
     folders = {
         path.parent
         for kind in kinds
-        for place in PLACES
+        for place in STORE_PATTERNS
         for path in home().glob(f"{place.format(kind=kind)}/{MANIFEST}")
     }
     items = [_item(folder) for folder in sorted(folders) if holds_manifest(folder) or holds_history(folder)]
-    return with_single_names(items)
+    return with_unique_names(items)
 
 
-def found_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
+def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
     """The store of this name or in this folder; a name that several share is a ``StoreError``."""
     known = list(items)
     if sharing := [item for item in known if item.shared_name == name]:
@@ -253,7 +261,7 @@ def store_folder(name: str) -> Path:
         return folder
     if (home() / name / MANIFEST).is_file():  # as it is listed where several would have the same name
         return home() / name
-    if not _NAME.fullmatch(name):
+    if not _STORE_NAME.fullmatch(name):
         return folder
     items = stored_items()
     if sharing := [item for item in items if item.shared_name == name]:
@@ -270,26 +278,30 @@ def remove_store(item: StoredItem) -> None:
     """Delete the files of a store, the manifest first, and its folder if nothing else is in it."""
     folder = item.folder
     try:
-        if item.kind == HISTORY:
+        if item.kind == HISTORY_KIND:
             _remove_history(folder)
         else:
             busy = StoreError(f"a build of {folder} is running: wait for it")
-            with exclusive(folder / LOCK, busy):
+            with file_lock(folder / LOCK_FILE, busy):
                 (folder / MANIFEST).unlink()
                 delete_leftovers(folder, ())
-        (folder / LOCK).unlink(missing_ok=True)
+        (folder / LOCK_FILE).unlink(missing_ok=True)
         remove_empty(folder)
     except OSError as error:
         raise StoreError(f"{folder} cannot be removed ({error.strerror or error}): correct the permissions") from error
 
 
 def _remove_history(folder: Path) -> None:
-    with folder_lock(folder):
+    with history_lock(folder):
         manifest = read_history_manifest(folder)
-        own = [manifest.path(folder, part) for part in FILES]
-        others = leftovers(folder, manifest)
+        history_files = [manifest.path(folder, part) for part in HISTORY_FILES]
+        leftover_files = history_leftovers(folder, manifest)
         (folder / MANIFEST).unlink()
-        for path in [*own, *(path.with_name(path.name + LOCK_ENDING) for path in own), *others]:
+        for path in [
+            *history_files,
+            *(path.with_name(path.name + LMDB_LOCK_ENDING) for path in history_files),
+            *leftover_files,
+        ]:
             path.unlink(missing_ok=True)
 
 
@@ -304,20 +316,20 @@ def remove_empty(folder: Path) -> None:
 
 def _item(folder: Path) -> StoredItem:
     parts = folder.relative_to(home()).parts
-    kind = next(part for part in parts if part in (MODEL, CORPUS, HISTORY))
+    kind = next(part for part in parts if part in (MODEL_KIND, CORPUS_KIND, HISTORY_KIND))
     changed = (folder / MANIFEST).stat().st_mtime
     files = [path for path in folder.iterdir() if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     kept_by = parts[-1] if _FINGERPRINT.fullmatch(parts[-1]) else parts[-2]
     owner = {"namespaces": f"{unquote(parts[1])}/", "demo": "demo/"}.get(parts[0], "")
-    plain = StoredItem(f"{owner}{kind}-{kept_by[:DIGITS]}", kind, folder, changed, size)
+    plain = StoredItem(f"{owner}{kind}-{kept_by[:SHOWN_FINGERPRINT_DIGITS]}", kind, folder, changed, size)
     try:
-        return _history(plain, files) if kind == HISTORY else _built(plain)
+        return _history_item(plain, files) if kind == HISTORY_KIND else _built_item(plain)
     except StoreError as error:
         return replace(plain, fault=str(error))
 
 
-def _built(item: StoredItem) -> StoredItem:
+def _built_item(item: StoredItem) -> StoredItem:
     manifest = read_manifest(item.folder)
     return replace(
         item,
@@ -329,14 +341,14 @@ def _built(item: StoredItem) -> StoredItem:
     )
 
 
-def _history(item: StoredItem, files: list[Path]) -> StoredItem:
+def _history_item(item: StoredItem, files: list[Path]) -> StoredItem:
     manifest = read_history_manifest(item.folder)
     changed = max(path.stat().st_mtime for path in files)
     model = Checkpoint(manifest.model, manifest.model)  # a history records no name
     return replace(item, tokenizer=manifest.tokenizer.fingerprint, model=model, changed=changed)
 
 
-def with_single_names(items: list[StoredItem]) -> list[StoredItem]:
+def with_unique_names(items: list[StoredItem]) -> list[StoredItem]:
     """The items, named by their folders where several would have the same name."""
     names = Counter(item.name for item in items)
     return [

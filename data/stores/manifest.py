@@ -1,8 +1,7 @@
-"""Manifests of stores and histories: what was built from which tokenizer, model and data.
+"""Manifests of stores and history stores: which tokenizer, model and inputs they were built from.
 
-A history store is appended to, so its manifest has no counts and no checksums: the number of tokens is kept with the
-conversations. The files get new names whenever they are made anew, and the manifest that names them is replaced
-atomically. No other command writes to the folder of a history store, because it could not be built again.
+A history store is appended to, so its manifest has no counts and no checksums. Files get new names whenever they are
+rewritten, and the manifest that names them is replaced atomically.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hdtool.data.conversation import lone_surrogate
 from hdtool.data.errors import StoreError
-from hdtool.data.kept_records import exclusive
+from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.store_files import (
-    CORPUS,
-    HISTORY,
-    LOCK,
+    CORPUS_KIND,
+    HISTORY_KIND,
+    LOCK_FILE,
     MANIFEST,
-    MODEL,
+    MODEL_KIND,
     NEW_MANIFEST,
     OPTIONAL_PARTS,
-    PARTS,
-    is_name_of,
+    STORE_PARTS,
+    is_part_name,
     is_regular,
     manifest_bytes,
     printable,
@@ -44,28 +43,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LARGEST = 2**63 - 1
-LONGEST_NAME = 64
+MAX_NUMBER = 2**63 - 1
+MAX_FIELD_NAME = 64
 
 
-def mapping_of(row: Any, name: str) -> dict[str, Any]:
+def mapping_field(row: Any, name: str) -> dict[str, Any]:
     """The JSON object in a field."""
-    return _typed(row, name, dict, "an object")
+    return _typed_field(row, name, dict, "an object")
 
 
-def list_of(row: Any, name: str) -> list[Any]:
+def list_field(row: Any, name: str) -> list[Any]:
     """The JSON array in a field."""
-    return _typed(row, name, list, "a list")
+    return _typed_field(row, name, list, "a list")
 
 
-def flag_of(row: Any, name: str) -> bool:
+def flag_field(row: Any, name: str) -> bool:
     """The boolean in a field."""
-    return _typed(row, name, bool, "true or false")
+    return _typed_field(row, name, bool, "true or false")
 
 
-def text_of(row: Any, name: str) -> str:
+def text_field(row: Any, name: str) -> str:
     """The text in a field; it must be valid Unicode."""
-    text = _typed(row, name, str, "a text")
+    text = _typed_field(row, name, str, "a text")
     if lone_surrogate(text):
         raise ValueError(f"{name} is not valid Unicode")
     return text
@@ -73,35 +72,35 @@ def text_of(row: Any, name: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise unless the name of a field is a short identifier."""
-    if not name.isidentifier() or len(name) > LONGEST_NAME:
-        raise ValueError(f"{ascii(name)[:LONGEST_NAME]} is no name of a field")
+    if not name.isidentifier() or len(name) > MAX_FIELD_NAME:
+        raise ValueError(f"{ascii(name)[:MAX_FIELD_NAME]} is no name of a field")
 
 
-def number_of(row: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
-    """The integer in a field, from ``least`` to ``most``."""
-    number = _typed(row, name, int, "an integer")
-    if not least <= number <= most:
+def number_field(row: Any, name: str, minimum: int = 0, maximum: int = MAX_NUMBER) -> int:
+    """The integer in a field, from ``minimum`` to ``maximum``."""
+    number = _typed_field(row, name, int, "an integer")
+    if not minimum <= number <= maximum:
         raise ValueError(f"{name} is out of range")
     return number
 
 
-def _typed(row: Any, name: str, kind: type[T], needed: str) -> T:
+def _typed_field(row: Any, name: str, kind: type[T], needed: str) -> T:
     if not isinstance(row, Mapping):
         raise ValueError(f"the place of {name} holds no object")
     if name not in row:
         raise ValueError(f"{name} is missing")
     if type(row[name]) is not kind:  # a bool is an int by inheritance
         raise ValueError(f"{name} is not {needed}")
-    found: T = row[name]
-    return found
+    value: T = row[name]
+    return value
 
 
-FORMATS = {CORPUS: 1, MODEL: 2}
+STORE_FORMATS = {CORPUS_KIND: 1, MODEL_KIND: 2}
 """The version of the layout of each kind of store."""
-LARGEST_VOCABULARY = 2**31 - 1
+MAX_VOCABULARY = 2**31 - 1
 """Tokens are stored in signed 32-bit numbers."""
-NUMBERS_AMONG_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
-SHOWN_DIGITS = 12
+NUMERIC_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
+SHOWN_HASH_DIGITS = 12
 """Digits of an input's hash that are shown."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 
@@ -148,10 +147,10 @@ class InputShare:
     @property
     def label(self) -> str:
         """The name and the start of the hash, either of which selects the input, in one line."""
-        return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_DIGITS])})"
+        return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_HASH_DIGITS])})"
 
 
-def shares_of(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
+def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
     """The shares of inputs whose documents and tokens were counted while they were written."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
@@ -178,11 +177,11 @@ class Manifest:
     files: dict[str, StoredFile] = field(default_factory=dict)
     """The files by part; their names change with every build."""
     model: Checkpoint | None = None
-    """Of a model store, the model whose answers it holds, if that is known."""
+    """The model whose answers a model store holds, if known."""
 
     @property
     def format(self) -> int:
-        return FORMATS[self.kind]
+        return STORE_FORMATS[self.kind]
 
     @property
     def bytes(self) -> int:
@@ -190,7 +189,7 @@ class Manifest:
 
     @property
     def holds_rankings_alone(self) -> bool:
-        """Whether a model store was built without answers: all parts but its rankings are empty."""
+        """True if a model store was built without answers: all parts but its rankings are empty."""
         return not self.counts["documents"] and "rankings" in self.files
 
     def to_json(self) -> dict[str, Any]:
@@ -200,95 +199,100 @@ class Manifest:
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
         """The manifest in a JSON object; a ``ValueError`` describes any damage."""
-        kind = text_of(row, "kind")
-        if kind not in PARTS:
-            raise ValueError(f"kind is none of {', '.join(PARTS)}")
-        tokenizer = mapping_of(row, "tokenizer")
-        vocab_size = number_of(tokenizer, "vocab_size", 1, LARGEST_VOCABULARY)
+        kind = text_field(row, "kind")
+        if kind not in STORE_PARTS:
+            raise ValueError(f"kind is none of {', '.join(STORE_PARTS)}")
+        tokenizer = mapping_field(row, "tokenizer")
+        vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
         counts = _counts_of(row)
         sources = tuple(
             InputShare(
-                text_of(one, "name"), text_of(one, "sha256"), number_of(one, "records"), number_of(one, "tokens")
+                text_field(source, "name"),
+                text_field(source, "sha256"),
+                number_field(source, "records"),
+                number_field(source, "tokens"),
             )
-            for one in list_of(row, "sources")
+            for source in list_field(row, "sources")
         )
-        if number_of(counts, "tokens") != sum(share.tokens for share in sources):
+        if number_field(counts, "tokens") != sum(share.tokens for share in sources):
             raise ValueError("its count of tokens is not the sum over its sources")
-        if number_of(counts, "documents") != sum(share.records for share in sources):
+        if number_field(counts, "documents") != sum(share.records for share in sources):
             raise ValueError("its count of documents is not the sum over its sources")
         return cls(
             kind=kind,
-            tokenizer=TokenizerFingerprint(text_of(tokenizer, "fingerprint"), vocab_size),
+            tokenizer=TokenizerFingerprint(text_field(tokenizer, "fingerprint"), vocab_size),
             counts=counts,
             options=_options_of(row),
             sources=sources,
-            files=_files_of(row, PARTS[kind], OPTIONAL_PARTS[kind]),
+            files=_files_of(row, STORE_PARTS[kind], OPTIONAL_PARTS[kind]),
             model=_model_of(row) if row.get("model") is not None else None,
         )
 
 
 def _model_of(row: Any) -> Checkpoint:
-    model = mapping_of(row, "model")
-    fingerprint = text_of(model, "fingerprint")
+    model = mapping_field(row, "model")
+    fingerprint = text_field(model, "fingerprint")
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise ValueError("the fingerprint of its model is none")
-    return Checkpoint(fingerprint, text_of(model, "name"))
+    return Checkpoint(fingerprint, text_field(model, "name"))
 
 
 def _options_of(row: Any) -> dict[str, Any]:
     """The options of a build; unknown ones are kept."""
-    options = mapping_of(row, "options")
+    options = mapping_field(row, "options")
     for name in options:
         check_name(name)
-        if name in NUMBERS_AMONG_OPTIONS:
-            number_of(options, name, 1)
+        if name in NUMERIC_OPTIONS:
+            number_field(options, name, 1)
         elif name == "once_per_document":
-            flag_of(options, name)
+            flag_field(options, name)
         elif isinstance(options[name], str):
-            text_of(options, name)
+            text_field(options, name)
         elif isinstance(options[name], (list, dict)):
             raise ValueError(f"{name} is not a single value")
     return options
 
 
 def _counts_of(row: Any) -> dict[str, int]:
-    counts = mapping_of(row, "counts")
+    counts = mapping_field(row, "counts")
     for name in counts:
         check_name(name)
-        number_of(counts, name)
+        number_field(counts, name)
     return counts
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
     """The files by part: the parts of the kind, with names that hdtool gives."""
-    files = mapping_of(row, "files")
+    files = mapping_field(row, "files")
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):
         raise ValueError(f"it has a part {printable(min(unknown))[:40]!r}, which is unknown")
     found = {}
     for part in parts:
-        file = mapping_of(files, part)
-        name = text_of(file, "name")
-        if not is_name_of(part, name):
+        file = mapping_field(files, part)
+        name = text_field(file, "name")
+        if not is_part_name(part, name):
             raise ValueError(f"{printable(name)[:80]!r} is no file name of the part {part}")
-        found[part] = StoredFile(name, number_of(file, "bytes"), text_of(file, "sha256"))
+        found[part] = StoredFile(name, number_field(file, "bytes"), text_field(file, "sha256"))
     return found
 
 
-FORMAT = 1
-ANSWERS = "answers"
+HISTORY_FORMAT = 1
+DEFAULT_SOURCE = "answers"
 """The source of conversations unless another one is given."""
-FILES = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
+HISTORY_FILES = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
 """The parts of a history store, with the endings of their files."""
-LOCK_ENDING = "-lock"
+LMDB_LOCK_ENDING = "-lock"
 """LMDB keeps its readers in a file with this ending."""
-DIGITS = re.compile("[0-9a-f]{8}")
-LARGEST_BYTES = 1 << 33
+BUILD_DIGITS = re.compile("[0-9a-f]{8}")
+MAX_HISTORY_BYTES = 1 << 33
 """Places of the ring have numbers below 2**31."""
-LONGEST_WAIT = 10
-"""Seconds, for the lock of a folder."""
+LOCK_TIMEOUT = 10
+"""Seconds to wait for the lock of a folder."""
 
-_OURS = re.compile("|".join(rf"{part}-[0-9a-f]{{8}}\.{ending}({LOCK_ENDING})?" for part, ending in FILES.items()))
+_HISTORY_FILE = re.compile(
+    "|".join(rf"{part}-[0-9a-f]{{8}}\.{ending}({LMDB_LOCK_ENDING})?" for part, ending in HISTORY_FILES.items())
+)
 
 
 @dataclass(frozen=True)
@@ -305,46 +309,46 @@ class HistoryManifest:
     """Eight hexadecimal digits in the names of the files."""
 
     def path(self, folder: Path, part: str) -> Path:
-        return folder / f"{part}-{self.build}.{FILES[part]}"
+        return folder / f"{part}-{self.build}.{HISTORY_FILES[part]}"
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kind": HISTORY,
-            "format": FORMAT,
+            "kind": HISTORY_KIND,
+            "format": HISTORY_FORMAT,
             "tokenizer": asdict(self.tokenizer),
             "model": self.model,
             "options": {"most_bytes": self.most_bytes, "size": self.size},
-            "files": {part: self.path(Path(), part).name for part in FILES},
+            "files": {part: self.path(Path(), part).name for part in HISTORY_FILES},
         }
 
     @classmethod
     def from_json(cls, row: Any) -> HistoryManifest:
         """The manifest in a JSON object; a ``ValueError`` describes any damage."""
-        tokenizer, options, files = (mapping_of(row, name) for name in ("tokenizer", "options", "files"))
-        vocab_size = number_of(tokenizer, "vocab_size", 1, LARGEST_VOCABULARY)
-        size = number_of(options, "size", 2, LARGEST_BYTES)
+        tokenizer, options, files = (mapping_field(row, name) for name in ("tokenizer", "options", "files"))
+        vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
+        size = number_field(options, "size", 2, MAX_HISTORY_BYTES)
         if size & (size - 1):
             raise ValueError("size is no power of two")
-        found = cls(
-            TokenizerFingerprint(text_of(tokenizer, "fingerprint"), vocab_size),
-            text_of(row, "model"),
-            number_of(options, "most_bytes", 1, LARGEST_BYTES),
+        manifest = cls(
+            TokenizerFingerprint(text_field(tokenizer, "fingerprint"), vocab_size),
+            text_field(row, "model"),
+            number_field(options, "most_bytes", 1, MAX_HISTORY_BYTES),
             size,
-            text_of(files, "ring")[5:13],
+            text_field(files, "ring")[5:13],
         )
-        if not DIGITS.fullmatch(found.build) or files != found.to_json()["files"]:
+        if not BUILD_DIGITS.fullmatch(manifest.build) or files != manifest.to_json()["files"]:
             raise ValueError("its files have other names than those of a history store")
-        return found
+        return manifest
 
 
 def new_build() -> str:
     return secrets.token_hex(4)
 
 
-def stamp_of(path: Path | str) -> tuple[int, int]:
+def manifest_stamp(path: Path | str) -> tuple[int, int]:
     """Differs when the manifest at a path was replaced; raises an OSError if there is none."""
-    found = os.stat(path)
-    return found.st_ino, found.st_mtime_ns
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_history_manifest(folder: Path) -> HistoryManifest:
@@ -355,12 +359,12 @@ def read_history_manifest(folder: Path) -> HistoryManifest:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} cannot be read ({error}): {_advice(folder)}") from None
     kind, form = (row.get("kind"), row.get("format")) if isinstance(row, dict) else (None, None)
-    if kind != HISTORY:
-        found = printable(kind)[:40] if isinstance(kind, str) else "unknown"
-        raise StoreError(f"{folder} is of the kind {found}, a history store is needed: name another folder")
-    if type(form) is not int or form != FORMAT:
+    if kind != HISTORY_KIND:
+        shown_kind = printable(kind)[:40] if isinstance(kind, str) else "unknown"
+        raise StoreError(f"{folder} is of the kind {shown_kind}, a history store is needed: name another folder")
+    if type(form) is not int or form != HISTORY_FORMAT:
         raise StoreError(
-            f"{folder} is a history store of format {ascii(form)[:20]}, this hdtool reads format {FORMAT}: "
+            f"{folder} is a history store of format {ascii(form)[:20]}, this hdtool reads format {HISTORY_FORMAT}: "
             f"{_advice(folder)}"
         )
     try:
@@ -390,15 +394,15 @@ def require_history(
         )
 
 
-def is_new(folder: Path) -> bool:
-    """Whether a history store may be created in a folder; other files there are a ``StoreError``."""
+def is_new_history(folder: Path) -> bool:
+    """Return True if a history store may be created in a folder; other files there are a ``StoreError``."""
     if not os.path.lexists(folder):
         return True
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder, one is needed: choose another place")
     if MANIFEST in os.listdir(folder):
         return False
-    refuse_other_files(folder, "history store", _OURS)
+    refuse_other_files(folder, "history store", _HISTORY_FILE)
     return True
 
 
@@ -407,20 +411,20 @@ def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
 
     Readers keep the files that they have opened. The caller holds the lock of the folder.
     """
-    for path in leftovers(folder, manifest):
+    for path in history_leftovers(folder, manifest):
         # Where an open file cannot be deleted, a later command deletes it.
         with suppress(FileNotFoundError, PermissionError):
             path.unlink()
 
 
-def leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
+def history_leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
     """The files of a history store that its manifest does not name."""
-    others = (name for name in os.listdir(folder) if _OURS.fullmatch(name) and manifest.build not in name)
+    others = (name for name in os.listdir(folder) if _HISTORY_FILE.fullmatch(name) and manifest.build not in name)
     names = (*others, *(name for name in os.listdir(folder) if NEW_MANIFEST.fullmatch(name)))
     return [folder / name for name in names if is_regular(folder / name)]
 
 
-def folder_lock(folder: Path) -> AbstractContextManager[None]:
+def history_lock(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock of a folder, for making files anew; wait for another holder."""
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
-    return exclusive(folder / LOCK, busy, seconds=LONGEST_WAIT)
+    return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT)

@@ -1,8 +1,7 @@
-"""A store on disk: a folder of flat files that a manifest names, with sizes and checksums.
+"""Reading and building a store: a folder of flat files that a manifest names, with sizes and checksums.
 
-The manifest is replaced atomically when all files are written. Until then the old store stays complete, and readers of
-the old one keep the files that they have opened. Files of builds that the manifest does not name are leftovers of a
-killed build; the next build deletes them. Other files in the folder are neither deleted nor changed.
+The manifest is replaced atomically once all files are written. Until then the old store stays complete, and readers
+keep the files that they have opened. A build deletes the files of killed builds and leaves all other files alone.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from hdtool.data.errors import StoreError
-from hdtool.data.kept_records import exclusive
-from hdtool.data.output_files import to_disk
+from hdtool.data.kept_records import file_lock
+from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
-    FORMATS,
+    STORE_FORMATS,
     Checkpoint,
     InputShare,
     Manifest,
     StoredFile,
     TokenizerFingerprint,
-    shares_of,
+    input_shares,
 )
 from hdtool.data.stores.store_files import (
-    HISTORY,
-    LOCK,
+    HISTORY_KIND,
+    LOCK_FILE,
     MANIFEST,
     check_destination,
-    create,
+    create_empty,
     delete_leftovers,
     holds_manifest,
     manifest_bytes,
@@ -54,16 +53,16 @@ __all__ = [
     "StoredFile",
     "TokenizerFingerprint",
     "check_destination",
-    "checksum",
-    "damaged",
+    "damaged_files",
+    "file_checksum",
+    "input_shares",
     "read_manifest",
     "read_store",
-    "require",
-    "shares_of",
+    "require_store",
 ]
 
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
-OPENINGS = 10
+MAX_OPEN_ATTEMPTS = 10
 """Attempts to open a store that is replaced again and again."""
 
 T = TypeVar("T")
@@ -79,14 +78,14 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 
     ``read`` opens files and raises a ``StoreError`` if it cannot.
     """
-    for _ in range(OPENINGS):
+    for _ in range(MAX_OPEN_ATTEMPTS):
         text = manifest_bytes(folder)
         try:
             return read(parse_manifest(folder, text, check=check))
         except StoreError:
             if manifest_bytes(folder) == text:
                 raise
-    raise StoreError(f"{folder} was replaced {OPENINGS} times while it was opened: wait for the builds to end")
+    raise StoreError(f"{folder} was replaced {MAX_OPEN_ATTEMPTS} times while it was opened: wait for the builds to end")
 
 
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
@@ -95,16 +94,16 @@ def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{folder / MANIFEST} cannot be read ({error}): build the store again") from None
-    found, kind = (row.get("format"), str(row.get("kind"))) if isinstance(row, dict) else (None, "")
-    if kind == HISTORY:
+    format, kind = (row.get("format"), str(row.get("kind"))) if isinstance(row, dict) else (None, "")
+    if kind == HISTORY_KIND:
         raise StoreError(
             f"{folder} is a history store, a model store or a corpus index is needed: name another folder, "
             "or make a model store of it with hdtool build-model-db --from"
         )
-    needed = FORMATS.get(kind)
-    if needed and (type(found) is not int or found != needed):
+    needed = STORE_FORMATS.get(kind)
+    if needed and (type(format) is not int or format != needed):
         raise StoreError(
-            f"{folder} is a store of format {ascii(found)[:20]}, this hdtool reads format {needed}: "
+            f"{folder} is a store of format {ascii(format)[:20]}, this hdtool reads format {needed}: "
             f"build it again with {BUILD_COMMANDS[kind]}"
         )
     try:
@@ -120,15 +119,15 @@ def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
 def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
     path = folder / file.name
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         raise StoreError(f"{path} is missing: build the store again with {BUILD_COMMANDS[kind]}") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size != file.bytes:
-        state = f"has {found.st_size:,} bytes instead of {file.bytes:,}"
+    if not stat.S_ISREG(status.st_mode) or status.st_size != file.bytes:
+        state = f"has {status.st_size:,} bytes instead of {file.bytes:,}"
         raise StoreError(f"{path} {state}: build the store again with {BUILD_COMMANDS[kind]}")
 
 
-def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
+def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
     """Raise unless a store is of this kind and, if given, of this tokenizer."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
@@ -141,7 +140,7 @@ def require(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFin
         )
 
 
-def damaged(folder: Path, manifest: Manifest) -> list[str]:
+def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
     """The files whose checksums do not match; reads every byte."""
     with ExitStack() as opened:
         # Reading takes long, and the store may be replaced meanwhile: open all files first.
@@ -160,7 +159,7 @@ def _hash_of(stream: BinaryIO) -> str:
     return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     with open(path, "rb") as stream:
         return _hash_of(stream)
 
@@ -186,17 +185,17 @@ class StoreBuild:
     def scratch(self, part: str) -> Path:
         """A new, empty file with the name of a part that is deleted when the build ends."""
         path = self.folder / part_name(part, self._digits)
-        create(path)
+        create_empty(path)
         return path
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Replace the manifest atomically, so that the written files become the store."""
         for path in self._parts.values():
-            to_disk(path)
+            sync_to_disk(path)
         with ThreadPoolExecutor() as pool:  # reading and hashing release the interpreter lock
-            hashes = pool.map(checksum, self._parts.values())
-        found = zip(self._parts.items(), hashes, strict=True)
-        files = {part: StoredFile(path.name, path.stat().st_size, digest) for (part, path), digest in found}
+            hashes = pool.map(file_checksum, self._parts.values())
+        checksums = zip(self._parts.items(), hashes, strict=True)
+        files = {part: StoredFile(path.name, path.stat().st_size, digest) for (part, path), digest in checksums}
         sources = tuple(replace(share, name=recorded_name(share.name)) for share in manifest.sources)
         model = manifest.model and replace(manifest.model, name=recorded_name(manifest.model.name))
         whole = replace(manifest, files=files, sources=sources, model=model)
@@ -223,18 +222,18 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
     try:
         folder.mkdir(parents=True, exist_ok=True)
         busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
-        with exclusive(folder / LOCK, busy):
+        with file_lock(folder / LOCK_FILE, busy):
             check_destination(folder)
             if check:
                 check(folder)
-            sweep(folder)
+            sweep_store(folder)
             try:
                 yield StoreBuild(folder)
             finally:
-                sweep(folder)
+                sweep_store(folder)
     except OSError as error:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        room = f", {shutil.disk_usage(there).free >> 20} MiB free there" if error.errno == 28 else ""
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        room = f", {shutil.disk_usage(existing).free >> 20} MiB free there" if error.errno == 28 else ""
         raise StoreError(
             f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
             "make room, correct the permissions or choose another place"
@@ -246,8 +245,8 @@ def refuse_replacing(folder: Path) -> None:
     if not holds_manifest(folder):
         return
     try:
-        found = read_manifest(folder, check=False)
-        content = f"of {found.counts['tokens']:,} tokens" + (f" of {found.model.label}" if found.model else "")
+        manifest = read_manifest(folder, check=False)
+        content = f"of {manifest.counts['tokens']:,} tokens" + (f" of {manifest.model.label}" if manifest.model else "")
     except StoreError:
         content = "that cannot be read"
     raise StoreError(
@@ -256,7 +255,7 @@ def refuse_replacing(folder: Path) -> None:
     )
 
 
-def unchanged(manifest: Manifest) -> FolderCheck:
+def require_unchanged(manifest: Manifest) -> FolderCheck:
     """Raise unless the store is still the one that a new store is made from: changes since would be lost."""
 
     def check(folder: Path) -> None:
@@ -266,7 +265,7 @@ def unchanged(manifest: Manifest) -> FolderCheck:
     return check
 
 
-def sweep(folder: Path) -> None:
+def sweep_store(folder: Path) -> None:
     """Delete the files of builds that the manifest does not name: leftovers of killed builds and replaced files."""
     kept: set[str] = set()
     if os.path.lexists(folder / MANIFEST):

@@ -1,11 +1,8 @@
-"""The files of a store: their names, the manifest, which of them hdtool may delete, and where a build may go.
+"""Store files: their names, their documents, and which of them hdtool may delete.
 
-The id of the end token is the size of the vocabulary, so no draft crosses from one document into the next. The
-documents of an input are contiguous and in the order of the manifest, so their counts locate each input, for
-dropping it or for building the store again without the texts.
-
-A folder may hold other people's files beside a store. Only regular files whose names have the form that
-a build gives are ever deleted, and a folder that holds other files and no store is no place for a build.
+The end token's id is the size of the vocabulary, so no draft crosses documents. The documents of an input are
+contiguous and in manifest order, so the counts in the manifest locate each input. Only regular files with the name
+of a build are ever deleted, and a folder that holds other files and no store is not built into.
 """
 
 from __future__ import annotations
@@ -23,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.data.errors import StoreError, worded
-from hdtool.data.kept_records import foreign_lock
-from hdtool.data.output_files import to_disk
+from hdtool.data.errors import StoreError, os_errors_as
+from hdtool.data.kept_records import why_foreign_lock
+from hdtool.data.output_files import sync_to_disk
 
-CHUNK = 1 << 22
+TOKEN_CHUNK = 1 << 22
 """Tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
 
 Tokens = npt.NDArray[Any]
@@ -60,8 +57,8 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
     The file may be damaged: a token above the end token, or a last document without one, is a ``StoreError``.
     """
     start = 0
-    for at in range(0, len(tokens), CHUNK):
-        chunk = tokens[at : at + CHUNK]
+    for at in range(0, len(tokens), TOKEN_CHUNK):
+        chunk = tokens[at : at + TOKEN_CHUNK]
         if chunk.max() > end:
             raise StoreError(f"the documents of the store are damaged (token {chunk.max():,}): build it again")
         for stop in np.flatnonzero(chunk == end) + at:
@@ -83,14 +80,14 @@ def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator
 
 
 MANIFEST = "manifest.json"
-LOCK = ".lock"
-MODEL, CORPUS = "model", "corpus"
+LOCK_FILE = ".lock"
+MODEL_KIND, CORPUS_KIND = "model", "corpus"
 """The kinds of stores that are built."""
-HISTORY = "history"
+HISTORY_KIND = "history"
 """The kind of a history store, whose files no build names or replaces; see ``history_manifest.py``."""
-PARTS = {
-    CORPUS: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
-    MODEL: {
+STORE_PARTS = {
+    CORPUS_KIND: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
+    MODEL_KIND: {
         "record": "mdb",
         "slots": "bin",
         "keys": "bin",
@@ -100,41 +97,41 @@ PARTS = {
     },
 }
 """The parts of each kind of store, with the endings of their files."""
-OPTIONAL_PARTS = {CORPUS: {}, MODEL: {"rankings": "bin"}}
+OPTIONAL_PARTS = {CORPUS_KIND: {}, MODEL_KIND: {"rankings": "bin"}}
 """Parts that only some stores of a kind have."""
-FORMER_PARTS = {MODEL: {"entries": "mdb"}}
+FORMER_PARTS = {MODEL_KIND: {"entries": "mdb"}}
 """Parts of stores of earlier formats, which the next build there deletes."""
-ENDINGS = {
+PART_ENDINGS = {
     part: ending
-    for parts in (PARTS, OPTIONAL_PARTS, FORMER_PARTS)
+    for parts in (STORE_PARTS, OPTIONAL_PARTS, FORMER_PARTS)
     for kind in parts.values()
     for part, ending in kind.items()
 }
-FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
+MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 """The fields of a manifest."""
-FIELDS_OF_OURS = 5
+MIN_OWN_FIELDS = 5
 """A JSON object with at least so many of these fields is a damaged manifest of hdtool's."""
 
 _BUILD = "[0-9a-f]{8}"
 """Eight hexadecimal digits, drawn for each build."""
-_PART = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in ENDINGS.items()))
+_PART_NAME = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
 NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
 """Names of manifests that are not in their place yet."""
 
 
 def part_name(part: str, build: str) -> str:
     """The file name of a part in the build with these digits."""
-    if part not in ENDINGS:
-        raise ValueError(f"a store has no part {part}: known are {', '.join(ENDINGS)}")
-    return f"{part}-{build}.{ENDINGS[part]}"
+    if part not in PART_ENDINGS:
+        raise ValueError(f"a store has no part {part}: known are {', '.join(PART_ENDINGS)}")
+    return f"{part}-{build}.{PART_ENDINGS[part]}"
 
 
-def is_name_of(part: str, name: str) -> bool:
-    """Whether ``name`` is a file name that some build gives to ``part``."""
-    return bool(_PART.fullmatch(name)) and name.startswith(f"{part}-")
+def is_part_name(part: str, name: str) -> bool:
+    """Return True if ``name`` is a file name that some build gives to ``part``."""
+    return bool(_PART_NAME.fullmatch(name)) and name.startswith(f"{part}-")
 
 
-def create(path: Path) -> None:
+def create_empty(path: Path) -> None:
     """Create an empty file at a path where nothing exists, not even a link."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
@@ -159,9 +156,9 @@ def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
     try:
         with open(new, "x", encoding="utf-8", newline="\n") as stream:
             stream.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")
-        to_disk(new)
+        sync_to_disk(new)
         new.replace(folder / MANIFEST)
-        to_disk(folder)
+        sync_to_disk(folder)
     finally:
         new.unlink(missing_ok=True)
 
@@ -170,7 +167,7 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
     """Delete the files of all builds but those named ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
-        if name not in kept and (_PART.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):
+        if name not in kept and (_PART_NAME.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):
             # Where an open file cannot be deleted, a later build deletes it.
             with suppress(FileNotFoundError, PermissionError):
                 path.unlink()
@@ -178,19 +175,19 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
 
 def check_destination(folder: Path) -> None:
     """Raise unless a build may write to ``folder``: it is new, empty, or holds a store or leftovers of a build."""
-    with worded(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
+    with os_errors_as(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
             if holds_history(folder):
                 raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
             if not holds_manifest(folder):
-                refuse_other_files(folder, "store", _PART)
+                refuse_other_files(folder, "store", _PART_NAME)
         elif os.path.lexists(folder):
-            found = "a file" if folder.exists() else "a link to a place that does not exist"
-            raise StoreError(f"{folder} is {found}, a folder is needed: choose another place")
+            obstacle = "a file" if folder.exists() else "a link to a place that does not exist"
+            raise StoreError(f"{folder} is {obstacle}, a folder is needed: choose another place")
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Whether ``manifest.json`` is a store's, even if damaged or of another format, and not another program's."""
+    """Return True if ``manifest.json`` belongs to a store, even if damaged or of another format."""
     path = folder / MANIFEST
     if not is_regular(path):
         return False
@@ -198,21 +195,21 @@ def holds_manifest(folder: Path) -> bool:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         # It is too damaged to read; files of a build beside it show that it was a store's.
-        return any(_PART.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
+        return any(_PART_NAME.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
-    known_kind = isinstance(row.get("kind"), str) and row["kind"] in PARTS
-    return (known_kind and isinstance(row.get("format"), int)) or len(FIELDS & row.keys()) >= FIELDS_OF_OURS
+    known_kind = isinstance(row.get("kind"), str) and row["kind"] in STORE_PARTS
+    return (known_kind and isinstance(row.get("format"), int)) or len(MANIFEST_FIELDS & row.keys()) >= MIN_OWN_FIELDS
 
 
 def holds_history(folder: Path) -> bool:
-    """Whether the manifest in a folder is that of a history store."""
+    """Return True if the manifest in a folder is that of a history store."""
     path = folder / MANIFEST
     try:
         row = json.loads(path.read_text(encoding="utf-8")) if is_regular(path) else None
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and row.get("kind") == HISTORY
+    return isinstance(row, dict) and row.get("kind") == HISTORY_KIND
 
 
 def printable(name: str) -> str:
@@ -225,7 +222,7 @@ def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> Non
     for name in sorted(os.listdir(folder)):
         path = folder / name
         is_own = (parts.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path)
-        if not is_own and (name != LOCK or foreign_lock(path)):
+        if not is_own and (name != LOCK_FILE or why_foreign_lock(path)):
             raise StoreError(
                 f"{folder} holds no {needed}, but other files, such as {printable(name)}: "
                 "choose an empty or a new folder"
@@ -233,7 +230,7 @@ def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> Non
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file is there, and not a link."""
+    """Return True if a regular file is there, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import CostError
-from hdtool.data.output_files import OutputFile, json_with
+from hdtool.data.output_files import OutputFile, is_json_with
 from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 
@@ -137,7 +137,7 @@ class CostCurve:
 
 def cost_file(path: Path) -> OutputFile:
     """The output file of a curve; an existing file is replaced only if it holds a curve."""
-    is_ours = json_with([field.name for field in fields(CostCurve)], COST_CURVE_FORMAT)
+    is_ours = is_json_with([field.name for field in fields(CostCurve)], COST_CURVE_FORMAT)
     advice = "choose another place, or move it away"
     return OutputFile(path, "a file of hdtool bench-cost", is_ours, CostError, advice)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.kept_records import KEPT_SECONDS, KeptRecord
+from hdtool.data.kept_records import MAX_CACHE_AGE, CachedValue
 from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file
 from hdtool.runtime.config import CostConfig
@@ -143,7 +143,7 @@ def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
         return saved
     contexts = _quick_contexts(target, batch)
     kept = quick_record(target, nodes=MEASURED_NODES, contexts=contexts) if batch == 1 else None
-    rows = kept.read(partial(_milliseconds, len(contexts)), most_seconds=KEPT_SECONDS) if kept else None
+    rows = kept.read(partial(_milliseconds, len(contexts)), max_age=MAX_CACHE_AGE) if kept else None
     if rows is None:
         rows = _quick_milliseconds(target, contexts, batch)
         if kept:
@@ -180,7 +180,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
     return tuple(tuple(map(float, row)) for row in rows)
 
 
-def quick_record(target: Target, **circumstances: Any) -> KeptRecord | None:
+def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
     """The record of a quick measurement with a model on this device; None for one that several processes share.
 
     Its fingerprint reads all weights, for which those processes would have to come together.
@@ -188,7 +188,7 @@ def quick_record(target: Target, **circumstances: Any) -> KeptRecord | None:
     if target.processes > 1:
         return None
     words = {"hdtool": metadata.version("hdtool"), "torch": torch.__version__, **circumstances}
-    return KeptRecord(quick_costs_at_home(), {"curve": str(_saved_file(target)), **words})
+    return CachedValue(quick_costs_at_home(), {"curve": str(_saved_file(target)), **words})
 
 
 def _milliseconds(contexts: int, rows: list[Any]) -> tuple[tuple[float, ...], ...]:

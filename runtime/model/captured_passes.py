@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.errors import reason_of
+from hdtool.data.errors import error_reason
 from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
 from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
@@ -173,7 +173,7 @@ class CapturedPasses:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(wants))
             except Exception as error:  # model code that cannot be captured raises many kinds
-                self._give_up(reason_of(error))
+                self._give_up(error_reason(error))
         if start is None:
             return None
         verified, self._running = start(), (max(map(len, trees)), len(trees))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, ModelError, reason_of
+from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.model.gguf.converted import converted, stays_packed
 from hdtool.runtime.model.gguf.converted_folder import REST, Manifest, gguf_file
@@ -64,7 +64,7 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
     except HdtoolError:
         raise
     except Exception as error:  # the library raises many kinds for damaged files
-        raise ModelError(f"{file} cannot be loaded (as a GGUF file): {reason_of(error)}") from error
+        raise ModelError(f"{file} cannot be loaded (as a GGUF file): {error_reason(error)}") from error
 
 
 COMPARED = 256

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import torch
 
-from hdtool.data.kept_records import KEPT_SECONDS, KeptRecord
+from hdtool.data.kept_records import MAX_CACHE_AGE, CachedValue
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -27,7 +27,7 @@ MIN_SPEEDUP = 1.03
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def choose_threads(target: Target, wanted: int | None = None, record: KeptRecord | None = None) -> int:
+def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
     """Set the number of threads to ``wanted``, or choose one up to torch's current number; return it.
 
     Compiled passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``,
@@ -53,8 +53,8 @@ def cpu_quota(root: Path = CGROUPS) -> int | None:
     return None
 
 
-def _fastest(target: Target, max_threads: int, record: KeptRecord | None) -> int:
-    threads = record.read(int, most_seconds=KEPT_SECONDS) if record else None
+def _fastest(target: Target, max_threads: int, record: CachedValue | None) -> int:
+    threads = record.read(int, max_age=MAX_CACHE_AGE) if record else None
     if threads is None or not 1 <= threads <= max_threads:
         threads = _measured(target, max_threads)
         if record:

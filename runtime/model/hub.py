@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from hdtool.data.errors import HdtoolError, ModelError, reason_of
-from hdtool.data.progress import Bar, bar
+from hdtool.data.errors import HdtoolError, ModelError, error_reason
+from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
 NO_SUCH = "there is no such folder here, and the hub has no such model"
@@ -87,7 +87,7 @@ def _without_answer(causes: list[Exception]) -> str:
         return f"there is no room for it ({full}): make room, or let HF_HOME name a folder on another disk"
     if denied := next((cause for cause in causes if isinstance(cause, PermissionError)), None):
         return f"the hub's cache cannot be written ({denied}): correct the permissions, or let HF_HOME name a folder"
-    return f"{NO_SUCH} or cannot be reached ({reason_of(causes[-1])}): check the name and the connection"
+    return f"{NO_SUCH} or cannot be reached ({error_reason(causes[-1])}): check the name and the connection"
 
 
 def _causes(error: BaseException) -> Iterator[Exception]:
@@ -244,11 +244,11 @@ class _Silent(tqdm):  # type: ignore[misc]
 @contextmanager
 def _progress(name: str, size: int = 0) -> Iterator[type[tqdm[Any]]]:
     """A class of bars for the library, which counts the bytes of all of them in one bar on standard error."""
-    with bar(size, name, unit="B") as shown:
+    with progress_bar(size, name, unit="B") as shown:
         yield _counting(shown)
 
 
-def _counting(shown: Bar) -> type[tqdm[Any]]:
+def _counting(shown: ProgressBar) -> type[tqdm[Any]]:
     lock, total = Lock(), 0
 
     class Counting(_Silent):

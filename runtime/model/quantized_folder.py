@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from hdtool.data.errors import ModelError, worded
-from hdtool.data.kept_records import exclusive, lock_of, locked, remove_unfinished, scratch
-from hdtool.data.output_files import OutputFile, json_object, json_with, to_disk
-from hdtool.data.stores.home import quantized_at_home, quantized_models
+from hdtool.data.errors import ModelError, os_errors_as
+from hdtool.data.kept_records import file_lock, folder_lock, lock_path, remove_unfinished, scratch_folder
+from hdtool.data.output_files import OutputFile, is_json_with, json_object, sync_to_disk
+from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
@@ -109,14 +109,14 @@ class QuantizedManifest:
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
-        ours = json_with(KEYS, FORMAT)
+        ours = is_json_with(KEYS, FORMAT)
         file = OutputFile(folder / MANIFEST, "the manifest of a quantized model", ours, ModelError, "move it away")
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
     """The folders of all quantized models, with their manifests."""
-    for place in quantized_models().glob(f"[!.]*/{MANIFEST}"):
+    for place in quantized_models_at_home().glob(f"[!.]*/{MANIFEST}"):
         if manifest := QuantizedManifest.read(place.parent):
             yield place.parent, manifest
 
@@ -133,9 +133,9 @@ def remove(folder: Path) -> None:
 
 def remove_quantized(folder: Path) -> None:
     """Delete a quantized model; it is made again when it is needed."""
-    with exclusive(lock_of(folder), ModelError(f"another process quantizes to {folder}: wait for it")):
+    with file_lock(lock_path(folder), ModelError(f"another process quantizes to {folder}: wait for it")):
         remove(folder)
-    lock_of(folder).unlink(missing_ok=True)
+    lock_path(folder).unlink(missing_ok=True)
 
 
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
@@ -160,7 +160,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
     folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
-    with worded(ModelError, f"{name} cannot be quantized to {folder}", advice), locked(folder, busy):
+    with os_errors_as(ModelError, f"{name} cannot be quantized to {folder}", advice), folder_lock(folder, busy):
         remove_unfinished(folder)
         quantized = QuantizedManifest.read(folder)  # another process may have made it while this one waited
         if quantized is None or not quantized.is_whole(folder):
@@ -215,7 +215,7 @@ def _make(
             file=sys.stderr,
         )
     _check_room(name, sum(tensor.nbytes for tensor in (*blocks.values(), *rest.values())), folder)
-    with scratch(folder) as place:
+    with scratch_folder(folder) as place:
         _save(blocks, place / BLOCKS)
         _save(rest, place / REST)
         model.config.save_pretrained(place)
@@ -223,7 +223,7 @@ def _make(
         written = list(place.iterdir())
         for file in written:
             shutil.copymode(place / "config.json", file)  # the library gives it to its owner alone
-            to_disk(file)
+            sync_to_disk(file)
         weights = [file for file in files if file.suffix != ".json"]
         manifest = QuantizedManifest(
             scheme,
@@ -304,6 +304,6 @@ def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
             continue
         with (
             suppress(ModelError, OSError),
-            exclusive(lock_of(other_folder), ModelError(f"another process uses {other_folder}")),
+            file_lock(lock_path(other_folder), ModelError(f"another process uses {other_folder}")),
         ):
             remove(other_folder)

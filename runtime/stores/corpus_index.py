@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import read_store, require
+from hdtool.data.stores.store import read_store, require_store
 from hdtool.data.stores.store_files import token_type
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.store_files import documents_of, mapped_part
@@ -296,7 +296,7 @@ class CorpusIndex(Uncopyable):
             read_store(folder, lambda found: self._open(found, tokenizer))
 
     def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
-        require(manifest, self.folder, KIND, tokenizer)
+        require_store(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size
         """The token that closes a document."""

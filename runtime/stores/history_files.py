@@ -23,23 +23,23 @@ from typing import NamedTuple
 import lmdb
 import numpy as np
 
-from hdtool.data.errors import StoreError, reason_of
-from hdtool.data.output_files import to_disk
+from hdtool.data.errors import StoreError, error_reason
+from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
-    FILES,
-    LARGEST_BYTES,
-    LOCK_ENDING,
+    HISTORY_FILES,
+    LMDB_LOCK_ENDING,
+    MAX_HISTORY_BYTES,
     HistoryManifest,
     TokenizerFingerprint,
-    folder_lock,
-    is_new,
-    leftovers,
+    history_leftovers,
+    history_lock,
+    is_new_history,
+    manifest_stamp,
     new_build,
     read_history_manifest,
-    stamp_of,
     sweep_history,
 )
-from hdtool.data.stores.store_files import MANIFEST, create, write_manifest
+from hdtool.data.stores.store_files import MANIFEST, create_empty, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history_records import Records, StoredConversation, StoreState
 from hdtool.runtime.stores.model_store import mix_hash
@@ -157,7 +157,7 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
     """The files of an empty ring."""
     ring, chains = manifest.path(folder, "ring"), manifest.path(folder, "chains")
     for path in (ring, chains):
-        create(path)
+        create_empty(path)
     with open(ring, "r+b", buffering=0) as stream:
         stream.truncate(BYTES_PER_PLACE * manifest.size)
     with open(chains, "r+b", buffering=0) as stream:
@@ -268,10 +268,10 @@ def store_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except lmdb.InvalidError as error:
-        raise StoreError(f"{folder} is damaged ({reason_of(error)}): {deletion_advice(folder)}") from None
+        raise StoreError(f"{folder} is damaged ({error_reason(error)}): {deletion_advice(folder)}") from None
     except lmdb.Error as error:
         raise StoreError(
-            f"{folder} cannot be used (LMDB: {reason_of(error)}): make room, or {deletion_advice(folder)}"
+            f"{folder} cannot be used (LMDB: {error_reason(error)}): make room, or {deletion_advice(folder)}"
         ) from None
     except OSError as error:
         raise StoreError(
@@ -286,16 +286,16 @@ def deletion_advice(folder: Path) -> str:
 
 def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, most_bytes: int) -> None:
     """Create an empty store unless there is one; a folder of other files is refused."""
-    if not 1 <= most_bytes <= LARGEST_BYTES:
+    if not 1 <= most_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
-            f"a history store takes 1 to {LARGEST_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
+            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
         )
     with store_errors(folder):
-        if not is_new(folder):
+        if not is_new_history(folder):
             return
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-        with folder_lock(folder):
-            if is_new(folder):
+        with history_lock(folder):
+            if is_new_history(folder):
                 size = min(NEW_STORE_PLACES, places_within(most_bytes))
                 _write(folder, HistoryManifest(tokenizer, model, most_bytes, size, new_build()), None, ())
 
@@ -303,8 +303,8 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
 def delete_leftovers(folder: Path) -> None:
     """Delete leftovers of a killed rebuild, which may hold dropped conversations."""
     with store_errors(folder):
-        if leftovers(folder, read_history_manifest(folder)):
-            with folder_lock(folder):
+        if history_leftovers(folder, read_history_manifest(folder)):
+            with history_lock(folder):
                 sweep_history(folder, read_history_manifest(folder))
 
 
@@ -329,17 +329,17 @@ def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
 
 def _stamp(folder: Path) -> tuple[int, int]:
     try:
-        return stamp_of(folder / MANIFEST)
+        return manifest_stamp(folder / MANIFEST)
     except OSError:
         return 0, 0  # reading the manifest says what is wrong
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
     """Extend a store to more places. Nothing is moved; files that are already longer are valid."""
-    with folder_lock(folder):
+    with history_lock(folder):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
-            to_disk(old.manifest.path(folder, part))
+            sync_to_disk(old.manifest.path(folder, part))
         write_manifest(folder, old.manifest.build, replace(old.manifest, size=size).to_json())
 
 
@@ -353,7 +353,7 @@ def rebuild(
 ) -> None:
     """Replace the files by new ones with these conversations, oldest first; if too many, the latest are kept."""
     manifest = replace(old.manifest, size=size, build=new_build(), most_bytes=most_bytes or old.manifest.most_bytes)
-    with folder_lock(folder):
+    with history_lock(folder):
         _write(folder, manifest, old.ring, _latest(kept, size))
 
 
@@ -378,14 +378,14 @@ def _write(
             firsts = np.cumsum(1 + spans[:, 1] + spans[:, 2]) - spans[:, 2]
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
-        create(path)
+        create_empty(path)
         Records.created(path, places_within(manifest.most_bytes), StoreState(end, len(moved)), moved)
         for part in ("ring", "chains"):
-            to_disk(manifest.path(folder, part))
+            sync_to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())
     except BaseException:
-        for part in FILES:
-            for ending in ("", LOCK_ENDING):
+        for part in HISTORY_FILES:
+            for ending in ("", LMDB_LOCK_ENDING):
                 path = manifest.path(folder, part)
                 with suppress(OSError):
                     path.with_name(path.name + ending).unlink()

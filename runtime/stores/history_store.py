@@ -21,7 +21,13 @@ import numpy as np
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.home import history_at_home, history_of_tenant
-from hdtool.data.stores.manifest import ANSWERS, TokenizerFingerprint, read_history_manifest, require_history, stamp_of
+from hdtool.data.stores.manifest import (
+    DEFAULT_SOURCE,
+    TokenizerFingerprint,
+    manifest_stamp,
+    read_history_manifest,
+    require_history,
+)
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.config import HOME
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
@@ -135,7 +141,9 @@ class HistoryStore(Uncopyable):
                 self.fault = ""
             self._end[0] = end  # of a store that was deleted, nothing is looked up
 
-    def append(self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = ANSWERS) -> bool:
+    def append(
+        self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = DEFAULT_SOURCE
+    ) -> bool:
         """Add an answer, after the last tokens of its prompt; whether that succeeded.
 
         A failure, such as a full disk, is a warning the first time, and nothing is changed by it.
@@ -288,7 +296,7 @@ class HistoryStore(Uncopyable):
 
     def _is_current(self) -> bool:
         """Return True if no other process has made the files anew."""
-        return stamp_of(self._manifest_path) == self._open.stamp
+        return manifest_stamp(self._manifest_path) == self._open.stamp
 
     def _committed(self) -> StoreState:
         with store_errors(self.folder), self._open.records.reading() as transaction:
@@ -324,7 +332,7 @@ class HistoryStore(Uncopyable):
 class History:
     """Answers of this process in memory and, if there is a store, on the disk; shared by all drafters of a model."""
 
-    source = ANSWERS
+    source = DEFAULT_SOURCE
     """The name under which the store keeps the answers."""
 
     def __init__(

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.data.stores.manifest import FORMAT
-from hdtool.data.stores.store_files import HISTORY
+from hdtool.data.stores.manifest import HISTORY_FORMAT
+from hdtool.data.stores.store_files import HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_store import HistoryStore
@@ -134,8 +134,8 @@ def description(store: HistoryStore) -> dict[str, Any]:
         )
     return {
         "store": str(store.folder),
-        "kind": HISTORY,
-        "format": FORMAT,
+        "kind": HISTORY_KIND,
+        "format": HISTORY_FORMAT,
         "tokenizer": manifest.tokenizer.fingerprint,
         "model": manifest.model,
         "vocab_size": manifest.tokenizer.vocab_size,

@@ -32,7 +32,7 @@ import numpy as np
 
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import BUILD_COMMANDS, damaged, read_store, require
+from hdtool.data.stores.store import BUILD_COMMANDS, damaged_files, read_store, require_store
 from hdtool.data.stores.store_files import Tokens, token_type
 from hdtool.runtime.kernels.compiled import Ints as Ints
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled, prefetch
@@ -95,7 +95,7 @@ class ModelStore(Uncopyable):
             read_store(folder, lambda found: self._open(found, tokenizer))
 
     def _open(self, manifest: Manifest, tokenizer: TokenizerFingerprint | None) -> None:
-        require(manifest, self.folder, KIND, tokenizer)
+        require_store(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.vocabulary = manifest.tokenizer.vocab_size
         self.slots = self._part("slots", 1).reshape(-1)
@@ -344,7 +344,7 @@ class ModelRecord:
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
         """The record of a store. LMDB trusts its pages, so the checksum of the file is compared first."""
         file = manifest.files[RECORD_PART]
-        if damaged(folder, replace(manifest, files={RECORD_PART: file})):
+        if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):
             raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
         return cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
 

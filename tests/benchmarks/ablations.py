@@ -26,7 +26,7 @@ import numba
 import torch
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.evaluation.replay import Contender
+from hdtool.builders.evaluation.replay import ReplayMethod
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import read_traces
@@ -113,14 +113,14 @@ def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace
     stores = StoreSet.for_tokenizer(reader.tokenizer, named, model=checkpoint_of(loading))
     sources = "".join(letter for letter in "CHMS" if letter != LETTERS.get(options.without))
     for nodes in (*NODES, None):
-        contender = Contender("hd", ReplayConfig(("hd",), nodes, sources=sources).decoding("hd"), COST)
+        contender = ReplayMethod("hd", ReplayConfig(("hd",), nodes, sources=sources).decoding("hd"), COST)
         played = cold(contender, conversations, stores)
         if nodes:
             yield f"{title}, {nodes}", played.tokens_per_step
         else:
             passes = sum(float(COST.seconds_of_passes(turn.nodes, turn.contexts).sum()) for turn in played.turns)
             yield f"{title}, chosen", played.tokens / passes
-    contender = Contender("hd", ReplayConfig(("hd",), NODES[0], sources=sources).decoding("hd"))
+    contender = ReplayMethod("hd", ReplayConfig(("hd",), NODES[0], sources=sources).decoding("hd"))
     yield f"{title}, warm", warm(contender, conversations, stores).tokens_per_step
 
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
-from hdtool.data.progress import bar
-from hdtool.data.records import Reading
+from hdtool.data.progress import progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source, stored_documents
 from hdtool.runtime.config import BuildConfig, ModelConfig
@@ -78,7 +78,7 @@ def measure(real: str, size: int, place: str, mark: TokenizerFingerprint, shard_
     started = time.perf_counter()
     walked = synthetic(index, size)
     made = build_corpus_index(
-        folder, walked, mark, [Source("walk", "0")], shard_bytes=shard_bytes, engine=LocalEngine(1)
+        folder, walked, mark, [Source("walk", "0")], shard_bytes=shard_bytes, engine=LocalBuildEngine(1)
     )
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -116,8 +116,8 @@ def main() -> None:
     mark = TokenizerFingerprint.of(tokenizer)
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
-        reading = Reading([options.corpus])
-        with bar(1, "", quiet=True) as shown:
+        reading = RecordReader([options.corpus])
+        with progress_bar(1, "", quiet=True) as shown:
             build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
         rows = []
         print("| million tokens | walk and build, s | peak memory, GiB | bytes a token | p50, µs | p99, µs |")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.demo.prompts import KINDS
-from hdtool.builders.demo.stores import LONGEST_ANSWER
-from hdtool.builders.stores.edit_store import Contents
+from hdtool.builders.demo.prompts import PROMPT_KINDS
+from hdtool.builders.demo.stores import MAX_ANSWER_TOKENS
+from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
@@ -33,7 +33,7 @@ def grams(ids: Sequence[int]) -> list[Gram]:
 
 def held(folder: Path) -> set[Gram]:
     """All stretches of four tokens in the documents of a store."""
-    return {gram for ids in Contents.of(folder).texts() for gram in grams(ids.tolist())}
+    return {gram for ids in StoreContents.of(folder).texts() for gram in grams(ids.tolist())}
 
 
 def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple[set[int], set[int]]:
@@ -45,7 +45,7 @@ def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple
 
 def answers() -> Iterator[tuple[str, list[int], list[int]]]:
     """Kind, prompt and greedy answer of each held-out prompt."""
-    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=LONGEST_ANSWER), SamplingConfig())
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS), SamplingConfig())
     for prompt in read_prompts(demo.PROMPTS):
         (answer,) = answerer.answers(prompt)
         for _ in answer:
@@ -74,7 +74,7 @@ def main() -> None:
     stores = "model store | corpus index | either"
     print(f"| kind | tokens | held: {stores} | drafted: {stores} |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind in (*KINDS, "all"):
+    for kind in (*PROMPT_KINDS, "all"):
         print(f"| {kind} | {len(places[kind]):,} | {shares(stretches[kind])} | {shares(places[kind])} |")
 
 

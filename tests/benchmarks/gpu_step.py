@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.bench import bandwidth
-from hdtool.builders.evaluation.contenders import load_shape, weights_read
+from hdtool.builders.evaluation.bench import copy_bandwidth
+from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.cache.slots import Cache
@@ -42,7 +42,7 @@ def main() -> None:
     steps = target._captured.steps
     assert steps, "its steps are not captured"
     print(f"{loaded.name} in {target.dtype}, {machine(target.device)}")
-    speed = bandwidth(target.device)
+    speed = copy_bandwidth(target.device)
     for step_pass in target._captured._passes:
         steps.use(step_pass)
         name = name_of(step_pass)
@@ -99,7 +99,7 @@ def step_once(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> None:
 def bytes_read(target: Target, context: int) -> int:
     """Weights, and keys and values of the context."""
     shapes = [shape for layer in target.shapes for shape in layer.kept]
-    return weights_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
+    return weight_bytes_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
 
 
 def trace(target: Target, steps: StaticSteps, context: int) -> None:

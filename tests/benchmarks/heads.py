@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.evaluation.bench import in_turn
+from hdtool.builders.evaluation.bench import rotated
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.loss import FrozenTarget
 from hdtool.builders.heads.train import evaluate
@@ -183,7 +183,7 @@ def raced(
         if (session := session_of(drafter)) is not None:
             session.seconds, session.passes = 0.0, 0
     for number in range(len(bench.prompts)):
-        for name in in_turn(list(cases), number):
+        for name in rotated(list(cases), number):
             sums[name].answer(bench, number, drafters[name], sampling)
     return sums, drafters
 

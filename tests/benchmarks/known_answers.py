@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.loss import FrozenTarget
 from hdtool.builders.heads.train import evaluate
@@ -87,7 +87,7 @@ def replayed(drafter: Drafter, known: Read) -> list[bool]:
     drafter.observe(Accepted([], turn.answer[:1]), Verified(known.logits[:1], known.hidden[:length]))
     while done < len(turn.answer):
         tree = drafter.draft([*turn.prompt, *turn.answer[:done]]).clipped(len(turn.answer) - done - 1)
-        accepted = follow(tree, turn.answer[done:])
+        accepted = accept_recorded(tree, turn.answer[done:])
         at = length + done - 1
         rows = torch.tensor([0, *(node + 1 for node in accepted.path)])
         logits = spread(known.logits[done : done + len(rows)], rows, len(tree))

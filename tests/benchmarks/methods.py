@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.records import read_traces
 from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
@@ -34,12 +34,12 @@ Conversations = Sequence[Sequence[RecordedTurn]]
 """For each conversation, its turns."""
 
 
-def cold(contender: Contender, conversations: Conversations, stores: StoreSet) -> ReplayResult:
-    return ReplayResult.joined([play(contender, turns, stores) for turns in conversations])
+def cold(contender: ReplayMethod, conversations: Conversations, stores: StoreSet) -> ReplayResult:
+    return ReplayResult.joined([replay_method(contender, turns, stores) for turns in conversations])
 
 
-def warm(contender: Contender, conversations: Conversations, stores: StoreSet) -> ReplayResult:
-    return play(contender, [turn for turns in conversations for turn in turns], stores)
+def warm(contender: ReplayMethod, conversations: Conversations, stores: StoreSet) -> ReplayResult:
+    return replay_method(contender, [turn for turns in conversations for turn in turns], stores)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def main() -> None:
         for name in config.methods_with(corpus=stores.corpus is not None, rankings=ranked):
             if how is warm and not METHODS[name].history:
                 continue
-            played = how(Contender(name, config.decoding(name)), conversations, stores)
+            played = how(ReplayMethod(name, config.decoding(name)), conversations, stores)
             if not head:
                 names = [
                     title,
@@ -125,7 +125,7 @@ def main() -> None:
             print(row_of(f"`{name}`", played, reads_logits=bool(METHODS[name].logits)), flush=True)
             if name == "suffix":
                 with generous():
-                    played = how(Contender(name, config.decoding(name)), conversations, stores)
+                    played = how(ReplayMethod(name, config.decoding(name)), conversations, stores)
                 print(row_of("`suffix`, most generous", played, reads_logits=False), flush=True)
         print()
 

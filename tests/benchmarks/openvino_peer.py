@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.builders.evaluation.contenders import Passes, timed
+from hdtool.builders.evaluation.contenders import PassCounter, timed
 from hdtool.data.conversation_shapes import AnsweredTurn
-from hdtool.data.errors import ModelError, reason_of
+from hdtool.data.errors import ModelError, error_reason
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
@@ -56,7 +56,7 @@ class OpenVinoContender:
             self._pipeline: Any = openvino_genai.LLMPipeline(str(place), "CPU", **options)
         except RuntimeError as error:
             raise ModelError(
-                f"OpenVINO GenAI cannot load {place} ({reason_of(error)}): name a folder that optimum-cli export "
+                f"OpenVINO GenAI cannot load {place} ({error_reason(error)}): name a folder that optimum-cli export "
                 "openvino wrote, or a GGUF file of an architecture that it reads"
             ) from error
 
@@ -83,7 +83,7 @@ class OpenVinoContender:
         ids = np.array([prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))
-        passes = Passes(len(prompt))
+        passes = PassCounter(len(prompt))
         known = len(prompt)
         # The tokens that each pass brought; how many it drafted is not reported.
         for tokens in found.perf_metrics.raw_metrics.m_batch_sizes[:-1]:

@@ -27,24 +27,24 @@ from statistics import fmean, median
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.bench import Bench
-from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import Contender
 from hdtool.builders.evaluation.llama_cpp_peer import (
-    KEY,
+    BUILD_KEY,
     LlamaCppContender,
+    build_notes,
     check_file,
     check_same_model,
     describe_build,
-    notes_of,
-    quantization_of,
-    why_not,
+    exclusion_reason,
+    quantization_name,
 )
 from hdtool.data import demo
 from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
 from hdtool.data.errors import HdtoolError
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.data.progress import bar
-from hdtool.data.prompts import Prompt, of_each_task, read_prompts, tasks_of
+from hdtool.data.progress import progress_bar
+from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.environment import machine, set_num_threads
@@ -168,7 +168,7 @@ def _with_hdtool(model: ModelConfig, options: argparse.Namespace) -> Field:
             first.missing.append(f"hdtool, {activations}: {error}")
             continue
         store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=loaded.checkpoint)
-        lineup = Lineup(loaded, store_set, config, decoding, sampling)
+        lineup = ContenderFactory(loaded, store_set, config, decoding, sampling)
         if first is None:
             first = Field(loaded, notes=[f"hdtool drafts from {store_set}"])
             if options.generate:
@@ -184,11 +184,11 @@ def _with_hdtool(model: ModelConfig, options: argparse.Namespace) -> Field:
 def _add_llama_cpp(field_: Field, model: ModelConfig, files: Sequence[Path], options: argparse.Namespace) -> None:
     if not files:
         field_.missing.append(f"llama.cpp: {model.name} is no GGUF file; name one of the model with --llama-cpp-file")
-    named = {f"llama.cpp, {quantization_of(GGUFHeader.read(file))}": file for file in files}
-    if reason := files and why_not("", {"": files[0]}, model, SamplingConfig()):
+    named = {f"llama.cpp, {quantization_name(GGUFHeader.read(file))}": file for file in files}
+    if reason := files and exclusion_reason("", {"": files[0]}, model, SamplingConfig()):
         field_.missing.append(f"llama.cpp {reason}")
     elif files:
-        field_.notes += notes_of({KEY: describe_build(named, on_gpu=False)})
+        field_.notes += build_notes({BUILD_KEY: describe_build(named, on_gpu=False)})
         for engine, file in named.items():
             for method in (PLAIN, LOOKUP):
                 lookup = method == LOOKUP
@@ -227,7 +227,7 @@ def measure(field_: Field, questions: Sequence[Prompt], options: argparse.Namesp
     bench.warm_up([max(questions, key=lambda question: sum(len(one["content"]) for one in question.messages))])
     for contender in field_.contenders.values():
         contender.taken()
-    with bar(options.rounds * len(questions), "questions", quiet=False) as shown:
+    with progress_bar(options.rounds * len(questions), "questions", quiet=False) as shown:
         for number in range(options.rounds):
             for place, (question, answers) in enumerate(zip(questions, bench.answers(questions), strict=True)):
                 calls = {name: contender.taken() for name, contender in field_.contenders.items()}
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     logging.set_verbosity_error()
     try:
-        questions = of_each_task(read_prompts(options.questions), options.num_prompts_per_task)
+        questions = interleave_tasks(read_prompts(options.questions), options.num_prompts_per_task)
         field_ = entered(options)
         for line in field_.missing:
             print(f"missing: {line}", file=sys.stderr)

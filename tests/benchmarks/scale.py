@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import MEMORY_A_BYTE, LocalEngine
+from hdtool.builders.stores.engine import SORT_MEMORY_FACTOR, LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
-from hdtool.data.progress import bar
-from hdtool.data.records import Reading
+from hdtool.data.progress import progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.config import BuildConfig, ModelConfig
@@ -120,9 +120,9 @@ def cpu_seconds() -> float:
 
 def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> tuple[Slopes, dict[int, Floats]]:
     tokenizer = load_tokenizer(ModelConfig(model))
-    mark, reading = TokenizerFingerprint.of(tokenizer), Reading([corpus])
+    mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
     started = cpu_seconds()
-    with bar(1, "", quiet=True) as shown:
+    with progress_bar(1, "", quiet=True) as shown:
         documents = list(tokenized(reading, tokenizer, shown))
     read = cpu_seconds() - started
     tokens = sum(len(document.ids) for document in documents)
@@ -130,7 +130,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     print("| shards | sorting, s of a core | bytes a token | look-up p50, µs | p99, µs | pages a cold look-up |")
     print("|---|---|---|---|---|---|")
     # Compiled before anything is timed.
-    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=LocalEngine(1))
+    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=LocalBuildEngine(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
     for wanted in shards:
         folder, width = place / str(wanted), 2 if mark.vocab_size < 2**16 else 4
@@ -152,7 +152,7 @@ def sorted_in(
     folder: Path, documents: list[Document], mark: TokenizerFingerprint, shard_bytes: int
 ) -> tuple[float, Any]:
     started = cpu_seconds()
-    engine = LocalEngine(1)
+    engine = LocalBuildEngine(1)
     made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)
     return cpu_seconds() - started, made
 
@@ -175,7 +175,7 @@ def project(slopes: Slopes, cores: int, disk: float) -> None:
     print("|---|---|---|---|---|---|---|")
     for name, tokens in zip(NAMES, SIZES, strict=True):
         shards = -(-tokens // tokens_a_shard)
-        memory = MEMORY_A_BYTE * min(BuildConfig.shard_bytes, 2 * tokens) / 2**30
+        memory = SORT_MEMORY_FACTOR * min(BuildConfig.shard_bytes, 2 * tokens) / 2**30
         hours = tokens * (slopes.read + slopes.sort) / 1e6 / 3600 / cores
         look_up = GROWN * (slopes.first_shard + slopes.each_shard * (shards - 1))
         cold = shards * slopes.pages * disk / 1e3

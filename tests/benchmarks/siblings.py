@@ -9,7 +9,7 @@ import argparse
 
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
-from hdtool.data.prompts import of_all_categories, read_prompts
+from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     given = parser.parse_args()
     loaded = load(ModelConfig())
-    asked = of_all_categories(read_prompts(demo.PROMPTS), given.prompts)
+    asked = interleave_categories(read_prompts(demo.PROMPTS), given.prompts)
     for name, stores in (
         ("without stores", StoreSet()),
         ("with the demo's stores", StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig())),

@@ -21,8 +21,8 @@ import psutil
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import tokenized
-from hdtool.data.progress import bar
-from hdtool.data.records import Reading
+from hdtool.data.progress import progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document
 from hdtool.runtime.config import ModelConfig
@@ -51,9 +51,9 @@ def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> str:
     return f"{np.percentile(taken, 50):.1f} | {np.percentile(taken, 99):.1f}"
 
 
-def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], Reading]:
-    reading = Reading([path], answers_only=answers_only)
-    with bar(1, "", quiet=True) as shown:
+def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], RecordReader]:
+    reading = RecordReader([path], answers_only=answers_only)
+    with progress_bar(1, "", quiet=True) as shown:
         seconds, documents = timed(lambda: list(tokenized(reading, tokenizer, shown)))
     return seconds, documents, reading
 

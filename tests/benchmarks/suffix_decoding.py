@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.data.records import read_traces
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -132,7 +132,7 @@ class Player:
             draft_us, drafted = timed(peer.draft, peer.context(context))
             tree = peer.tree(drafted, context[-1])
             mask_us, _ = timed(partial(masks.of_tree, reused=True), tree, len(context) - 1)
-            accepted = follow(tree, truth[done:])
+            accepted = accept_recorded(tree, truth[done:])
             self.learn_us.append(timed(peer.learn, accepted)[0])
             self.draft_us.append(draft_us)
             self.mask_us.append(mask_us)

@@ -9,15 +9,15 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.demo import stores as demo_stores
-from hdtool.builders.demo.corpus import Document
+from hdtool.builders.demo.corpus import TrainingDocument
 from hdtool.builders.demo.prompts import learned_questions
-from hdtool.builders.demo.stores import answer, build, corpus
-from hdtool.builders.stores.edit_store import Contents
+from hdtool.builders.demo.stores import build_stores, collect_answers, index_documents
+from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import damaged, read_manifest
+from hdtool.data.stores.store import damaged_files, read_manifest
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def texts_of(store: Path, tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return {str(tokenizer.decode(ids)) for ids in Contents.of(store).texts()}
+    return {str(tokenizer.decode(ids)) for ids in StoreContents.of(store).texts()}
 
 
 def test_the_shipped_stores_open_and_answer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -45,7 +45,7 @@ def test_the_shipped_stores_open_and_answer(tokenizer: PreTrainedTokenizerBase) 
 @pytest.mark.parametrize("store", STORES, ids=lambda store: store.name)
 def test_the_shipped_stores_are_whole(store: Path, capfd: pytest.CaptureFixture[str]) -> None:
     manifest = read_manifest(store)
-    assert damaged(store, manifest) == []
+    assert damaged_files(store, manifest) == []
     names = [source.name for source in manifest.sources]
     assert names and all(name == PurePath(name).name for name in names), "nothing tells of the place of the build"
     assert run(["inspect", str(store), "--verify", "--json"]) == 0
@@ -66,18 +66,21 @@ def test_nothing_held_out_is_in_the_shipped_stores(tokenizer: PreTrainedTokenize
         assert not [question for question in asked if question in together]
 
 
-def morsel() -> list[Document]:
+def morsel() -> list[TrainingDocument]:
     """Of each kind some documents; one page repeats a question that was held out, and one has terms of its own."""
     pages = [f"lib/page{number}.py" for number in range(80)]
     rows = [
-        Document(kind, f"{page}#x", f"This is what {kind} is on {page}.", f"What is {kind} on {page}?")
+        TrainingDocument(kind, f"{page}#x", f"This is what {kind} is on {page}.", f"What is {kind} on {page}?")
         for kind in ("explain", "write", "edit")
         for page in pages
     ]
-    rows += [Document("math", f"gsm8k/train#{n}", f"{n} + 1 = {n + 1}", f"What is {n} + 1?") for n in range(80)]
+    rows += [TrainingDocument("math", f"gsm8k/train#{n}", f"{n} + 1 = {n + 1}", f"What is {n} + 1?") for n in range(80)]
     held_out = next(row for row in rows if row.held_out)
-    again = Document("write", "lib/copy.py#x", "A copy.", held_out.question)
-    owned = [Document("code", "lib/owned.py", "# Copyright"), Document("write", "lib/owned.py#x", "Owned.", "Own it.")]
+    again = TrainingDocument("write", "lib/copy.py#x", "A copy.", held_out.question)
+    owned = [
+        TrainingDocument("code", "lib/owned.py", "# Copyright"),
+        TrainingDocument("write", "lib/owned.py#x", "Owned.", "Own it."),
+    ]
     return [*rows, again, *owned]
 
 
@@ -92,9 +95,9 @@ def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
 
 def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer: PreTrainedTokenizerBase) -> None:
     everything = morsel()
-    chosen = list(corpus(everything, tokenizer, of_each=200))
+    chosen = list(index_documents(everything, tokenizer, of_each=200))
     assert not [document for document in chosen if document.held_out or document.page == "lib/owned.py"]
-    tokens = dict.fromkeys(demo_stores.KINDS, 0)
+    tokens = dict.fromkeys(demo_stores.INDEX_KINDS, 0)
     for document in chosen:
         tokens[document.kind] += len(tokenizer(document.answer, add_special_tokens=False)["input_ids"])
     assert all(170 < count <= 200 for count in tokens.values())
@@ -103,16 +106,16 @@ def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer:
 def test_the_stores_are_the_same_again_and_keep_collected_answers(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_stores, "LONGEST_ANSWER", 8)
+    monkeypatch.setattr(demo_stores, "MAX_ANSWER_TOKENS", 8)
     everything = morsel()
     asked = list(learned_questions(everything, of_each=1))
     answers = tmp_path / "whatever.jsonl"
-    answer(asked[:2], answers)
+    collect_answers(asked[:2], answers)
     first = answers.read_bytes()
-    answer(asked, answers)
+    collect_answers(asked, answers)
     assert answers.read_bytes().startswith(first)
-    chosen = list(corpus(everything, tokenizer, of_each=100))
-    builds = [list(build(tmp_path / name, answers, chosen, tokenizer)) for name in ("one", "other")]
+    chosen = list(index_documents(everything, tokenizer, of_each=100))
+    builds = [list(build_stores(tmp_path / name, answers, chosen, tokenizer)) for name in ("one", "other")]
     for (folder, one), (_, other) in zip(*builds, strict=True):
         assert one.sources == other.sources and folder.parent == tmp_path / "one"
         assert {p: f.sha256 for p, f in one.files.items()} == {p: f.sha256 for p, f in other.files.items()}

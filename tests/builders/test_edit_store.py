@@ -139,15 +139,15 @@ def test_a_store_that_is_replaced_before_the_lock_keeps_what_it_got(
     """Another command finishes between the reading of the old manifest and the lock."""
     sources: Texts = [[[1, 2, 3, 4, 5]], [[5, 4, 3, 2, 1]]]
     build(kind, tmp_path, sources)
-    read = rework.Contents.of
+    read = rework.StoreContents.of
 
-    def of(folder: Path) -> rework.Contents:
+    def of(folder: Path) -> rework.StoreContents:
         contents = read(folder)
         build(kind, folder, [*sources, [[9, 8, 7, 6, 5]]])
         assert sum(1 for _ in contents.documents()) == 2, "what was mapped stays"
         return contents
 
-    monkeypatch.setattr(rework.Contents, "of", of)
+    monkeypatch.setattr(rework.StoreContents, "of", of)
     commands: dict[str, Callable[[], object]] = {
         "add": lambda: rework.add(tmp_path, [Document([7] * 5)], [Source("new", "n")], MARK),
         "drop": lambda: rework.drop(tmp_path, "0.txt"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
 
-from hdtool.builders.export import CODE, FOLDER
+from hdtool.builders.export import CODE_FILE, CODE_FOLDER
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.runtime.integrations.exported import ATTRIBUTE
@@ -100,11 +100,11 @@ def test_settings_are_written_as_code(tmp_path: Path) -> None:
     command = ["export", str(demo.MODEL), "--out", str(out), "--method", "rest", "--corpus-db", str(store)]
     assert run(command) == 0
     names: dict[str, Any] = {}
-    exec((out / CODE).read_text(), names)
+    exec((out / CODE_FILE).read_text(), names)
     assert names["DECODING"] == {"method": "rest"}
     assert names["STORES"] == {"corpus_db": str(store.resolve())}
     assert run([*command[:4], *OPTIONS]) == 0, "an exported folder is written again"
-    exec((out / CODE).read_text(), names)
+    exec((out / CODE_FILE).read_text(), names)
     assert names["DECODING"]["draft_tokens"] == 6
 
 
@@ -134,10 +134,10 @@ class TestNothingIsReplaced:
         (tmp_path / "file").write_text("mine")
         assert "is not a folder" in self.fault(capfd, tmp_path / "file")
         foreign = tmp_path / "foreign"
-        (foreign / FOLDER).mkdir(parents=True)
-        (foreign / CODE).write_text("def generate(): ...\n")
+        (foreign / CODE_FOLDER).mkdir(parents=True)
+        (foreign / CODE_FILE).write_text("def generate(): ...\n")
         assert "is not a file of hdtool export" in self.fault(capfd, foreign)
-        assert (foreign / CODE).read_text() == "def generate(): ...\n"
+        assert (foreign / CODE_FILE).read_text() == "def generate(): ...\n"
         assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
 
     def test_a_file_in_an_exported_folder(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,14 +164,14 @@ class TestNothingIsReplaced:
         model = shutil.copytree(demo.MODEL, tmp_path / "model")
         assert "holds other files" in self.fault(capfd, model, model=model)
         assert "lies in the folder of the model" in self.fault(capfd, model / "exported", model=model)
-        (model / FOLDER).mkdir()
-        (model / CODE).write_text("def generate(): ...\n")
+        (model / CODE_FOLDER).mkdir()
+        (model / CODE_FILE).write_text("def generate(): ...\n")
         assert "of its own" in self.fault(capfd, tmp_path / "out", model=model)
 
     def test_json(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert exported(tmp_path / "out", "--json") == 0
         found = json.loads(capfd.readouterr().out)
-        assert found == {"folder": str(tmp_path / "out"), "files": found["files"], "code": CODE}
+        assert found == {"folder": str(tmp_path / "out"), "files": found["files"], "code": CODE_FILE}
 
 
 def test_a_model_that_could_not_draft_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

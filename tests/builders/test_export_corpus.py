@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from hdtool.builders.export_corpus import REPLACEMENT, export_corpus, kept_tokens, text_of
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.edit_store import Contents
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.edit_store import StoreContents
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.stores.manifest import TokenizerFingerprint
@@ -40,7 +40,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 def index(folder: Path, tokenizer: Any, documents: list[list[int]]) -> Path:
     given = (Document(document) for document in documents)
     mark = TokenizerFingerprint.of(tokenizer)
-    build_corpus_index(folder, given, mark, [Source("some", "0")], engine=LocalEngine(1))
+    build_corpus_index(folder, given, mark, [Source("some", "0")], engine=LocalBuildEngine(1))
     return folder
 
 
@@ -73,7 +73,7 @@ def test_the_stores_of_the_demo(tmp_path: Path, tokenizer: Any, capfd: pytest.Ca
     assert exported(out, "--corpus-db", "none", "--json") == 0
     told = json.loads(capfd.readouterr().out)
     back, (kept, lost) = list(read_back(out, tokenizer)), (0, 0)
-    for document, again in zip(Contents.of(demo.MODEL_STORE).documents(), back, strict=True):
+    for document, again in zip(StoreContents.of(demo.MODEL_STORE).documents(), back, strict=True):
         same = kept_tokens(document.ids, again)
         kept, lost = kept + same, lost + len(document.ids) - same
     assert kept > 100 * lost
@@ -182,5 +182,5 @@ class TestRefusals:
     ) -> None:
         mark = TokenizerFingerprint("other", len(tokenizer))
         given = (Document([1, 2]) for _ in range(2))
-        build_corpus_index(tmp_path / "store", given, mark, [Source("some", "0")], engine=LocalEngine(1))
+        build_corpus_index(tmp_path / "store", given, mark, [Source("some", "0")], engine=LocalBuildEngine(1))
         assert "another tokenizer" in self.fault(capfd, tmp_path / "c.jsonl", "--corpus-db", str(tmp_path / "store"))

@@ -26,15 +26,15 @@ from hdtool.builders.heads.loss import (
     TargetProbs,
     cross_entropy,
     draft_vocabulary,
-    places_of,
+    label_positions,
 )
 from hdtool.builders.heads.train import evaluate
 from hdtool.builders.heads.training import Processes, Training, draw_training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
-from hdtool.data.progress import bar
-from hdtool.data.records import Reading
+from hdtool.data.progress import progress_bar
+from hdtool.data.records import RecordReader
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
@@ -135,7 +135,7 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
     assert isinstance(heads, ParallelHeads)
     mine = torch.arange(VOCABULARY) if token_ids is None else torch.from_numpy(token_ids)
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), places_of(batch, 4)
+    output, places = target.read(batch.ids), label_positions(batch, 4)
     heads.requires_grad_(False)
     probs = TargetProbs.of(target, output, batch, heads)
     found, hits = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, probs)
@@ -175,7 +175,7 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
     for weight in heads.parameters():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), places_of(batch, 4)
+    output, places = target.read(batch.ids), label_positions(batch, 4)
     found, hits = HeadsLoss(heads, 0.3)(
         batch, places, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
     )
@@ -274,8 +274,8 @@ def test_a_round_reads_every_text() -> None:
 def read_lessons(path: Path, window: int = 64) -> list[Example]:
     tokenizer = load_tokenizer(ModelConfig())
     turns = TurnReader(tokenizer, frozenset([0, 1]), tokenizer.eos_token_id)
-    with bar(1, "reading", quiet=True) as shown:
-        return read_examples(Reading([path]), turns, window, shown)
+    with progress_bar(1, "reading", quiet=True) as shown:
+        return read_examples(RecordReader([path]), turns, window, shown)
 
 
 def written(path: Path, *rows: Any) -> Path:
@@ -358,7 +358,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "tensors", "pickle"])
 def test_a_checkpoint_of_another_origin_is_neither_used_nor_replaced(tmp_path: Path, form: str) -> None:
-    place = tmp_path / training.CHECKPOINT
+    place = tmp_path / training.CHECKPOINT_FILE
     if form == "text":
         place.write_bytes(b"nonsense")
     else:

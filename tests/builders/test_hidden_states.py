@@ -12,7 +12,7 @@ import torch
 from hdtool.builders.heads import loss, training
 from hdtool.builders.heads.examples import BatchSampler, Example
 from hdtool.builders.heads.loss import FrozenTarget
-from hdtool.builders.heads.training import HiddenStates, Processes, Training
+from hdtool.builders.heads.training import HiddenStatesFile, Processes, Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
@@ -29,11 +29,11 @@ def texts(count: int = 9) -> list[Example]:
     return [Example(random.integers(VOCABULARY, size=length), np.arange(length) > 3) for length in lengths]
 
 
-def stored_in(path: Path, learned: list[Example], key: str = "a") -> HiddenStates:
-    return HiddenStates(path, FrozenTarget(Target(model_of("llama"))), learned, key)
+def stored_in(path: Path, learned: list[Example], key: str = "a") -> HiddenStatesFile:
+    return HiddenStatesFile(path, FrozenTarget(Target(model_of("llama"))), learned, key)
 
 
-def trained(folder: Path, learned: list[Example], stored: HiddenStates | None) -> Training:
+def trained(folder: Path, learned: list[Example], stored: HiddenStatesFile | None) -> Training:
     target = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(1)
     heads = new_heads(target.model, target.hidden_width, VOCABULARY, HeadsConfig(rank=8, mlp=16))
@@ -93,7 +93,7 @@ def test_models_that_change_their_logits_cannot_store_states(tmp_path: Path) -> 
     capped = FrozenTarget(Target(model_of("gemma2")))
     assert not capped.has_plain_output
     with pytest.raises(HeadsError, match="it changes its logits after the output layer"):
-        HiddenStates(tmp_path / "states", capped, texts(), "a")
+        HiddenStatesFile(tmp_path / "states", capped, texts(), "a")
 
 
 def test_hidden_states_of_several_processes_are_refused(

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
 from hdtool.builders.stores.build import build_corpus_index, build_model_store  # noqa: E402
-from hdtool.builders.stores.engine import Engine, LocalEngine  # noqa: E402
+from hdtool.builders.stores.engine import BuildEngine, LocalBuildEngine  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
-from hdtool.data.progress import bar  # noqa: E402
-from hdtool.data.records import Reading  # noqa: E402
+from hdtool.data.progress import progress_bar  # noqa: E402
+from hdtool.data.records import RecordReader  # noqa: E402
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: E402
 from hdtool.data.stores.store import read_manifest  # noqa: E402
 from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
@@ -80,11 +80,11 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def build(kind: str, folder: Path, inputs: list[Path], engine: Engine, tokenizer: Any = None) -> Manifest:
+def build(kind: str, folder: Path, inputs: list[Path], engine: BuildEngine, tokenizer: Any = None) -> Manifest:
     mark_of = load_tokenizer(ModelConfig())
-    reading = Reading(inputs, answers_only=kind == "model")
+    reading = RecordReader(inputs, answers_only=kind == "model")
     engine.prepare(reading)
-    with bar(reading.total_bytes, "reading", quiet=True) as shown:
+    with progress_bar(reading.total_bytes, "reading", quiet=True) as shown:
         documents, mark = engine.documents(reading, tokenizer or mark_of, shown), TokenizerFingerprint.of(mark_of)
         if kind == "corpus":
             made = build_corpus_index(folder, documents, mark, reading.sources, shard_bytes=SHARD_BYTES, engine=engine)
@@ -103,7 +103,7 @@ def content(manifest: Manifest) -> Any:
 @pytest.fixture(scope="module")
 def expected(inputs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("expected")
-    return {kind: content(build(kind, folder / kind, inputs, LocalEngine(1))) for kind in BUILDS}
+    return {kind: content(build(kind, folder / kind, inputs, LocalBuildEngine(1))) for kind in BUILDS}
 
 
 @pytest.mark.parametrize("kind", BUILDS)
@@ -120,7 +120,7 @@ def test_tables_too_small_for_a_part_change_nothing(
     cluster: Any, inputs: list[Path], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hdtool.builders.stores.sequences.TABLE_SLOTS", 1 << 12
+        "hdtool.builders.stores.sequences.MAX_TABLE_SLOTS", 1 << 12
     )  # of this process: more and smaller parts
     with ray_engine(cluster.address, None, quiet=True) as engine:
         assert content(build("model", tmp_path, inputs, engine)) == expected["model"]
@@ -255,7 +255,7 @@ def test_an_input_that_workers_do_not_see(cluster: Any) -> None:
     """A file of this process's own."""
     with open("/proc/self/comm", "rb") as opened:
         own = fcntl.fcntl(opened, fcntl.F_DUPFD, 900)  # a number that no worker has open
-        reading = Reading([Path(f"/proc/self/fd/{own}")])
+        reading = RecordReader([Path(f"/proc/self/fd/{own}")])
         with (
             ray_engine(cluster.address, None, quiet=True) as engine,
             pytest.raises(ClusterError, match=r"fd/9\d\d cannot be read by all workers: node .* does not see it"),
@@ -275,10 +275,10 @@ def test_what_a_worker_complains_of_is_told_here(
 
 def test_too_many_bad_records(cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 1}\n{broken\n')
-    reading = Reading([tmp_path / "bad.jsonl"])
+    reading = RecordReader([tmp_path / "bad.jsonl"])
     with (
         ray_engine(cluster.address, None, quiet=True) as engine,
-        bar(0, "", quiet=True) as shown,
+        progress_bar(0, "", quiet=True) as shown,
         pytest.raises(RecordError, match=r"2 of 3 records cannot be used, the first at .*bad.jsonl:2 "),
     ):
         list(engine.documents(reading, load_tokenizer(ModelConfig()), shown))
@@ -286,7 +286,7 @@ def test_too_many_bad_records(cluster: Any, tmp_path: Path) -> None:
 
 def test_a_shard_that_no_node_can_sort(cluster: Any, inputs: list[Path], tmp_path: Path) -> None:
     with ray_engine(cluster.address, None, quiet=True) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "MEMORY_A_BYTE", 1 << 40)
+        patch.setattr(engines, "SORT_MEMORY_FACTOR", 1 << 40)
         with pytest.raises(ClusterError, match=r"no node of the Ray cluster offers more.*smaller --shard-bytes"):
             build("corpus", tmp_path, inputs, engine)
     assert not (tmp_path / MANIFEST).exists()
@@ -296,4 +296,4 @@ def test_other_versions_on_a_node(cluster: Any, inputs: list[Path], monkeypatch:
     with ray_engine(cluster.address, None, quiet=True) as engine:
         monkeypatch.setattr(engines, "_versions", lambda: "hdtool 0.0.0")
         with pytest.raises(ClusterError, match=r"has hdtool \S+, .* this process has hdtool 0.0.0"):
-            engine.prepare(Reading(inputs))
+            engine.prepare(RecordReader(inputs))

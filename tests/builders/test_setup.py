@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.setup import stages
-from hdtool.builders.setup.candidates import Overhead, offered_methods, options_for, with_offered
+from hdtool.builders.setup.candidates import Overhead, method_options, usable_drafter_methods, with_model_drafters
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.verdict import Verdict
-from hdtool.builders.setup.work_folder import RESULTS, WorkFolder, held_out, opening_of
+from hdtool.builders.setup.work_folder import RESULTS_FILE, WorkFolder, choose_held_out, opening_hash
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversation import Conversation, Turn
@@ -58,28 +58,28 @@ class TestSplit:
     def test_a_part_is_held_out_whatever_the_order(
         self, numbers: list[int], share: float, shuffler: random.Random
     ) -> None:
-        openings = [opening_of(conversation(f"Question {number}")) for number in numbers]
+        openings = [opening_hash(conversation(f"Question {number}")) for number in numbers]
         if len(set(numbers)) == 1:
             with pytest.raises(RecordError, match="begin with the same question"):
-                held_out(openings, share)
+                choose_held_out(openings, share)
             return
-        chosen = held_out(openings, share)
+        chosen = choose_held_out(openings, share)
         assert chosen and chosen < set(openings)
         shuffler.shuffle(openings)
-        assert held_out(openings, share) == chosen
+        assert choose_held_out(openings, share) == chosen
 
     def test_the_share_is_kept_and_bounded(self) -> None:
-        openings = [opening_of(conversation(f"Question {number}")) for number in range(5000)]
-        assert len(held_out(openings[:300], 0.1)) == 30
-        assert len(held_out(openings, 0.1)) == MAX_HELD_OUT
+        openings = [opening_hash(conversation(f"Question {number}")) for number in range(5000)]
+        assert len(choose_held_out(openings[:300], 0.1)) == 30
+        assert len(choose_held_out(openings, 0.1)) == MAX_HELD_OUT
 
     def test_case_and_spaces_make_no_other_question(self) -> None:
-        assert opening_of(conversation("What is DNA?")) == opening_of(conversation(" what  is dna?\n"))
-        assert opening_of(conversation("What is DNA?")) != opening_of(conversation("What is RNA?"))
+        assert opening_hash(conversation("What is DNA?")) == opening_hash(conversation(" what  is dna?\n"))
+        assert opening_hash(conversation("What is DNA?")) != opening_hash(conversation("What is RNA?"))
 
     def test_logs_without_answers_are_refused(self) -> None:
         with pytest.raises(RecordError, match="hdtool collect"):
-            held_out([], 0.1)
+            choose_held_out([], 0.1)
 
 
 class TestWorkFolder:
@@ -106,10 +106,10 @@ class TestWorkFolder:
     def test_a_file_of_someone_else_stays(self) -> None:
         folder = WorkFolder("model", ["a"])
         folder.path.mkdir(parents=True)
-        (folder.path / RESULTS).write_text("my notes")
+        (folder.path / RESULTS_FILE).write_text("my notes")
         with pytest.raises(ResultError, match="is not the results of a set-up"), folder.opened():
             pass
-        assert (folder.path / RESULTS).read_text() == "my notes"
+        assert (folder.path / RESULTS_FILE).read_text() == "my notes"
 
 
 def test_a_prediction_adds_prompts_and_the_time_of_the_host() -> None:
@@ -248,7 +248,7 @@ def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
     folder = tmp_path / "model"
     shutil.copytree(demo.HYBRID, folder)
     loaded = load(str(folder))
-    assert offered_methods(DecodeConfig(), loaded) == ["hd+mtp"]
+    assert usable_drafter_methods(DecodeConfig(), loaded) == ["hd+mtp"]
     other = random_for(Target(model_of("llama")), HeadsConfig(rank=8))
     other.save(folder / "a heads of another model")
     random_for(loaded.target, HeadsConfig(rank=8)).save(folder / "b heads")
@@ -256,13 +256,13 @@ def test_drafters_of_a_checkpoint_and_in_its_folder_are_found(
     eagle3(folder / "d eagle of another model", model_of("llama"))
     (folder / "e else").mkdir()
     (folder / "e else" / "config.json").write_text("[]", encoding="utf-8")
-    decoding = with_offered(DecodeConfig(), loaded, folder)
+    decoding = with_model_drafters(DecodeConfig(), loaded, folder)
     assert decoding.heads == (str(folder / "b heads"),) and decoding.drafter == str(folder / "c eagle")
-    assert options_for("hd+drafter", decoding) == ("--method", "hd+drafter", "--drafter", str(folder / "c eagle"))
-    assert offered_methods(decoding, loaded) == ["hd+amphista", "hd+mtp", "hd+drafter"]
+    assert method_options("hd+drafter", decoding) == ("--method", "hd+drafter", "--drafter", str(folder / "c eagle"))
+    assert usable_drafter_methods(decoding, loaded) == ["hd+amphista", "hd+mtp", "hd+drafter"]
     assert capsys.readouterr().err == ""
     wrong = replace(decoding, drafter=str(folder / "d eagle of another model"))
-    assert offered_methods(wrong, loaded) == ["hd+amphista", "hd+mtp"]
+    assert usable_drafter_methods(wrong, loaded) == ["hd+amphista", "hd+mtp"]
     assert "note: hd+drafter is left out: drafter" in capsys.readouterr().err
 
 
@@ -542,7 +542,7 @@ class TestCommand:
         with WorkFolder("model", ["a"]).opened() as folder:
             assert run(["stores", "remove", f"setup-{folder.path.name[:8]}", "--yes"]) == 1
             assert "a setup is running in" in capsys.readouterr().err
-            assert (folder.path / RESULTS).exists()
+            assert (folder.path / RESULTS_FILE).exists()
 
     def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--dry-run"]) == 0

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from hdtool.builders.demo import model as demo_model
-from hdtool.builders.demo.corpus import Document, documentation, documents, library_code, plain_text
-from hdtool.builders.demo.model import agreements, build, encode, learning_rate_factor, shares
+from hdtool.builders.demo.corpus import TrainingDocument, documentation, documents, library_code, plain_text
+from hdtool.builders.demo.model import build_model, encode, learning_rate_factor, mtp_agreement, pass_fractions
 from hdtool.builders.demo.prompts import prompts
 from hdtool.builders.demo.stores import Recipe
 from hdtool.data.demo import MODEL
@@ -120,10 +120,13 @@ def test_held_out_pages_share_nothing_with_the_rest(sources: dict[str, Path]) ->
 
 
 def test_the_recipe_paces_and_shares() -> None:
-    assert shares(2.5) == [1.0, 1.0, 0.5]
+    assert pass_fractions(2.5) == [1.0, 1.0, 0.5]
     start, middle, end = (learning_rate_factor(step, step / 1000) for step in (0, 300, 999))
     assert start < 0.05 and middle == 1.0 and end < 0.01
-    assert Document("math", "gsm8k/test#3", "").held_out and not Document("math", "gsm8k/train#3", "").held_out
+    assert (
+        TrainingDocument("math", "gsm8k/test#3", "").held_out
+        and not TrainingDocument("math", "gsm8k/train#3", "").held_out
+    )
 
 
 TINY = Recipe(
@@ -134,13 +137,13 @@ TINY = Recipe(
 def test_a_killed_training_goes_on_at_the_same_step(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_model, "RESCUE_EVERY", 4)
+    monkeypatch.setattr(demo_model, "CHECKPOINT_STEPS", 4)
     places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
-    report = build(**places, out=tmp_path / "whole", recipe=TINY, device="cpu", compiled=False)
+    report = build_model(**places, out=tmp_path / "whole", recipe=TINY, device="cpu", compiled=False)
     assert report["held_out"]["math"]["loss_per_token"] < 6.0
     assert not (tmp_path / "whole.rescue").exists()
 
-    real, calls = demo_model.loss_of, []
+    real, calls = demo_model.next_token_loss, []
 
     def killed(*arguments: object) -> torch.Tensor:
         calls.append(1)
@@ -148,11 +151,11 @@ def test_a_killed_training_goes_on_at_the_same_step(
             raise KeyboardInterrupt
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(demo_model, "loss_of", killed)
+    monkeypatch.setattr(demo_model, "next_token_loss", killed)
     with pytest.raises(KeyboardInterrupt):
-        build(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
+        build_model(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
     assert (tmp_path / "resumed.rescue").exists()
-    build(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
+    build_model(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
     assert len(calls) == 10 + 4, "steps 9 to 12 run again, the first 8 do not"
 
     whole, resumed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "resumed"))
@@ -168,7 +171,7 @@ def test_a_killed_training_goes_on_at_the_same_step(
 def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path: Path) -> None:
     recipe = replace(TINY, kind="hybrid", layers=4, vocabulary=4096, steps=60)
     places: dict[str, Any] = {**sources}
-    report = build(**places, out=tmp_path, recipe=recipe, device="cpu", tokenizer_of=MODEL)
+    report = build_model(**places, out=tmp_path, recipe=recipe, device="cpu", tokenizer_of=MODEL)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(MODEL).get_vocab()
 
@@ -176,7 +179,7 @@ def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path
     assert model.dtype == torch.float32
     model.mtp = MtpModel.from_pretrained(model).layers[0]
     read = encode(tokenizer, (document for document in documents(**sources) if document.held_out))["math"]
-    pairs = [agreements(model.eval(), torch.from_numpy(ids[:32].astype(np.int64))[None]) for ids in read]
+    pairs = [mtp_agreement(model.eval(), torch.from_numpy(ids[:32].astype(np.int64))[None]) for ids in read]
     same, positions = map(sum, zip(*pairs, strict=True))
     assert 0 < same < positions
     assert report["held_out"]["math"]["ahead_agrees"] == same / positions
@@ -184,7 +187,7 @@ def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path
 
 def test_a_training_ends_by_the_clock(sources: dict[str, Path], tmp_path: Path) -> None:
     places: dict[str, Any] = {**sources}
-    report = build(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False, seconds=1e-9)
+    report = build_model(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False, seconds=1e-9)
     assert report["tokens_seen"] == TINY.batch * TINY.window, "one step"
 
 
@@ -192,5 +195,5 @@ def test_a_folder_of_another_origin_is_refused(sources: dict[str, Path], tmp_pat
     places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
     (tmp_path / "config.json").write_text("mine")
     with pytest.raises(ModelError, match="is not empty and holds no model of this script"):
-        build(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False)
+        build_model(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False)
     assert (tmp_path / "config.json").read_text() == "mine"

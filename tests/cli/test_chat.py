@@ -196,7 +196,7 @@ def test_ctrl_c_ends_a_script_as_a_whole(monkeypatch: pytest.MonkeyPatch, typed:
     def interrupted(answer: Any, **_: Any) -> None:
         answer.interrupt()
 
-    monkeypatch.setattr("hdtool.cli.chat_session.stream", interrupted)
+    monkeypatch.setattr("hdtool.cli.chat_session.stream_answer", interrupted)
     code, out, err = typed("What is a list?", "/help")
     assert (code, out) == (130, "")
     assert err == ["note: interrupted: the message is not part of the conversation", "error: interrupted"]

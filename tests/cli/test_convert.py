@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.records import Reading
+from hdtool.data.records import RecordReader
 from tests.support.logs import ANSWER, ASKED, GOOD
 
 
@@ -49,7 +49,7 @@ def test_its_own_file_is_read_and_replaced(ending: str, log: Path, capfd: pytest
     for _ in range(2):
         assert run(["convert", str(log), "--out", str(out)]) == 0
     assert out.read_bytes().startswith({"l": b'{"id"', "z": b"\x1f\x8b", "t": b"\x28\xb5"}[ending[-1]])
-    assert [record.texts for record in Reading([out])] == [("What is a list?", "A sequence.")]
+    assert [record.texts for record in RecordReader([out])] == [("What is a list?", "A sequence.")]
     assert capfd.readouterr().err == ""
 
 

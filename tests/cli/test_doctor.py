@@ -52,7 +52,7 @@ def test_a_library_that_no_model_works_with_is_noticed(
 def test_another_answer_with_drafts_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "decoded", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
+    monkeypatch.setattr(diagnosis, "decode_probe", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
     assert "another answer" in checked(capfd, code=1)["decoding"]["found"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged, read_manifest
+from hdtool.data.stores.store import damaged_files, read_manifest
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
@@ -50,7 +50,7 @@ def test_files_that_cannot_grow_leave_the_old_store_whole(kind: str, room: int, 
     with little_room(room), pytest.raises(StoreError, match=r"cannot be written .*is unchanged"):
         build(kind, tmp_path, 500)
     assert read_manifest(tmp_path) == old
-    assert damaged(tmp_path, old) == []
+    assert damaged_files(tmp_path, old) == []
     assert {path.name for path in tmp_path.iterdir()} == {file.name for file in old.files.values()} | {
         "manifest.json",
         ".lock",

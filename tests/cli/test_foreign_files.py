@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.output_files import PNG, PNG_ENTRY
+from hdtool.data.output_files import PNG_ENTRY, PNG_MAGIC
 from tests.support import scratch as commands
 from tests.support.scratch import Scratch, new_scratch
 
@@ -111,7 +111,7 @@ def scratch(template: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(found.root)
     # Drawing takes seconds; only the names and the origin of pictures matter here.
-    monkeypatch.setattr("hdtool.builders.evaluation.report.pages.render_png", lambda *_: PNG + PNG_ENTRY)
+    monkeypatch.setattr("hdtool.builders.evaluation.report.pages.render_png", lambda *_: PNG_MAGIC + PNG_ENTRY)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import app, run
-from hdtool.cli.command import SHORT
+from hdtool.cli.command import SHORT_NAMES
 from hdtool.cli.model_argument import MODEL_ARGUMENT, take_model
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
@@ -152,6 +152,6 @@ def test_short_options() -> None:
     for name in COMMANDS:
         typed = options_of(name)
         if name == "serve-vllm":
-            assert not typed & set(SHORT.values()), "they could be vLLM's"
+            assert not typed & set(SHORT_NAMES.values()), "they could be vLLM's"
         else:
-            assert {SHORT[option] for option in typed & set(SHORT)} == typed & set(SHORT.values())
+            assert {SHORT_NAMES[option] for option in typed & set(SHORT_NAMES)} == typed & set(SHORT_NAMES.values())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from hdtool.cli.app import GROUPS, VLLM_COMMAND, app, run
-from hdtool.cli.command import LONG_LIST, PANELS
+from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
+from hdtool.cli.command import MAX_SHORT_LIST, PANEL_ORDER
 from hdtool.cli.model_argument import refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
@@ -139,7 +139,7 @@ def test_options_without_effect_are_refused(arguments: list[str], said: str, cap
 def test_options_are_in_panels_and_examples_at_the_end(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for parameter in COMMANDS[command].params:
         if parameter.param_type_name == "option" and parameter.name != "help":
-            assert parameter.rich_help_panel in PANELS, parameter.name
+            assert parameter.rich_help_panel in PANEL_ORDER, parameter.name
     typed = "serve --engine vllm" if command == VLLM_COMMAND else command
     assert run([*typed.split(), "--help"]) == 0
     shown = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_the_list_of_commands_begins_where_a_new_user_does(
     listed = capsys.readouterr().out.split("Start here:\n")[1]
     assert listed.split()[0] == "demo"
     assert re.findall(r"^  ([\w-]+) ", listed, re.MULTILINE) == [name for name in COMMANDS if name != VLLM_COMMAND]
-    assert re.findall(r"^([\w ]+):", listed, re.MULTILINE) == list(GROUPS)[1:]
+    assert re.findall(r"^([\w ]+):", listed, re.MULTILINE) == list(COMMAND_SECTIONS)[1:]
     assert "..." not in listed and "\N{NON-BREAKING HYPHEN}" not in listed
 
 
@@ -182,7 +182,7 @@ def test_help_all_shows_every_option(
     assert ("Methods:" in whole) == bool(names & {"--method", "--methods"})
     left_out = _missing(names, usual)
     assert ("Rarely used:" in whole) == bool(left_out)
-    assert not left_out or len(COMMANDS[command].params) - 1 > LONG_LIST, "short lists are whole"
+    assert not left_out or len(COMMANDS[command].params) - 1 > MAX_SHORT_LIST, "short lists are whole"
 
 
 def _missing(names: set[str], shown: str) -> set[str]:

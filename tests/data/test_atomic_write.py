@@ -193,12 +193,12 @@ def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     ("is_ours", "ours", "others"),
     [
         (
-            output_files.json_with(["a"], 1),
+            output_files.is_json_with(["a"], 1),
             b'{"format": 1, "a": 0, "b": 0}',
             [b'{"format": 2, "a": 0}', b'{"format": 1}', b"[]", b"{", b"\xff\0", b"[" * 100_000],
         ),
         (
-            output_files.json_lines_with(["a"]),
+            output_files.is_json_lines_with(["a"]),
             b'{"a": 1}\n{"b"',
             [b'{"a": 1}', b'{"a": 1, "b": 1}\n', b"a poem\n", b"\n", b"\xff\n"],
         ),
@@ -206,8 +206,8 @@ def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
         (output_files.is_own_markdown, MARK.encode(), [b"# hdtool", b" " + MARK.encode()]),
         (
             output_files.is_own_png,
-            output_files.PNG + b"...." + output_files.PNG_ENTRY,
-            [output_files.PNG, output_files.PNG_ENTRY],
+            output_files.PNG_MAGIC + b"...." + output_files.PNG_ENTRY,
+            [output_files.PNG_MAGIC, output_files.PNG_ENTRY],
         ),
     ],
 )

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from hdtool.data.bench_results import ResultFolder, Run, locked, read_results
+from hdtool.data.bench_results import BenchRun, ResultFolder, locked_results, read_results
 from hdtool.data.conversation_shapes import AnsweredQuestion, question_id
 from hdtool.data.errors import ResultError
 from tests.support.spec_bench_answers import answered, turn_of
 
 METHODS = ("generate", "ar", "hd")
 IDS: list[int | str] = [81, 82, "own", 84]
-RUN = Run(
+RUN = BenchRun(
     options={"temperature": 0.0, "seed": 0, "methods": None, "questions": "a hash"},
     methods=METHODS,
     questions=len(IDS),
@@ -35,14 +35,14 @@ def rows_of(place: int) -> dict[str, AnsweredQuestion]:
 
 
 def filled(folder: Path, until: int = len(IDS)) -> ResultFolder:
-    with locked(folder):
+    with locked_results(folder):
         results = ResultFolder(folder, RUN, IDS)
         for place in range(results.answered, until):
             results.add(rows_of(place))
     return results
 
 
-def refusal(folder: Path, run: Run = RUN, ids: Sequence[int | str] = IDS) -> str:
+def refusal(folder: Path, run: BenchRun = RUN, ids: Sequence[int | str] = IDS) -> str:
     with pytest.raises(ResultError) as caught:
         ResultFolder(folder, run, ids)
     return str(caught.value)
@@ -97,7 +97,7 @@ def test_a_run_killed_anywhere_goes_on_and_ends_the_same(tmp_path: Path, seed: i
         if not kept and chance.random() < 0.5:
             path.unlink()
     assert {len(rows) for rows in read_results(tmp_path).answers.values()} == {min(ends)}
-    with locked(tmp_path):
+    with locked_results(tmp_path):
         assert ResultFolder(tmp_path, RUN, IDS).answered == min(ends)
     assert filled(tmp_path).answered == len(IDS)
     assert read_results(tmp_path).answers == {
@@ -116,7 +116,7 @@ def test_a_run_killed_anywhere_goes_on_and_ends_the_same(tmp_path: Path, seed: i
         (replace(RUN, surroundings=RUN.surroundings | {"stores": {"model": 1}}), "was begun with other stores"),
     ],
 )
-def test_other_settings_are_refused_and_named(tmp_path: Path, run: Run, said: str) -> None:
+def test_other_settings_are_refused_and_named(tmp_path: Path, run: BenchRun, said: str) -> None:
     filled(tmp_path, until=2)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert said in refusal(tmp_path, run)
@@ -231,13 +231,13 @@ def test_a_dangling_link_is_not_written_through(tmp_path: Path) -> None:
 
 def test_two_at_once_and_unwritable_places_are_told_apart(tmp_path: Path) -> None:
     with (
-        locked(tmp_path / "new"),
+        locked_results(tmp_path / "new"),
         pytest.raises(ResultError, match="another bench is writing"),
-        locked(tmp_path / "new"),
+        locked_results(tmp_path / "new"),
     ):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResultError, match="cannot be written"), locked(tmp_path / "file"):
+    with pytest.raises(ResultError, match="cannot be written"), locked_results(tmp_path / "file"):
         pass
-    with pytest.raises(ResultError, match=r"cannot be written \(No space left"), locked(tmp_path):
+    with pytest.raises(ResultError, match=r"cannot be written \(No space left"), locked_results(tmp_path):
         raise OSError(28, "No space left on device")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hdtool.data.errors import OptionError
 from hdtool.data.stores import home
 from hdtool.data.stores.home import (
-    LONGEST_FOLDER,
+    MAX_FOLDER_NAME,
     history_at_home,
     history_of_tenant,
     namespace_among,
@@ -74,7 +74,7 @@ def test_simple_names_stay_readable() -> None:
     assert folder_of("con").name == "%63on"
 
 
-@pytest.mark.parametrize("name", ["", "x" * (LONGEST_FOLDER + 1), "/" * 67])
+@pytest.mark.parametrize("name", ["", "x" * (MAX_FOLDER_NAME + 1), "/" * 67])
 def test_a_name_that_cannot_be_a_folder_has_no_stores_and_is_refused_where_it_is_asked_for(name: str) -> None:
     assert namespace_among([name]) is None
     with pytest.raises(OptionError, match="cannot name a folder"):
@@ -104,9 +104,9 @@ def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None
     assert {folder.parent for folder in folders} == {tmp_path} and tmp_path / "manifest.json" not in folders
     assert folders[0] == tmp_path / "acme" and history_of_tenant(tmp_path, "") == tmp_path
     with pytest.raises(OptionError, match="cannot name a folder"):
-        history_of_tenant(tmp_path, "x" * (LONGEST_FOLDER + 1))
+        history_of_tenant(tmp_path, "x" * (MAX_FOLDER_NAME + 1))
 
 
 def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "LONGEST_FOLDER", 10_000)
+    monkeypatch.setattr(home, "MAX_FOLDER_NAME", 10_000)
     assert namespace_among(["x" * 5_000]) is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.conversation import NAMES
+from hdtool.data.conversation import ROLE_NAMES
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import read_traces
 from tests.support.project import ROOT
@@ -80,7 +80,7 @@ def test_texts_stay_texts(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_role() -> None:
-    for names in NAMES.values():
+    for names in ROLE_NAMES.values():
         assert ", ".join(f"`{name}`" for name in names) in PAGE
 
 

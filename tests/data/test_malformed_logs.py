@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hdtool.data.conversation import Conversation
 from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
-from hdtool.data.records import Reading
+from hdtool.data.records import RecordReader
 from hdtool.data.row_readers import RowError
 from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, SECRET, converted, database, said
 
@@ -251,6 +251,6 @@ def test_any_bytes_are_read_or_named(
     starts = (b"", b"SQLite format 3\0", b"\x28\xb5\x2f\xfd", b"\xff\xff\xff\xff", b"srv  log_server_r: request: {")
     path.write_bytes(starts[start] + data)
     try:
-        assert list(Reading([path]))
+        assert list(RecordReader([path]))
     except RecordError as error:
         assert str(path) in str(error)

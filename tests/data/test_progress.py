@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stderr
 from io import StringIO
 
-from hdtool.data.progress import bar, late_bar
+from hdtool.data.progress import deferred_bar, progress_bar
 
 
 class Terminal(StringIO):
@@ -19,23 +19,23 @@ class Terminal(StringIO):
 
 def test_a_bar_names_what_it_counts() -> None:
     with redirect_stderr(Terminal()) as terminal:
-        with bar(4, "corpus index", unit="texts") as shown:
+        with progress_bar(4, "corpus index", unit="texts") as shown:
             shown.to(4)
         assert "| 4/4 texts [" in terminal.last and terminal.last.endswith(" texts/s]")
-        with bar(1, "sorting", unit="shards") as shown:
+        with progress_bar(1, "sorting", unit="shards") as shown:
             shown.advance()
         assert "| 1/1 shard [" in terminal.last
-        with bar(3, "answers") as shown:
+        with progress_bar(3, "answers") as shown:
             shown.advance()
         assert "| 1/3 [" in terminal.last and terminal.last.endswith(" answers/s]")
-        with bar(2048, "reading", unit="B") as shown:
+        with progress_bar(2048, "reading", unit="B") as shown:
             shown.to(2048)
         assert "| 2.00k/2.00k [" in terminal.last and terminal.last.endswith("B/s]")
 
 
 def test_a_late_bar_is_shown_once_its_total_is_known() -> None:
     with redirect_stderr(Terminal()) as terminal:
-        with late_bar("answers") as show:
+        with deferred_bar("answers") as show:
             assert not terminal.getvalue()
             show(0, 8)
             assert "| 0/8 [" in terminal.last

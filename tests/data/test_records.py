@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.records import Part, Reading, Record
+from hdtool.data.records import Record, RecordPart, RecordReader
 from hdtool.data.stores.store_files import Source
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -38,7 +38,7 @@ def write(folder: Path, name: str, content: object, *rows: object) -> Path:
 
 
 def read(*paths: Path, **options: Any) -> list[Texts]:
-    return [record.texts for record in Reading(paths, **options)]
+    return [record.texts for record in RecordReader(paths, **options)]
 
 
 def parquet(path: Path, rows: list[Any]) -> Path:
@@ -102,7 +102,7 @@ def test_parquet_is_read_without_a_network(tmp_path: Path, name: str, monkeypatc
     path = parquet(tmp_path / name, [{**SHAREGPT, "text": None}, {"text": "t"}, {"text": None}] + [{"text": "u"}] * 97)
     if name.endswith(".gz"):
         write(tmp_path, name, path.read_bytes())
-    reading = Reading([path])
+    reading = RecordReader([path])
     records = iter(reading)
     assert [next(records).texts for _ in range(3)] == [("q", "a"), ("t",), ("u",)]
     assert 0 < reading.bytes_read < reading.total_bytes
@@ -194,7 +194,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, co
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"none.txt does not exist"):
-        Reading([tmp_path / "none.txt"])
+        RecordReader([tmp_path / "none.txt"])
     with pytest.raises(RecordError, match="is a folder"):
         read(tmp_path)
     with pytest.raises(RecordError, match="no text found in no input"):
@@ -235,7 +235,7 @@ def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | b
     bad = line if isinstance(line, bytes) else line.encode()
     # The zero byte lies beyond the beginning, by which whole files are judged.
     path = write(tmp_path, "a.jsonl", b'"%b"\n\n%b\n"b"' % (b"a" * 100_000, bad))
-    reading = Reading([path], tolerance=0.34)
+    reading = RecordReader([path], tolerance=0.34)
     assert [record.texts for record in reading] == [("a" * 100_000,), ("b",)]
     assert (reading.tally.good, reading.tally.bad) == (2, 1)
     assert reading.tally.shown[0].startswith(f"{path}:3: {reason}")
@@ -245,10 +245,10 @@ def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | b
 def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
     good = write(tmp_path, "good.txt", "text")
     path = write(tmp_path, "bad.json", json.dumps(["a", *[{"x": 1}] * 30, *["a"] * 28]))
-    reading = Reading([good, path], tolerance=0.5)
+    reading = RecordReader([good, path], tolerance=0.5)
     assert [record.source for record in reading] == [0] + [1] * 29
     assert (reading.tally.good, reading.tally.bad, len(reading.tally.shown)) == (30, 30, 20)
-    reading = Reading([good, path], tolerance=0.49)
+    reading = RecordReader([good, path], tolerance=0.49)
     records = iter(reading)
     assert [next(records).source for _ in range(30)][-1] == 1
     with pytest.raises(
@@ -272,9 +272,9 @@ def test_progress_and_hashes(tmp_path: Path) -> None:
     paths = [write(tmp_path, name, rows[0], *rows) for name in ("a.jsonl", "b.jsonl.gz")]
     paths += [write(tmp_path, "c.json", json.dumps(rows)), write(tmp_path, "d.jsonl", '"text"' + "\n" * 100_000)]
     hashes = [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
-    reading = Reading(paths)
+    reading = RecordReader(paths)
     assert reading.sources == hashes
-    reading = Reading(paths)
+    reading = RecordReader(paths)
     for _ in range(2):
         seen = [(record.source, reading.bytes_read) for record in reading]
         assert seen == sorted(seen)
@@ -291,8 +291,8 @@ def test_one_long_line(tmp_path: Path, name: str) -> None:
 
 def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", "\n".join(['"text"'] * 100_000) + "\n\xff")
-    reading = Reading([path])
-    assert next(iter(reading)) == Record(("text",), 0, (Part("text", True),))
+    reading = RecordReader([path])
+    assert next(iter(reading)) == Record(("text",), 0, (RecordPart("text", True),))
     assert reading.bytes_read < 200_000
 
 

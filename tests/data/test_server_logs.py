@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from hdtool.data.records import Reading
+from hdtool.data.records import RecordReader
 from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, converted, database, said
 
 VLLM = "INFO Received request c-1: prompt: 'What is a list?', params: SamplingParams(n=1), lora_request: None."
@@ -144,7 +144,7 @@ def test_a_request_repeats_no_earlier_answer(tmp_path: Path, capfd: pytest.Captu
     path.write_text(json.dumps(first) + "\n" + json.dumps(later))
     assert converted(path, capfd)[0] == 0
     for name in ("log.jsonl", "converted.jsonl"):
-        readings = (Reading([tmp_path / name], answers_only=only) for only in (True, False))
+        readings = (RecordReader([tmp_path / name], answers_only=only) for only in (True, False))
         answers, everything = ([text for record in reading for text in record.texts] for reading in readings)
         assert answers == ["A sequence.", "No more."]
         assert everything == ["What is a list?", "A sequence.", "And?", "No more."]

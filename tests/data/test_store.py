@@ -16,15 +16,15 @@ import pytest
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import InputShare, Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import building, damaged, read_manifest, require
-from hdtool.data.stores.store_files import MANIFEST, PARTS
+from hdtool.data.stores.store import building, damaged_files, read_manifest, require_store
+from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
 
 MARK = TokenizerFingerprint("0123", 100)
 
 
 def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
     with building(folder) as store:
-        for part in PARTS[kind]:
+        for part in STORE_PARTS[kind]:
             store.path(part).write_bytes(content)
         share = InputShare("input.jsonl", "ab" * 32, 3, 17)
         counts = {"tokens": 17, "documents": 3}
@@ -33,7 +33,7 @@ def build(folder: Path, content: bytes, kind: str = "corpus") -> Manifest:
 
 def content_of(folder: Path) -> bytes:
     manifest = read_manifest(folder)
-    assert damaged(folder, manifest) == []
+    assert damaged_files(folder, manifest) == []
     pieces = {(folder / file.name).read_bytes() for file in manifest.files.values()}
     (content,) = pieces
     return content
@@ -50,7 +50,7 @@ def test_a_new_build_replaces_the_old_and_leaves_no_litter(tmp_path: Path) -> No
     build(tmp_path, b"old", "model")
     build(tmp_path, b"new", "corpus")
     assert content_of(tmp_path) == b"new"
-    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(PARTS["corpus"]) + 1
+    assert len([path for path in tmp_path.iterdir() if path.name != ".lock"]) == len(STORE_PARTS["corpus"]) + 1
 
 
 def test_readers_keep_the_store_that_they_opened(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_killed_builds_leave_the_old_store_or_a_new_one(times: int, tmp_path: Pa
     assert len(seen) > 1, "no build was ever finished: the kills came too early to test anything"
     build(tmp_path, b"last")
     assert content_of(tmp_path) == b"last"
-    assert len(list(tmp_path.iterdir())) == len(PARTS["corpus"]) + 2
+    assert len(list(tmp_path.iterdir())) == len(STORE_PARTS["corpus"]) + 2
 
 
 def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_one_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
     for file in manifest.files.values():
         path = tmp_path / file.name
         path.write_bytes(b"abXdef")
-        assert file.name in damaged(tmp_path, manifest)
+        assert file.name in damaged_files(tmp_path, manifest)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_a_folder_without_a_store(tmp_path: Path) -> None:
 
 def test_other_kinds_and_tokenizers_are_refused(tmp_path: Path) -> None:
     manifest = build(tmp_path, b"x")
-    require(manifest, tmp_path, "corpus", MARK)
+    require_store(manifest, tmp_path, "corpus", MARK)
     with pytest.raises(StoreError, match="is a corpus store, a model store is needed"):
-        require(manifest, tmp_path, "model")
+        require_store(manifest, tmp_path, "model")
     with pytest.raises(StoreError, match=r"another tokenizer \(0123, 100 tokens; the model has 4567, 200\)"):
-        require(manifest, tmp_path, "corpus", TokenizerFingerprint("4567", 200))
+        require_store(manifest, tmp_path, "corpus", TokenizerFingerprint("4567", 200))
 
 
 def test_a_fingerprint_tells_tokenizers_apart(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
-from hdtool.data.records import Recorded, Trace, read_traces
+from hdtool.data.records import RecordedAnswer, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 
@@ -42,7 +42,9 @@ def refusal(path: Path, questions: Path | None = None, kind: type[HdtoolError] =
 
 def test_a_chat(tmp_path: Path) -> None:
     (trace,) = read_traces([path := written(tmp_path, CHAT)])
-    assert trace == Trace("7", "code", (USER, SAID, AGAIN, SAID_AGAIN), (Recorded(1), Recorded(3)), f"{path}:1")
+    assert trace == Trace(
+        "7", "code", (USER, SAID, AGAIN, SAID_AGAIN), (RecordedAnswer(1), RecordedAnswer(3)), f"{path}:1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,9 @@ def test_answer_files_are_joined_with_their_questions(tmp_path: Path) -> None:
     questions = written(tmp_path, {**QUESTION, "question_id": 80}, QUESTION, name="question.jsonl")
     path = written(tmp_path, ANSWERS)
     (trace,) = read_traces([path], questions)
-    assert trace == Trace("81", "writing", (USER, SAID, AGAIN, SAID_AGAIN), (Recorded(1), Recorded(3)), f"{path}:1")
+    assert trace == Trace(
+        "81", "writing", (USER, SAID, AGAIN, SAID_AGAIN), (RecordedAnswer(1), RecordedAnswer(3)), f"{path}:1"
+    )
     shorter = written(tmp_path, {**ANSWERS, "choices": [{"turns": ["A sequence."]}]})
     assert read_traces([shorter], questions)[0].messages == (USER, SAID)
 
@@ -93,9 +97,9 @@ def test_collected_answers_say_how_they_ended(tmp_path: Path) -> None:
     ]
     traces = read_traces([written(tmp_path, *rows)])
     assert [trace.answers for trace in traces] == [
-        (Recorded(1, (5, 6, 1), 9),),
-        (Recorded(3, (5, 6), 2),),  # the first answer was a part of the prompt
-        (Recorded(1, (5,), 1), Recorded(3, (5,), 1)),
+        (RecordedAnswer(1, (5, 6, 1), 9),),
+        (RecordedAnswer(3, (5, 6), 2),),  # the first answer was a part of the prompt
+        (RecordedAnswer(1, (5,), 1), RecordedAnswer(3, (5,), 1)),
     ]
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
-from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
+from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.answerer import Answerer, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter
@@ -52,7 +52,7 @@ class Asked:
 
 
 def prompts(most: int) -> list[Prompt]:
-    return of_all_categories(read_prompts(demo.PROMPTS), most)
+    return interleave_categories(read_prompts(demo.PROMPTS), most)
 
 
 def encoded(loaded: Loaded, most: int) -> list[list[int]]:

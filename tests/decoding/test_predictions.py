@@ -19,7 +19,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.records import Recorded, Trace
+from hdtool.data.records import RecordedAnswer, Trace
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
@@ -220,7 +220,7 @@ def test_a_prediction_is_encoded_as_a_recorded_answer() -> None:
     reader = TurnReader.of_model(config)
     tokenizer = load_tokenizer(config)
     for text in ("One, two.", "def read(path):\n    return 1", "Grüße 世界"):
-        trace = Trace("1", "", (*ASKED, {"role": "assistant", "content": text}), (Recorded(1),), "here")
+        trace = Trace("1", "", (*ASKED, {"role": "assistant", "content": text}), (RecordedAnswer(1),), "here")
         (turn,) = reader.turns(trace)
         assert turn.prompt == encode_conversation(tokenizer, ASKED)
         assert [*encode_answer(tokenizer, ASKED, text), turn.answer[-1]] == turn.answer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, play
+from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafter import EXPECTED_HITS, LARGEST_FACTOR, AnswerCalibration
@@ -47,8 +47,8 @@ def test_the_factor_has_a_limit_forgets_and_starts_anew() -> None:
 
 def seconds_of(turn: RecordedTurn) -> float:
     """Estimated seconds of an answer's steps, over those of plain decoding."""
-    contender = Contender("hd", DecodeConfig(method="hd"), STEEP)
-    (replayed,) = play(contender, [turn], StoreSet()).turns
+    contender = ReplayMethod("hd", DecodeConfig(method="hd"), STEEP)
+    (replayed,) = replay_method(contender, [turn], StoreSet()).turns
     nodes = replayed.nodes[1:]
     return float(
         STEEP.seconds_of_passes(nodes, np.zeros(len(nodes))).sum() / (STEEP.seconds(0) * (len(turn.answer) - 1))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import Places, draft_labels, draft_vocabulary, frequent_tokens, head_logits
+from hdtool.builders.heads.loss import LabelPositions, draft_labels, draft_vocabulary, frequent_tokens, head_logits
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
@@ -54,7 +54,9 @@ def test_heads_compute_what_the_slow_reference_does(config: HeadsConfig) -> None
     heads = random_heads(config)
     hidden, tokens = conversation(9)
     expected = slowly(heads, hidden, tokens)
-    every = Places(torch.zeros(9, dtype=torch.int64), torch.arange(9), torch.ones(config.heads, 9, dtype=torch.bool))
+    every = LabelPositions(
+        torch.zeros(9, dtype=torch.int64), torch.arange(9), torch.ones(config.heads, 9, dtype=torch.bool)
+    )
     trained = head_logits(heads, hidden[None], tokens[None], every)
     np.testing.assert_allclose(trained.numpy().transpose(1, 0, 2), expected, rtol=2e-4, atol=2e-4)
 
@@ -288,7 +290,7 @@ def test_the_most_probable_paths_are_found_in_order(seed: int, heads: int, best:
 
 def test_the_static_tree_holds_the_commonest_paths() -> None:
     ranks = np.array([[0, 0, 0, 1, 0, -1], [0, 0, 3, 0, 11, -1]])
-    tree, gains = best_tree(ranks, most=4)
+    tree, gains = best_tree(ranks, max_nodes=4)
     assert tree == [[0], [0, 0], [1], [0, 3]]
     assert gains == [0.8, 0.4, 0.2, 0.2]
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.evaluation.recording import follow
+from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source
@@ -65,7 +65,7 @@ def stores_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: 
     mark, source = TokenizerFingerprint("test", vocabulary), [Source("test", "")]
     given = [Document(ids) for ids in documents]
     build_model_store(folder / "model", given, mark, source, top_k=40, per_key=3)
-    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=LocalEngine(1))
+    build_corpus_index(folder / "corpus", given, mark, source, shard_bytes=shard_bytes, engine=LocalBuildEngine(1))
     return ModelStore(folder / "model", mark), CorpusIndex(folder / "corpus", mark)
 
 
@@ -131,7 +131,7 @@ def check_answer(
         np.testing.assert_allclose(hierarchy.probs, [node.probs for node in expected], rtol=1e-9)
         ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
         assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
-        accepted = follow(tree, text[at : at + 3])
+        accepted = accept_recorded(tree, text[at : at + 3])
         logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
         hierarchy.observe(accepted, Verified(logits))
         for token in accepted.tokens:

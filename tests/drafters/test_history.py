@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdtool.builders.evaluation.recording import follow
+from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -77,7 +77,7 @@ def test_a_row_that_is_behind_drafts_from_the_row_ahead() -> None:
     ahead.observe(Accepted([], text), NO_LOGITS)
     behind.observe(Accepted([], text[:1]), NO_LOGITS)
     tree = behind.draft([1, 2, 3, *text[:1]])
-    path = follow(tree, [*text[1:], 0]).path
+    path = accept_recorded(tree, [*text[1:], 0]).path
     assert tree.tokens[path].tolist() == text[1:]
     assert SourceName.HISTORY in tree.sources[path]
     tree = ahead.draft([1, 2, 3, *text])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdtool.builders.evaluation.report.plots import THEMES
-from hdtool.cli.answer_output import legend, painted, summary
+from hdtool.cli.answer_output import answer_summary, colored, legend
 from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
 from hdtool.runtime.accept import Accepted
@@ -125,7 +125,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
         steps = list(stats.counted(iter(run(target, prompt, sampling, 24, drafter=drafter)), drafter))
         assert said(steps) == plain
         assert stats.accepted[number] > 0 and stats.tokens_per_step > 1.2
-        assert "\n  oracle: drafted " in summary(stats)
+        assert "\n  oracle: drafted " in answer_summary(stats)
         assert stats.sources_json()["oracle"]["accepted"] == stats.accepted[number]
     finally:
         unregister(number)
@@ -133,7 +133,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
 
 def test_it_is_named_and_colored(plugin: SourceName) -> None:
     assert str(plugin) == "counting" and source_named("counting") == plugin
-    assert painted("word", plugin) == "\033[94mword\033[0m"
+    assert colored("word", plugin) == "\033[94mword\033[0m"
     assert "counting" in legend([plugin])
     assert [theme.source("counting") for theme in THEMES] == ["#123456", "#654321"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, play
+from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig
@@ -66,7 +66,7 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_a_replay_takes_the_steps_of_an_independent_count(prompt: list[int], answer: list[int]) -> None:
     turn = RecordedTurn("one", "", 0, prompt, answer)
-    played = play(Contender("pld", DecodeConfig("pld")), [turn], StoreSet())
+    played = replay_method(ReplayMethod("pld", DecodeConfig("pld")), [turn], StoreSet())
     assert played.turns[0].accept_lengths.tolist() == accept_lengths(prompt, answer)
 
 

@@ -17,22 +17,37 @@ from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.evaluation.report import ablations as sizes_of_corpora
 from hdtool.builders.evaluation.report.ablations import (
     Study,
-    case_of,
-    coverage_of,
-    orders_of,
+    bench_traces,
     pieces,
-    shares_of,
-    sizes,
-    subsets_of,
-    traces_of,
+    replay_sizes,
+    source_coverage,
+    source_orders,
+    source_shares,
+    source_subsets,
+    typical_case,
 )
-from hdtool.builders.evaluation.report.measurements import Measured, distances, hashes_of, in_context, repeats
-from hdtool.builders.evaluation.report.tables import Coverage, Covered, Share, Shares, Trial, Trials, findings, wins_of
+from hdtool.builders.evaluation.report.measurements import (
+    BenchMeasurements,
+    ngram_hashes,
+    ngram_repeats,
+    repeat_distances,
+    repeated_in_context,
+)
+from hdtool.builders.evaluation.report.tables import (
+    Coverage,
+    SourceCounts,
+    SourceCoverage,
+    SourceShares,
+    Trial,
+    Trials,
+    claim_findings,
+    source_wins,
+)
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.data.bench_results import Results, Run
+from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source
@@ -66,10 +81,10 @@ def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None =
 
 
 def test_subsets_and_orders() -> None:
-    assert subsets_of("CMS") == ("C", "M", "S", "CM", "CS", "MS", "CMS")
-    assert subsets_of("CM") == ("C", "M", "CM")
-    assert orders_of("CMS") == ("CMS", "CSM", "MCS", "MSC", "SCM", "SMC")
-    assert orders_of("C") == ("C",)
+    assert source_subsets("CMS") == ("C", "M", "S", "CM", "CS", "MS", "CMS")
+    assert source_subsets("CM") == ("C", "M", "CM")
+    assert source_orders("CMS") == ("CMS", "CSM", "MCS", "MSC", "SCM", "SMC")
+    assert source_orders("C") == ("C",)
 
 
 def test_both_hierarchies_are_played_with_every_choice_and_the_paper_in_every_order() -> None:
@@ -113,35 +128,37 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
         letter: ReplayResult("hd", (played_turn(tokens, [int(source) * row[place] for row in rows]),), {})
         for place, (letter, source) in enumerate(letters.items(), start=1)
     }
-    found = coverage_of("hd", singles)
+    found = source_coverage("hd", singles)
     places = {letter: {at for at, row in enumerate(rows) if row[place]} for place, letter in enumerate("CMS", start=1)}
     words = {letter: {tokens[at] for at in own} for letter, own in places.items()}
     for letter, own in places.items():
         rest = set(chain.from_iterable(places[other] for other in "CMS" if other != letter))
         said = set(chain.from_iterable(words[other] for other in "CMS" if other != letter))
-        expected = Covered(len(own), len(own - rest), len(words[letter]), len(words[letter] - said))
+        expected = SourceCoverage(len(own), len(own - rest), len(words[letter]), len(words[letter] - said))
         assert found.sources[str(letters[letter])] == expected
     assert found.nobody == len(rows) - len(set.union(*places.values()))
 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
     one = played_turn([1, 2, 3, 4], [0, 1, 1, 0], [1, 3])
-    shares = shares_of("hd", ReplayResult("hd", (one,), {SourceName.MODEL: 0.1}))
+    shares = source_shares("hd", ReplayResult("hd", (one,), {SourceName.MODEL: 0.1}))
     assert shares.steps == 1
-    assert shares.sources == {"context": Share(2, 2, 1, 1)}, "what only took time drafted nothing"
+    assert shares.sources == {"context": SourceCounts(2, 2, 1, 1)}, "what only took time drafted nothing"
 
 
 def test_a_benchmark_has_the_shares_of_its_answers() -> None:
     sources = {"context": {"drafted": 9, "accepted": 3, "hits": 2}, "model": {"drafted": 4, "accepted": 0, "hits": 1}}
     one = answered("a", "qa", turn_of([1, 3, 2], 1.0, drafted_by=[0, 1, 1, 0, 1, 0], sources=sources))
-    run = Run({"temperature": 0.0}, ("ar", "hd"), 1, {}, "now")
-    (found,) = Measured(Results(run, {"ar": [answered("a", "qa", turn_of([1] * 6, 2.0))], "hd": [one]})).shares()
-    assert found == Shares("hd", 2, {"context": Share(9, 3, 2, 2), "model": Share(4, 0, 1, 0)})
+    run = BenchRun({"temperature": 0.0}, ("ar", "hd"), 1, {}, "now")
+    (found,) = BenchMeasurements(
+        Results(run, {"ar": [answered("a", "qa", turn_of([1] * 6, 2.0))], "hd": [one]})
+    ).shares()
+    assert found == SourceShares("hd", 2, {"context": SourceCounts(9, 3, 2, 2), "model": SourceCounts(4, 0, 1, 0)})
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
 def test_a_source_wins_a_step_once(steps: list[list[int]]) -> None:
-    found = wins_of(list(chain.from_iterable(steps)), [len(step) for step in steps])
+    found = source_wins(list(chain.from_iterable(steps)), [len(step) for step in steps])
     assert found == {source: sum(source in step for step in steps) for source in set(chain.from_iterable(steps))}
 
 
@@ -156,13 +173,13 @@ def verdicts(
     orders: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     names = ("context", "model", "corpus")
-    taken = {name: Share(100, *counts) for name, *counts in zip(names, verified, (9, 9, 9), won, strict=True)}
-    shares = Shares("hd-paper", 9, taken)
-    covered = {name: Covered(9, count, 5, 1) for name, count in zip(names, alone, strict=True)}
+    taken = {name: SourceCounts(100, *counts) for name, *counts in zip(names, verified, (9, 9, 9), won, strict=True)}
+    shares = SourceShares("hd-paper", 9, taken)
+    covered = {name: SourceCoverage(9, count, 5, 1) for name, count in zip(names, alone, strict=True)}
     rates = subsets or {"C": 1.5, "M": 1.4, "S": 1.6, "CM": 1.7}
     trials = Trials("hd-paper", tuple(Trial(name, rate, 1, 1) for name, rate in rates.items()))
     tried = Trials("hd-paper", tuple(Trial(name, rate, 1, 1) for name, rate in (orders or ORDERS).items()))
-    found = findings([shares], [Coverage("hd-paper", 20, covered, 1)], [trials], tried)
+    found = claim_findings([shares], [Coverage("hd-paper", 20, covered, 1)], [trials], tried)
     return dict(zip(("success", "own", "pair", "order"), (one.holds for one in found), strict=True))
 
 
@@ -188,14 +205,14 @@ def test_a_finding_falls_with_one_number(claim: str, changed: dict[str, Any]) ->
 
 
 def test_what_cannot_be_told_is_not_verdicts() -> None:
-    lacking = Shares("hd", 9, {"context": Share(9, 5, 9, 5), "model": Share(9, 4, 9, 4)})
-    for one in findings([lacking], [], [Trials("hd", (Trial("C", 1.0, 1, 1),))], None):
+    lacking = SourceShares("hd", 9, {"context": SourceCounts(9, 5, 9, 5), "model": SourceCounts(9, 4, 9, 4)})
+    for one in claim_findings([lacking], [], [Trials("hd", (Trial("C", 1.0, 1, 1),))], None):
         assert one.holds is None and one.verdict == "not decided"
     unequal = [
-        Shares(name, 9, {**lacking.sources, "corpus": Share(9, last, 9, last)})
+        SourceShares(name, 9, {**lacking.sources, "corpus": SourceCounts(9, last, 9, last)})
         for name, last in (("hd", 3), ("hd-paper", 8))
     ]
-    success = findings(unequal, [], [], None)[0]
+    success = claim_findings(unequal, [], [], None)[0]
     assert success.holds is False, "the verdict is about the paper's own policy"
     assert success.evidence[0].startswith("hd-paper:") and success.evidence[1].endswith("(differs from above)")
 
@@ -212,7 +229,7 @@ def test_repeats_in_a_conversation_are_what_searching_finds(prompt: list[int], a
     for at in range(len(prompt), len(whole) - 3):
         earlier = [whole[place : place + 4] for place in range(at)]
         expected.append(whole[at : at + 4] in earlier)
-    assert in_context(turn(prompt, answer)).tolist() == expected
+    assert repeated_in_context(turn(prompt, answer)).tolist() == expected
 
 
 @given(st.lists(tokens, min_size=1, max_size=4))
@@ -226,46 +243,48 @@ def test_distances_are_what_searching_finds(answers: list[list[int]]) -> None:
     for number, (place, gram) in enumerate(said):
         before = [other for other, same in said[:number] if same == gram]
         expected += [place - before[-1]] if before else []
-    assert sorted(distances([hashes_of(answer) for answer in answers]).tolist()) == sorted(expected)
+    assert sorted(repeat_distances([ngram_hashes(answer) for answer in answers]).tolist()) == sorted(expected)
 
 
 def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
     mark = TokenizerFingerprint("a", 100)
     documents = [Document([50, 51, 52, 53]), Document([60, 61]), Document([62, 63])]
-    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
+    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalBuildEngine(1))
     first, second = turn([1], [10, 11, 12, 13, 14]), turn([1], [50, 51, 52, 53, 60, 61, 62, 63], "2")
     again = turn([1], [10, 11, 12, 13, 99], "2")
-    found = repeats([[first], [second, again]], StoreSet(None, CorpusIndex(tmp_path)))
+    found = ngram_repeats([[first], [second, again]], StoreSet(None, CorpusIndex(tmp_path)))
     assert found is not None
     assert found.generations == (1, 2, 3)
     assert found.places["earlier answers"] == (0.0, 0.0, 0.5)
     assert found.places["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
     assert found.places["none of them"] == (1.0, 0.8, 0.5)
     assert found.within[-1] == pytest.approx(1 / 9)
-    assert repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
+    assert ngram_repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
 
 
 # Sizes, cases, recordings ----------------------------------------------------------------------
 
 
 def test_sizes_say_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sizes(Study([], StoreSet()), build_corpus_index) == "there is no corpus index"
+    assert replay_sizes(Study([], StoreSet()), build_corpus_index) == "there is no corpus index"
     mark = TokenizerFingerprint("a", 100)
-    build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalEngine(1))
-    assert "holds 1 documents" in str(sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index))
-    monkeypatch.setattr(sizes_of_corpora, "MAX_TOKENS", 1)
+    build_corpus_index(tmp_path, [Document([1, 2])], mark, [Source("text", "")], engine=LocalBuildEngine(1))
+    assert "holds 1 documents" in str(
+        replay_sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index)
+    )
+    monkeypatch.setattr(sizes_of_corpora, "MAX_INDEX_TOKENS", 1)
     assert "at most 1 are supported here" in str(
-        sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index)
+        replay_sizes(Study([], StoreSet(None, CorpusIndex(tmp_path))), build_corpus_index)
     )
 
 
 def test_smaller_corpora_are_parts_of_larger_ones(tmp_path: Path) -> None:
     mark = TokenizerFingerprint("a", 1000)
     documents = [Document([at, at, at]) for at in range(400)]
-    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalEngine(1))
+    build_corpus_index(tmp_path, documents, mark, [Source("text", "")], engine=LocalBuildEngine(1))
     answer = [5, 5, 5, 6, 6, 6]
     study = Study([[turn([1], answer)]], StoreSet(None, CorpusIndex(tmp_path)))
-    found = sizes(study, build_corpus_index)
+    found = replay_sizes(study, build_corpus_index)
     assert not isinstance(found, str)
     counts = [row.tokens for row in found.rows]
     assert counts == sorted(set(counts)) and counts[-1] == 1200 and len(counts) == 5
@@ -278,7 +297,7 @@ def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     turns = tuple(
         played_turn(ids, [0] * 60, [60 // count] * count) for count in (60, 30, 10)
     )  # 1, 2 and 6 a step: 1.8 of all
-    case = case_of("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
+    case = typical_case("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
     assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
     named = pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
@@ -289,14 +308,14 @@ def test_a_benchmarks_answers_are_conversations() -> None:
     prompt = Prompt(({"role": "user", "content": "one"},), ("two", "three"), "7", "qa")
     cut = turn_of([2, 2], 1.0)
     row = answered(7, "qa", turn_of([1, 2], 1.0), cut.__class__(**{**cut.__dict__, "finish": "length"}))
-    (trace,) = traces_of([prompt, prompt], [row])
+    (trace,) = bench_traces([prompt, prompt], [row])
     assert [message["content"] for message in trace.messages] == ["one", "[0, 1, 2]", "two", "[0, 1, 2, 3]"]
     assert [(one.place, one.ids, one.most) for one in trace.answers] == [
         (1, (0, 1, 2), None),
         (3, (0, 1, 2, 3), 4),
     ]
     silent = answered(7, "qa", turn_of([], 0.0))
-    assert traces_of([prompt], [silent]) == []
+    assert bench_traces([prompt], [silent]) == []
 
 
 # The commands ----------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hdtool.builders.evaluation.bench import Bench, hash_of, in_turn
-from hdtool.builders.evaluation.bench_plan import OWN, Lineup, Plan, questions_to_warm_up
+from hdtool.builders.evaluation.bench import Bench, questions_hash, rotated
+from hdtool.builders.evaluation.bench_plan import WARM_UP_PROMPTS, BenchPlan, ContenderFactory, warm_up_questions
 from hdtool.builders.evaluation.contenders import GenerateContender
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -26,7 +26,7 @@ from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.data.prompts import Prompt, of_all_categories, of_each_task, read_prompts, tasks_of
+from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
@@ -107,7 +107,7 @@ def test_the_first_answer_has_its_prediction(embedded: Loaded) -> None:
     asked = [replace(question("1", "qa", "question 2"), prediction="a likely answer"), question("3")]
     list(Bench(embedded, {"a": Noting("a", [], embedded)}, max_new_tokens=8).answers(asked))
     assert predicted == ["a likely answer", "", ""]
-    assert hash_of(asked) != hash_of([replace(asked[0], prediction="another"), asked[1]])
+    assert questions_hash(asked) != questions_hash([replace(asked[0], prediction="another"), asked[1]])
 
 
 def test_rounds_turn_as_well_and_the_one_of_median_speed_counts(embedded: Loaded) -> None:
@@ -167,12 +167,12 @@ def test_the_warm_up_takes_questions_that_are_not_measured_of_different_categori
     spare = [again, long, question("5", "x"), question("6", "x"), question("7", "y"), question("8", "z")]
 
     def ids(spare: list[Prompt], count: int, measured: list[Prompt] = measured) -> list[str]:
-        return [one.id for one in questions_to_warm_up(measured, spare, count, bench.fits)]
+        return [one.id for one in warm_up_questions(measured, spare, count, bench.fits)]
 
     assert ids(spare, 3) == ["5", "7", "8"]
     assert ids(spare, 5) == ["5", "7", "8", "6", "warm-up 1"]
     assert ids([], 6) == ["warm-up 1", "warm-up 2", "warm-up 3", "warm-up 4", "warm-up 1", "warm-up 2"]
-    assert ids([], 2, [replace(question("1"), messages=({"role": "user", "content": OWN[0]},))]) == [
+    assert ids([], 2, [replace(question("1"), messages=({"role": "user", "content": WARM_UP_PROMPTS[0]},))]) == [
         "warm-up 2",
         "warm-up 3",
     ]
@@ -252,7 +252,7 @@ def test_only_warm_drafters_know_earlier_answers_and_none_knows_its_own(embedded
         for name, end in (("1", ""), ("2", " "))
     ]
     decoding = DecodeConfig(draft_tokens=8, max_new_tokens=32)
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), decoding, SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), decoding, SamplingConfig())
 
     def steps(drafters: str, rounds: int, warm_up: int, questions: list[Prompt]) -> list[list[list[int]]]:
         """For each question, the tokens of each step of each round."""
@@ -286,15 +286,15 @@ def test_only_warm_drafters_know_earlier_answers_and_none_knows_its_own(embedded
 
 def test_a_limit_takes_of_all_categories_in_turn() -> None:
     every = [question("1", "x"), question("2", "x"), question("3", "y"), question("4", "x"), question("5", "z")]
-    assert [one.id for one in of_all_categories(every, 4)] == ["1", "3", "5", "2"]
-    assert [one.id for one in of_all_categories(every, 99)] == ["1", "3", "5", "2", "4"]
+    assert [one.id for one in interleave_categories(every, 4)] == ["1", "3", "5", "2"]
+    assert [one.id for one in interleave_categories(every, 99)] == ["1", "3", "5", "2", "4"]
 
 
 def test_a_number_for_each_task_pools_mt_bench() -> None:
     names = [("w1", "writing"), ("w2", "writing"), ("m1", "math"), ("q1", "qa"), ("q2", "qa"), ("m2", "math")]
     every = [question(name, category) for name, category in [*names, ("q3", "qa"), ("r1", "rag")]]
-    assert [one.id for one in of_each_task(every, 3)] == ["w1", "q1", "r1", "m1", "q2", "w2", "q3"]
-    assert [one.id for one in of_each_task(every, 1)] == ["w1", "q1", "r1"]
+    assert [one.id for one in interleave_tasks(every, 3)] == ["w1", "q1", "r1", "m1", "q2", "w2", "q3"]
+    assert [one.id for one in interleave_tasks(every, 1)] == ["w1", "q1", "r1"]
     assert tasks_of(["math", "edit"]) == ["math", "edit"], "math alone is no part of MT-bench"
     assert tasks_of(["math", "qa", "stem"]) == ["mt_bench", "qa", "mt_bench"]
 
@@ -302,9 +302,9 @@ def test_a_number_for_each_task_pools_mt_bench() -> None:
 def test_questions_are_told_apart_by_all_that_is_asked() -> None:
     one = question("1", "qa", "later")
     others = [question("2", "qa", "later"), question("1", "rag", "later"), question("1", "qa")]
-    assert len({hash_of([other]) for other in (one, *others)}) == 4
-    assert hash_of([one]) == hash_of([question("1", "qa", "later")])
-    assert in_turn("abc", 4) == ["b", "c", "a"]
+    assert len({questions_hash([other]) for other in (one, *others)}) == 4
+    assert questions_hash([one]) == questions_hash([question("1", "qa", "later")])
+    assert rotated("abc", 4) == ["b", "c", "a"]
 
 
 def test_a_question_that_cannot_be_asked_is_named_before_any_is(embedded: Loaded) -> None:
@@ -379,10 +379,10 @@ class Puts(BaseStreamer):
 
 @pytest.mark.parametrize("name", ["generate-pld", "generate-assisted"])
 def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=40), SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=40), SamplingConfig())
     contender = lineup.contenders([name], str(demo.MODEL))[name]
     assert isinstance(contender, GenerateContender)
-    for prompt in of_all_categories(read_prompts(demo.PROMPTS), 2):
+    for prompt in interleave_categories(read_prompts(demo.PROMPTS), 2):
         ids = encode_conversation(embedded.tokenizer, prompt.messages)
         found = contender.answer(ids)
         puts = Puts()
@@ -398,7 +398,7 @@ def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, nam
 
 def test_the_library_runs_on_weights_as_its_users_have_them(embedded: Loaded) -> None:
     """Layers of CPU models multiply otherwise for our own methods; a peer that ran on those would be another one."""
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     peer = lineup.contenders(["generate"])["generate"]
     assert isinstance(peer, GenerateContender)
     assert not has_compiled_layers(peer._model)
@@ -412,7 +412,7 @@ def test_an_assistant_of_a_padded_vocabulary_is_taken(embedded: Loaded, tmp_path
     model.resize_token_embeddings(4160)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(tmp_path)
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=16), SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=16), SamplingConfig())
     contenders = lineup.contenders(["ar", "generate-assisted"], str(tmp_path))
     ids = embedded.tokenizer("def add(a, b):")["input_ids"]
     plain, assisted = (contender.answer(ids).output_ids for contender in contenders.values())
@@ -424,7 +424,7 @@ def test_an_assistant_of_another_vocabulary_is_refused(embedded: Loaded, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path / "other")
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(), SamplingConfig())
     with pytest.raises(ModelError, match=r"cannot assist hdtool-demo: its tokenizer is another one \(4,097 tokens"):
         lineup.contenders(["generate-assisted"], str(tmp_path / "other"))
 
@@ -453,7 +453,7 @@ def test_a_killed_bench_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["tasks"]["overall"]["pld"]["identical"] == 4
     results = read_results(tmp_path)
     assert results.complete and last.read_bytes().startswith(b"".join(kept))
-    asked = [one.id for one in of_all_categories(read_prompts(demo.PROMPTS), 4)]
+    asked = [one.id for one in interleave_categories(read_prompts(demo.PROMPTS), 4)]
     assert [[one.question_id for one in rows] for rows in results.answers.values()] == [asked, asked]
 
 
@@ -489,7 +489,7 @@ def test_progress_counts_each_turn_of_each_contender(tmp_path: Path) -> None:
     asked = [question("1", "qa", "a later turn"), question("2")]
     bench = BenchConfig(("ar", "pld"), out=str(tmp_path), warm_up=1, rounds=2)
     told: list[tuple[int, int]] = []
-    plan = Plan(asked, bench, decoding=DecodeConfig(max_new_tokens=2), spare=[question("3")])
+    plan = BenchPlan(asked, bench, decoding=DecodeConfig(max_new_tokens=2), spare=[question("3")])
     plan.results(lambda done, total: told.append((done, total)))
     turns = 2 * (1 + 2 * (2 + 1))  # of two contenders: a warm-up, and two rounds of two questions
     assert told == [(done, turns) for done in range(turns + 1)]
@@ -593,7 +593,7 @@ def test_all_that_can_run_runs() -> None:
 
 
 def test_settings_that_change_nothing_are_not_compared() -> None:
-    plan = Plan([question("1")])
+    plan = BenchPlan([question("1")])
     free = replace(plan, bench=BenchConfig(baseline="ar", out="elsewhere"))
     assert plan.options() == free.options()
     other = replace(plan, sampling=SamplingConfig(seed=1))

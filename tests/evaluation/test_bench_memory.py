@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hdtool.builders.evaluation.bench import Bench
-from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import Contender, GenerateContender
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion
-from hdtool.data.prompts import Prompt, of_all_categories, read_prompts
+from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -30,18 +30,20 @@ METHODS_THAT_DRAFT = [
 
 
 @pytest.fixture(scope="module")
-def all_methods(embedded: Loaded) -> Lineup:
+def all_methods(embedded: Loaded) -> ContenderFactory:
     """All methods with the demo's stores and heads; a fixed number of nodes, so that no time decides on a tree."""
     stores = StoresConfig(model_db=str(demo.MODEL_STORE), corpus_db=str(demo.CORPUS_INDEX))
     decoding = DecodeConfig(draft_tokens=8, max_new_tokens=48, drafter=str(demo.MODEL))
     store_set = StoreSet.for_tokenizer(embedded.tokenizer, stores)
-    return Lineup(embedded, store_set, ModelConfig(), decoding, SamplingConfig())
+    return ContenderFactory(embedded, store_set, ModelConfig(), decoding, SamplingConfig())
 
 
 @pytest.mark.parametrize("name", METHODS_THAT_DRAFT)
-def test_nothing_learned_before_shows_in_cold_answers(embedded: Loaded, all_methods: Lineup, name: str) -> None:
+def test_nothing_learned_before_shows_in_cold_answers(
+    embedded: Loaded, all_methods: ContenderFactory, name: str
+) -> None:
     """Neither an earlier question, nor the warm-up, nor an earlier round changes a tree or what is accepted of it."""
-    first, second, third = of_all_categories(read_prompts(demo.PROMPTS), 3)
+    first, second, third = interleave_categories(read_prompts(demo.PROMPTS), 3)
 
     noted: list[tuple[int, list[int], list[int]]] = []
     """Nodes, tokens of each step and their sources, of each answer."""
@@ -64,7 +66,7 @@ def test_nothing_learned_before_shows_in_cold_answers(embedded: Loaded, all_meth
 
 
 @pytest.mark.parametrize("name", ["hd", "hd+logitspec", "logitspec", "hd+amphista"])
-def test_a_drafter_that_is_kept_would_show(embedded: Loaded, all_methods: Lineup, name: str) -> None:
+def test_a_drafter_that_is_kept_would_show(embedded: Loaded, all_methods: ContenderFactory, name: str) -> None:
     """The methods that learn: what the test above compares does change if their drafter answers again."""
     contender = all_methods.contenders([name])[name]
     ids = encode_conversation(embedded.tokenizer, read_prompts(demo.PROMPTS)[0].messages)
@@ -76,7 +78,7 @@ def test_a_drafter_that_is_kept_would_show(embedded: Loaded, all_methods: Lineup
 
 def test_a_draft_model_forgets_as_well(embedded: Loaded) -> None:
     """Some schedules of transformers keep the number of draft tokens in the settings of the draft model."""
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=24), SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=24), SamplingConfig())
     contender = lineup.contenders(["generate-assisted"], str(demo.MODEL))["generate-assisted"]
     assert isinstance(contender, GenerateContender)
     for settings in (contender._begun, contender._learned):

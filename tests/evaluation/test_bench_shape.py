@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.builders.evaluation.bench import ReplayRunner, Timing, drafting_runner, fitting, paired_benchmark
-from hdtool.builders.evaluation.contenders import load_shape, weights_read
+from hdtool.builders.evaluation.bench import ReplayRunner, Timing, drafting_runner, fitting_turns, paired_benchmark
+from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, play
+from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
@@ -74,7 +74,7 @@ def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
     turns = [RecordedTurn("c", "", 0, words[:12], words[12:], None), RecordedTurn("d", "", 0, words[:5], words, None)]
     config = DecodeConfig("hd", draft_tokens=budget)
     target = Target(model_of("llama"), direct)
-    played = play(Contender("hd", config), turns, StoreSet())
+    played = replay_method(ReplayMethod("hd", config), turns, StoreSet())
     tell = drafting_runner(target, drafter_for(config, target, StoreSet()))
     for turn, there in zip(turns, played.turns, strict=True):
         found = tell(turn)
@@ -127,8 +127,8 @@ def test_a_contender_that_fails_is_left_out(works: int, capsys: pytest.CaptureFi
 def test_answers_that_do_not_fit_are_left_out_and_long_ones_are_cut_off() -> None:
     target = Target(model_of("llama"))
     turns = [RecordedTurn("a", "", 0, [1] * 500, [2] * 30), RecordedTurn("b", "", 0, [1] * 9, [2] * 30)]
-    assert [(turn.conversation, len(turn.answer)) for turn in fitting(turns, target, 20)] == [("b", 20)]
-    assert [turn.conversation for turn in fitting(turns, target, 12)] == ["a", "b"]
+    assert [(turn.conversation, len(turn.answer)) for turn in fitting_turns(turns, target, 20)] == [("b", 20)]
+    assert [turn.conversation for turn in fitting_turns(turns, target, 12)] == ["a", "b"]
 
 
 def test_a_configuration_on_disk_is_a_shape(traces: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,9 +148,9 @@ def test_the_same_shape_has_the_same_weights_and_the_type_asked_for() -> None:
     assert torch.equal(next(first.model.parameters()), next(again.model.parameters()))
     half = load_shape("tiny", ModelConfig(device="cpu", dtype="bfloat16")).target
     assert half.dtype == torch.bfloat16
-    assert weights_read(half) * 2 == weights_read(first)
+    assert weight_bytes_read(half) * 2 == weight_bytes_read(first)
     table = first.model.get_input_embeddings().weight
-    assert weights_read(first) == sum(weight.nbytes for weight in first.model.parameters()) - table.nbytes
+    assert weight_bytes_read(first) == sum(weight.nbytes for weight in first.model.parameters()) - table.nbytes
 
 
 def test_known_shapes_are_as_large_as_their_names_say() -> None:

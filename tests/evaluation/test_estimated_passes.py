@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from hdtool.builders.evaluation.contenders import weights_read
+from hdtool.builders.evaluation.contenders import weight_bytes_read
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline, distinct_experts
 from hdtool.cli.app import run
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -48,7 +48,7 @@ def test_every_row_of_a_dense_model_reads_the_same_weights() -> None:
     model = model_of("llama")
     reads = PassReads.of(model)
     assert reads.weights(1) == reads.weights(64) == all_but_embeddings(model)
-    assert weights_read(Target(model)) == all_but_embeddings(model)
+    assert weight_bytes_read(Target(model)) == all_but_embeddings(model)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -59,7 +59,7 @@ def test_a_mixture_reads_the_experts_that_its_rows_wake(family: str) -> None:
     for rows, overlap in ((1, 0.0), (2, 0.0), (5, 0.3), (400, 0.0)):
         share = distinct_experts(rows, TOP, EXPERTS, overlap) / EXPERTS
         assert reads.weights(rows, overlap) == pytest.approx(whole - experts + share * experts)
-    assert weights_read(Target(model)) == pytest.approx(whole - experts / 2, abs=1)
+    assert weight_bytes_read(Target(model)) == pytest.approx(whole - experts / 2, abs=1)
 
 
 def test_a_model_without_memory_reads_as_much() -> None:

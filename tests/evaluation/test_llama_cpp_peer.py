@@ -10,26 +10,26 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hdtool.builders.evaluation.bench_plan import Lineup, Plan
+from hdtool.builders.evaluation.bench_plan import BenchPlan, ContenderFactory
 from hdtool.builders.evaluation.llama_cpp_peer import (
-    KEY,
+    BUILD_KEY,
     LlamaCppContender,
+    build_notes,
     check_same_model,
     describe_build,
-    files_of,
-    notes_of,
-    quantization_of,
-    why_not,
+    exclusion_reason,
+    quantization_name,
+    row_files,
 )
 from hdtool.cli.app import run
-from hdtool.cli.result_tables import WIDTH
+from hdtool.cli.result_tables import TABLE_WIDTH
 from hdtool.data import demo
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
-from hdtool.data.prompts import of_all_categories, read_prompts
+from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
@@ -49,9 +49,11 @@ def embedded() -> Loaded:
 @pytest.fixture(scope="module")
 def plain(embedded: Loaded) -> dict[tuple[int, ...], AnsweredTurn]:
     """The plain answers to two prompts."""
-    lineup = Lineup(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=TOKENS), SamplingConfig())
+    lineup = ContenderFactory(
+        embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=TOKENS), SamplingConfig()
+    )
     contender = lineup.contenders(["ar"])["ar"]
-    prompts = of_all_categories(read_prompts(demo.PROMPTS), 2)
+    prompts = interleave_categories(read_prompts(demo.PROMPTS), 2)
     asked = [encode_conversation(embedded.tokenizer, prompt.messages) for prompt in prompts]
     return {tuple(ids): contender.answer(ids) for ids in asked}
 
@@ -99,7 +101,7 @@ def test_no_answer_is_given_from_the_kv_cache_of_another(
 
 
 def test_a_longer_question_gets_a_longer_kv_cache(embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdtool.builders.evaluation.llama_cpp_peer.LEAST_CONTEXT", 64)
+    monkeypatch.setattr("hdtool.builders.evaluation.llama_cpp_peer.MIN_CONTEXT", 64)
     short, long = (5,) * 40, (5,) * 41
     made = fake_llama_cpp.install(monkeypatch, {short: [6] * 99, long: [6] * 99})
     contender = LlamaCppContender(embedded, FILE, TOKENS, lookup=False)
@@ -165,7 +167,7 @@ def test_a_bench_tells_how_many_answers_are_identical(
     assert run(asked) == 0
     shown = capfd.readouterr().out
     assert "\nllama.cpp (0.0.1) rounds activations: its answers may differ" in shown
-    assert max(map(len, shown.splitlines())) <= WIDTH
+    assert max(map(len, shown.splitlines())) <= TABLE_WIDTH
     words = " ".join(shown.split())
     assert "llama.cpp on own.gguf (Q4_1), " in words and "llama.cpp-file on other.gguf (Q4_0)" in words
     assert "llama-cpp-python 0.0.1, built with SSE3, AVX, AVX2, F16C, FMA, BMI2, REPACK" in words
@@ -188,11 +190,11 @@ def test_what_a_build_lacks_is_told(
     monkeypatch.setattr(f"{PEER}.has_feature", lambda name: name in ("avx", "avx2"))
     build = describe_build({"llama.cpp": same_sizes(tmp_path / "own.gguf")}, on_gpu=on_gpu)
     assert (build["features"], build["lacking"]) == (["AVX", "SVE_CNT"], lacking)
-    files, library, *notes = notes_of({KEY: build})
+    files, library, *notes = build_notes({BUILD_KEY: build})
     assert files == "llama.cpp on own.gguf (F32)"
     assert library == "llama-cpp-python 0.0.1 (llama.cpp 1.2.3), built with AVX, SVE_CNT"
     assert [note.endswith(advice) for note in notes] == [True] * bool(lacking)
-    assert notes_of({}) == []
+    assert build_notes({}) == []
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_quantizations_have_the_names_of_llama_cpp(
     values: dict[str, int], kinds: dict[int, int], expected: str
 ) -> None:
     tensors = tuple(GGUFTensor(f"{kind}", numbers, kind, 0) for kind, numbers in kinds.items())
-    assert quantization_of(GGUFHeader(values, tensors, 0)) == expected
+    assert quantization_name(GGUFHeader(values, tensors, 0)) == expected
 
 
 def test_a_file_for_llama_cpp_is_of_the_same_model(
@@ -246,10 +248,10 @@ def test_a_file_with_fewer_tokens_is_of_another_model(embedded: Loaded, monkeypa
 def test_a_model_in_another_form_is_compared_with_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{PEER}.find_spec", lambda name: True)
     model, greedy = ModelConfig("some/model"), SamplingConfig()
-    files = files_of(model, "~/q4.gguf")
+    files = row_files(model, "~/q4.gguf")
     assert files == {"llama.cpp-file": Path("~/q4.gguf").expanduser()}
-    assert why_not("llama.cpp-file", files, model, greedy) == ""
-    assert why_not("llama.cpp", files, model, greedy).startswith("runs on GGUF files")
+    assert exclusion_reason("llama.cpp-file", files, model, greedy) == ""
+    assert exclusion_reason("llama.cpp", files, model, greedy).startswith("runs on GGUF files")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +277,8 @@ def test_what_it_needs_is_told_if_it_is_named(
     FILE.write_bytes(b"GGUF")
     monkeypatch.setattr("hdtool.builders.evaluation.llama_cpp_peer.find_spec", lambda name: installed or None)
     config = ModelConfig(model)
-    assert why_not("llama.cpp-pld", files_of(config), config, sampling).startswith(said)
-    plan = Plan([], BenchConfig(("ar", "llama.cpp-pld"), out="out"), ModelConfig(model), sampling=sampling)
+    assert exclusion_reason("llama.cpp-pld", row_files(config), config, sampling).startswith(said)
+    plan = BenchPlan([], BenchConfig(("ar", "llama.cpp-pld"), out="out"), ModelConfig(model), sampling=sampling)
     monkeypatch.setattr("hdtool.builders.evaluation.bench_plan.load", lambda config: pytest.fail("the model is loaded"))
     if said:
         with pytest.raises(ModelError, match=f"^llama.cpp-pld {said}"):
@@ -295,12 +297,12 @@ def test_peers_are_added_to_the_methods_as_far_as_they_can_run() -> None:
 
 
 def test_further_temperatures_leave_it_out() -> None:
-    plan = Plan([], BenchConfig(("ar", "llama.cpp")))
+    plan = BenchPlan([], BenchConfig(("ar", "llama.cpp")))
     assert plan.at(0.7).bench.methods == ("ar",)
     assert plan.at(0.0).bench.methods == ("ar", "llama.cpp")
-    beside = Plan([], BenchConfig(("ar", "llama.cpp-file"), llama_cpp_file="q4.gguf"))
+    beside = BenchPlan([], BenchConfig(("ar", "llama.cpp-file"), llama_cpp_file="q4.gguf"))
     assert (beside.at(0.7).bench.methods, beside.at(0.7).bench.llama_cpp_file) == (("ar",), None)
-    assert Plan([], BenchConfig(llama_cpp_file="q4.gguf")).at(0.7).bench.methods is None
+    assert BenchPlan([], BenchConfig(llama_cpp_file="q4.gguf")).at(0.7).bench.methods is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, TurnReader
-from hdtool.builders.evaluation.replay import Contender, play
+from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversation import Rankings
@@ -67,7 +67,7 @@ def test_a_replay_of_logitspec_is_a_real_run(turns: list[RecordedTurn], loaded: 
     """It reads the logits of accepted positions only, which a recording has."""
     config = DecodeConfig("logitspec", draft_tokens=32)
     drafter = drafter_for(config, loaded.target, StoreSet())
-    played = play(Contender("logitspec", config), turns, StoreSet())
+    played = replay_method(ReplayMethod("logitspec", config), turns, StoreSet())
     for turn, one in zip(turns, played.turns, strict=True):
         sampler = Sampler(SamplingConfig(), turn.prompt)
         assert turn.most is not None

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdtool.builders.evaluation import worker_pool
-from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, follow
-from hdtool.builders.evaluation.replay import Contender, ReplayResult, play
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
+from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.cli.app import run
-from hdtool.cli.replay import TURN_KEYS
+from hdtool.cli.replay import STEPS_KEYS
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
@@ -62,7 +62,7 @@ LIMITS = (24, 60, None, None)
 
 @given(trees(5), st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_the_truth_is_followed_as_far_as_the_tree_holds_it(tree: Any, truth: list[int]) -> None:
-    accepted = follow(tree, truth)
+    accepted = accept_recorded(tree, truth)
     assert accepted.tokens == truth[: len(accepted.path) + 1]
     assert tree.tokens[accepted.path].tolist() == accepted.tokens[:-1]
     last = accepted.path[-1] if accepted.path else -1
@@ -132,7 +132,7 @@ def test_a_replay_is_a_real_run_step_by_step(
     drafter = drafter_for(config, loaded.target, store_set)
     parts = conversations if (method, budget) == ("hd", 32) else conversations[:2]
     turns = [turn for conversation in parts for turn in conversation]
-    played = play(Contender(method, config), turns, store_set)
+    played = replay_method(ReplayMethod(method, config), turns, store_set)
     accepted = 0
     for turn, one in zip(turns, played.turns, strict=True):
         assert turn.most is not None
@@ -160,8 +160,10 @@ def played(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> dict
     return replay(contenders(), conversations, store_set, workers=1)
 
 
-def contenders(curve: CostCurve | None = None, budget: int | None = 8) -> list[Contender]:
-    return [Contender(name, DecodeConfig(name, draft_tokens=budget, lookahead=False), curve) for name in ("pld", "hd")]
+def contenders(curve: CostCurve | None = None, budget: int | None = 8) -> list[ReplayMethod]:
+    return [
+        ReplayMethod(name, DecodeConfig(name, draft_tokens=budget, lookahead=False), curve) for name in ("pld", "hd")
+    ]
 
 
 def test_sums_are_those_of_the_turns(played: dict[str, ReplayResult]) -> None:
@@ -232,7 +234,7 @@ def test_two_processes_bring_what_one_does(
     monkeypatch.setattr(worker_pool, "CONVERSATIONS_PER_JOB", 1)
     counts: list[int] = []
     every = [*conversations, *repeated]
-    several = [*contenders(), Contender("remembering", remembering().config)]
+    several = [*contenders(), ReplayMethod("remembering", remembering().config)]
     one, two = (replay(several, every, store_set, workers=workers, on_progress=counts.append) for workers in (1, 2))
     assert list(one) == list(two) == ["pld", "hd", "remembering"]
     assert all(counted(one[name]) == counted(two[name]) for name in one)
@@ -265,8 +267,8 @@ def test_each_part_starts_anew(
 # The history ----------------------------------------------------------------------------------
 
 
-def remembering(*, history: bool = True, name: str = "hd") -> Contender:
-    return Contender(name, ReplayConfig(draft_tokens=8, history=history).decoding(name))
+def remembering(*, history: bool = True, name: str = "hd") -> ReplayMethod:
+    return ReplayMethod(name, ReplayConfig(draft_tokens=8, history=history).decoding(name))
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +295,7 @@ def test_the_history_grows_in_the_order_of_the_recordings(repeated: list[list[Re
 
 def test_every_contender_has_a_history_of_its_own(repeated: list[list[RecordedTurn]]) -> None:
     filled = StoreSet(history=History())
-    both = [remembering(), Contender("again", remembering().config)]
+    both = [remembering(), ReplayMethod("again", remembering().config)]
     alone = replay(both[:1], repeated, StoreSet(), workers=1)["hd"]
     for played in (replay(both, repeated, filled, workers=1), replay(both, repeated, filled, workers=1)):
         assert steps_of(played["hd"]) == steps_of(played["again"]) == steps_of(alone)
@@ -302,15 +304,15 @@ def test_every_contender_has_a_history_of_its_own(repeated: list[list[RecordedTu
 
 def test_what_is_played_before_is_not_counted(repeated: list[list[RecordedTurn]]) -> None:
     warm, measured = repeated[::2], repeated[1::2]
-    contenders = [remembering(), Contender("pld", DecodeConfig("pld"))]
+    contenders = [remembering(), ReplayMethod("pld", DecodeConfig("pld"))]
     played = replay(contenders, measured, StoreSet(), workers=1, warm=warm)
     assert [len(one.turns) for one in played.values()] == [4, 4]
     assert max(steps_of(played["hd"])) < 15 and steps_of(played["pld"]) == [40] * 4
     assert [one.warm_tokens for one in played.values()] == [160, 0]
-    assert worker_pool.turns_in(contenders, measured, warm) == 12
+    assert worker_pool.total_turns(contenders, measured, warm) == 12
     forgot = replay([remembering(history=False)], measured, StoreSet(), workers=1, warm=warm)["hd"]
     assert steps_of(forgot) == [40] * 4 and forgot.warm_tokens == 160
-    assert worker_pool.turns_in([remembering(history=False)], measured * 100, warm) == 400 + 4 * 4
+    assert worker_pool.total_turns([remembering(history=False)], measured * 100, warm) == 400 + 4 * 4
 
 
 def test_the_weights_are_warm_without_a_history(store_set: StoreSet, conversations: list[list[RecordedTurn]]) -> None:
@@ -470,7 +472,7 @@ def test_steps_are_written_turn_by_turn(command: list[str], tmp_path: Path, capf
     capfd.readouterr()
     said = complaint(capfd, [*command, "--methods", "pld", "--steps", str(tmp_path)])
     assert "cannot be written (it is a folder): choose another --steps" in said
-    assert set(rows[0]) == set(TURN_KEYS)
+    assert set(rows[0]) == set(STEPS_KEYS)
     assert run([*command, "--methods", "ar", "--steps", str(path), "--limit", "1"]) == 0, "its own file is replaced"
     assert len(path.read_text().splitlines()) == 2
     assert run([*command, "--methods", "hd", "--steps", str(path), "--limit", "1"]) == 0

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.builders.evaluation.report.figures import ReportData, figures_of, missing
-from hdtool.builders.evaluation.report.pages import PICTURE, Page, prepare, write
-from hdtool.builders.evaluation.report.plots import DOTS, THEMES, WIDTH, Theme
+from hdtool.builders.evaluation.report.figures import ReportData, figures_of, missing_figures
+from hdtool.builders.evaluation.report.pages import PICTURE_NAME, Page, check_report_folder, write_page
+from hdtool.builders.evaluation.report.plots import PLOT_DPI, PLOT_INCHES, THEMES, Theme
 from hdtool.builders.evaluation.report.tables import (
-    Case,
     Coverage,
-    Covered,
     Durations,
+    IndexSize,
+    IndexSizes,
     Repeats,
-    Share,
-    Shares,
-    Size,
-    Sizes,
+    SourceCounts,
+    SourceCoverage,
+    SourceShares,
     Speeds,
     Table,
     Trial,
     Trials,
+    TypicalCase,
 )
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
@@ -39,13 +39,15 @@ DATA = ReportData(
     speedups=Speeds(("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}, "generate"),
     durations=Durations({"generate": ((10, 0.2), (20, 0.4)), "hd": ((10, 0.1), (20, 0.2), (30, 0.3))}),
     temperatures=Speeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
-    shares=(Shares("hd", 10, {"context": Share(40, 10, 9, 6), "model": Share(0, 0, 0, 0)}),),
+    shares=(SourceShares("hd", 10, {"context": SourceCounts(40, 10, 9, 6), "model": SourceCounts(0, 0, 0, 0)}),),
     subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
     orders=Trials("hd-paper", (Trial("CM", 2.0, 9, 20), Trial("MC", 1.8, 9, 20))),
-    coverage=(Coverage("hd", 100, {"context": Covered(40, 30, 9, 8), "model": Covered(20, 10, 7, 6)}, 50),),
+    coverage=(
+        Coverage("hd", 100, {"context": SourceCoverage(40, 30, 9, 8), "model": SourceCoverage(20, 10, 7, 6)}, 50),
+    ),
     repeats=Repeats((5, 9), {"this conversation": (0.1, 0.2), "none of them": (0.9, 0.8)}, (1, 2, 4), (0.0, 0.1, 0.3)),
-    sizes=Sizes("hd", (Size(1000, 2.0, 20, 40, 10), Size(2000, 2.1, 22, 44, 12))),
-    case=Case("hd", EVIL, (("a ", "none"), (EVIL, "context"), ("b", "corpus")), 30, 10),
+    sizes=IndexSizes("hd", (IndexSize(1000, 2.0, 20, 40, 10), IndexSize(2000, 2.1, 22, 44, 12))),
+    case=TypicalCase("hd", EVIL, (("a ", "none"), (EVIL, "context"), ("b", "corpus")), 30, 10),
 )
 
 
@@ -62,7 +64,7 @@ def page_of(data: ReportData) -> Page:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "within"
-    assert write(folder, page_of(DATA)) == folder / "index.html"
+    assert write_page(folder, page_of(DATA)) == folder / "index.html"
     return folder
 
 
@@ -78,7 +80,7 @@ def test_every_figure_is_a_picture_in_both_themes(written: Path) -> None:
     assert {path.name for path in written.glob("*.png")} == expected
     for one in figures_of(DATA):
         light, dark = ((written / f"{one.name}{ending}.png").read_bytes() for ending in ("", ".dark"))
-        assert size_of(light) == size_of(dark) == (int(WIDTH * DOTS), int(one.height * DOTS))
+        assert size_of(light) == size_of(dark) == (int(PLOT_INCHES * PLOT_DPI), int(one.height * PLOT_DPI))
         assert light != dark
         assert 5_000 < len(light) < 300_000
 
@@ -137,7 +139,7 @@ def test_a_piece_has_the_class_of_its_source(written: Path) -> None:
 
 
 def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
-    assert not list(missing(DATA))
+    assert not list(missing_figures(DATA))
     assert "Not shown" not in read(written).texts
 
 
@@ -158,12 +160,12 @@ def test_a_figure_without_data_is_left_out_and_named(field: str, empty: object, 
     lacking = replace(DATA, **{field: empty})  # type: ignore[arg-type]
     gone = {one.name for one in figures_of(DATA)} - {one.name for one in figures_of(lacking)}
     assert gone == set(names)
-    ((_, command),) = missing(lacking)
+    ((_, command),) = missing_figures(lacking)
     assert "hdtool" in command or "four tokens" in command
 
 
 def test_a_page_without_figures_lists_the_commands_that_add_them(tmp_path: Path) -> None:
-    write(tmp_path, page_of(ReportData()))
+    write_page(tmp_path, page_of(ReportData()))
     assert not list(tmp_path.glob("*.png"))
     texts = " ".join(read(tmp_path).texts)
     assert "Not shown" in texts
@@ -182,20 +184,20 @@ def test_the_tables_are_markdown_too(written: Path) -> None:
 
 def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
     for _ in range(2):
-        write(tmp_path, page_of(ReportData(durations=DATA.durations)))
+        write_page(tmp_path, page_of(ReportData(durations=DATA.durations)))
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_all_figures_have_recognised_names(written: Path) -> None:
     methods = replace(DATA, shares=tuple(replace(DATA.shares[0], method=name) for name in METHODS))
     for one in figures_of(methods):
-        assert PICTURE.fullmatch(f"{one.name}.png") and PICTURE.fullmatch(f"{one.name}.dark.png")
+        assert PICTURE_NAME.fullmatch(f"{one.name}.png") and PICTURE_NAME.fullmatch(f"{one.name}.dark.png")
 
 
 @pytest.mark.parametrize("name", ["index.html", "tables.md", "speed-up.png", "sources-hd.dark.png"])
 def test_files_of_another_origin_are_refused_before_anything_is_measured(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    for act in (lambda: prepare(tmp_path), lambda: write(tmp_path, page_of(DATA))):
+    for act in (lambda: check_report_folder(tmp_path), lambda: write_page(tmp_path, page_of(DATA))):
         with pytest.raises(ResultError, match=f"{name} is there and is not a file of an hdtool report: choose another"):
             act()
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -205,7 +207,7 @@ def test_files_of_another_origin_are_refused_before_anything_is_measured(tmp_pat
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResultError, match=r"cannot be written .* choose another --report"):
-        write(tmp_path / "file" / "report", page_of(ReportData()))
+        write_page(tmp_path / "file" / "report", page_of(ReportData()))
 
 
 def test_durations_fit_a_line_through_the_answers() -> None:

@@ -13,7 +13,7 @@ from hdtool.builders.evaluation.contenders import generate_ids
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
-from hdtool.data.prompts import Prompt, of_each_task, read_prompts
+from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.model.load import Loaded, load
 from tests.benchmarks import rivals
@@ -37,7 +37,7 @@ def embedded() -> Loaded:
 def answers(embedded: Loaded) -> dict[tuple[int, ...], list[int]]:
     """Plain answers to the questions of the script, with tokens beyond their end."""
     found = {}
-    for question in of_each_task(read_prompts(demo.PROMPTS), 1):
+    for question in interleave_tasks(read_prompts(demo.PROMPTS), 1):
         ids = encode_conversation(embedded.tokenizer, question.messages)
         found[tuple(ids)] = [*generate_ids(embedded, SamplingConfig(), ids, TOKENS), *[5] * 8]
     return found

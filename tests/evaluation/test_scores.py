@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hdtool.builders.evaluation.scores import OVERALL, scores_of
+from hdtool.builders.evaluation.scores import ALL_TASKS, scores_of
 from hdtool.cli.result_tables import bench_table
-from hdtool.data.bench_results import Results, Run
+from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import OptionError
 from tests.support.spec_bench_answers import answered, turn_of
@@ -18,7 +18,7 @@ ABOUT = {"model": "toy", "device": "cpu", "dtype": "float32", "threads": 2, "mac
 
 def results_of(answers: dict[str, list[AnsweredQuestion]], temperature: float = 0.0) -> Results:
     count = len(next(iter(answers.values())))
-    return Results(Run({"temperature": temperature}, tuple(answers), count, ABOUT), answers)
+    return Results(BenchRun({"temperature": temperature}, tuple(answers), count, ABOUT), answers)
 
 
 SLOW = [
@@ -36,7 +36,7 @@ FAST = [
 def test_speeds_are_means_over_questions_and_steps_are_pooled() -> None:
     scores = scores_of(results_of({"ar": SLOW, "generate": SLOW, "hd": FAST}))
     assert (scores.baseline, scores.reference) == ("generate", "ar")
-    assert list(scores.tasks) == ["mt_bench", "qa", OVERALL]
+    assert list(scores.tasks) == ["mt_bench", "qa", ALL_TASKS]
     mt, qa, overall = (scores.tasks[task] for task in scores.tasks)
     assert mt["generate"].tokens_per_second == pytest.approx(15)
     assert mt["hd"].tokens_per_second == pytest.approx(30)
@@ -52,7 +52,7 @@ def test_speeds_are_means_over_questions_and_steps_are_pooled() -> None:
 
 def test_any_method_can_be_the_baseline() -> None:
     results = results_of({"generate": SLOW, "hd": FAST})
-    assert scores_of(results, "hd").tasks[OVERALL]["generate"].speedup == pytest.approx(60 / 118)
+    assert scores_of(results, "hd").tasks[ALL_TASKS]["generate"].speedup == pytest.approx(60 / 118)
     assert scores_of(results).reference == "generate"
     assert scores_of(results_of({"pld": FAST, "hd": SLOW})).baseline == "pld"
     with pytest.raises(OptionError, match="baseline is ar, which is not measured here: name one of generate, hd"):
@@ -62,19 +62,19 @@ def test_any_method_can_be_the_baseline() -> None:
 def test_without_a_plain_method_nothing_is_called_identical() -> None:
     scores = scores_of(results_of({"pld": FAST, "hd": FAST}))
     assert scores.reference is None
-    assert scores.tasks[OVERALL]["hd"].identical is None
+    assert scores.tasks[ALL_TASKS]["hd"].identical is None
     assert "identical: " not in bench_table(results_of({"pld": FAST, "hd": FAST}), scores)
 
 
 def test_sampled_answers_of_the_library_are_not_compared() -> None:
     scores = scores_of(results_of({"generate": SLOW, "ar": SLOW, "hd": SLOW}, temperature=0.7))
-    assert [score.identical for score in scores.tasks[OVERALL].values()] == [None, 3, 3]
+    assert [score.identical for score in scores.tasks[ALL_TASKS].values()] == [None, 3, 3]
     assert scores_of(results_of({"generate": SLOW, "hd": SLOW}, temperature=0.7)).reference is None
 
 
 def test_a_category_that_only_sounds_like_mt_bench_stands_for_itself() -> None:
     own = [answered(1, "math", turn_of([1], 1.0)), answered(2, "edit", turn_of([1], 1.0))]
-    assert list(scores_of(results_of({"ar": own})).tasks) == ["math", "edit", OVERALL]
+    assert list(scores_of(results_of({"ar": own})).tasks) == ["math", "edit", ALL_TASKS]
 
 
 def test_the_headline_is_the_default_method_against_plain_decoding_first() -> None:
@@ -105,15 +105,15 @@ def test_the_headline_is_the_default_method_against_plain_decoding_first() -> No
 def test_one_category_or_none_needs_no_table_of_its_own(category: str) -> None:
     own = [answered(number, category, turn_of([2], 1.0)) for number in range(3)]
     scores = scores_of(results_of({"ar": own}))
-    assert list(scores.tasks) == [OVERALL]
-    assert scores.tasks[OVERALL]["ar"].questions == 3
+    assert list(scores.tasks) == [ALL_TASKS]
+    assert scores.tasks[ALL_TASKS]["ar"].questions == 3
 
 
 def test_times_of_drafting_are_told_where_they_are_known() -> None:
     known: Any = {"draft_seconds": 0.002, "model_seconds": 0.5}
     own = [answered(1, "qa", turn_of([1, 1], 1.0, **known), turn_of([1, 1], 1.0, **known))]
     peers = [answered(1, "qa", turn_of([1] * 4, 1.0))]
-    overall = scores_of(results_of({"generate": peers, "hd": own})).tasks[OVERALL]
+    overall = scores_of(results_of({"generate": peers, "hd": own})).tasks[ALL_TASKS]
     assert overall["hd"].draft_us_per_step == pytest.approx(1000)
     assert overall["hd"].model_ms_per_step == pytest.approx(250)
     assert (overall["generate"].draft_us_per_step, overall["generate"].model_ms_per_step) == (None, None)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hdtool.builders.evaluation.bench import hash_of
-from hdtool.builders.evaluation.bench_plan import Lineup
+from hdtool.builders.evaluation.bench import questions_hash
+from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli.app import run
 from hdtool.data.chat import encode_conversation
@@ -66,7 +66,7 @@ def test_verify_finds_a_choice_that_the_grammar_forbids(embedded: Loaded) -> Non
     ids = encode_conversation(embedded.tokenizer, asked.messages, chat=None)
     grammar = Grammar.regex(REGEX)
     verifier = Verifier(embedded, SamplingConfig(), NoDraft(), 20)
-    contender = Lineup(
+    contender = ContenderFactory(
         embedded, StoreSet(databases="C"), ModelConfig(), DecodeConfig(max_new_tokens=20), SamplingConfig()
     ).contenders(["ar"])["ar"]
     answer = contender.answer(ids, embedded.guide(grammar)).output_ids
@@ -83,7 +83,7 @@ def test_verify_finds_a_choice_that_the_grammar_forbids(embedded: Loaded) -> Non
 def test_every_contender_follows_the_grammar(embedded: Loaded) -> None:
     ids = encode_conversation(embedded.tokenizer, Prompt.from_text("Name a town.").messages, chat=None)
     decoding = DecodeConfig(max_new_tokens=40, draft_tokens=12)
-    lineup = Lineup(embedded, StoreSet(databases="C"), ModelConfig(), decoding, SamplingConfig())
+    lineup = ContenderFactory(embedded, StoreSet(databases="C"), ModelConfig(), decoding, SamplingConfig())
     grammar = Grammar.json_schema(SCHEMA)
     found = {
         name: contender.answer(ids, embedded.guide(grammar))
@@ -114,7 +114,7 @@ def test_grammars_and_tools_tell_questions_apart() -> None:
         Prompt(free.messages, id="1", grammar=Grammar.regex(REGEX)),
         Prompt(free.messages, id="1", tools=({"type": "function", "function": {"name": "f"}},)),
     ]
-    assert len({hash_of([one]) for one in (free, *held)}) == 4
+    assert len({questions_hash([one]) for one in (free, *held)}) == 4
 
 
 def test_collect_records_the_grammar_and_resumes_under_it_alone(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hdtool.builders.evaluation import verify
-from hdtool.builders.evaluation.contenders import generate_ids, steps_of
+from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
 from hdtool.builders.evaluation.verify import Check, Difference, Explanation, Oracle, Verifier
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
@@ -73,7 +73,7 @@ def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, 
 
 def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
     """Else tokens per step would be too high; a second check of a prompt does draft from the first one."""
-    alone = len(list(steps_of(small, Hierarchy(history=History()), GREEDY, MOST, PROMPT)))
+    alone = len(list(answer_steps(small, Hierarchy(history=History()), GREEDY, MOST, PROMPT)))
     verifier = Verifier(small, GREEDY, Hierarchy(history=History()), MOST)
     assert verifier.check("it", PROMPT).steps == alone > verifier.check("it again", PROMPT).steps
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hdtool.cli.app import run
-from hdtool.data.kept_records import KeptRecord
+from hdtool.data.kept_records import CachedValue
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model import cpu_threads as threads
@@ -70,7 +70,7 @@ def test_fewer_threads_are_tried_until_they_are_slower(
 
 
 def test_a_recorded_number_is_taken_over(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = KeptRecord(tmp_path, {})
+    record = CachedValue(tmp_path, {})
     monkeypatch.setattr(threads, "_seconds_with", lambda count, target: {4: 1.0, 2: 0.5, 1: 1.0}[count])
     torch.set_num_threads(4)
     assert choose_threads(target, record=record) == 2
@@ -84,7 +84,7 @@ def test_a_recorded_number_is_taken_over(target: Target, tmp_path: Path, monkeyp
 def test_passes_of_the_library_use_the_cpus_there_are(
     quota: int | None, chosen: int, stock: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = KeptRecord(tmp_path, {})
+    record = CachedValue(tmp_path, {})
     record.write(1)
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     monkeypatch.setattr(threads, "_seconds_with", lambda count, target: pytest.fail("it was measured"))

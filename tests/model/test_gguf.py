@@ -22,7 +22,7 @@ import hdtool
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.data.stores.home import converted_models
+from hdtool.data.stores.home import converted_models_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.gguf import convert, converted, converted_folder
@@ -223,7 +223,7 @@ def test_commands_that_need_the_tokenizer_alone_convert_no_weights(
     printed = capfd.readouterr()
     assert "stores" in printed.err, "the stores are found by the fingerprint of the tokenizer"
     assert json.loads(printed.out)["methods"]["hd"]["tokens_per_step"] > 1
-    assert not list(converted_models().rglob(WEIGHTS))
+    assert not list(converted_models_at_home().rglob(WEIGHTS))
 
 
 def test_the_second_start_reads_only_what_was_converted(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,11 +319,11 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(file: Path, 
     with start(file, "killed") as process:
         process.communicate()
     assert process.returncode == 9
-    assert list(converted_models().rglob(WEIGHTS)), "the test has left a torn file"
+    assert list(converted_models_at_home().rglob(WEIGHTS)), "the test has left a torn file"
     folder = folder_of(file, weights=True)
     assert torch.equal(weights_of(folder)["lm_head.weight"], original.lm_head.weight)
-    assert [path.name for path in converted_models().rglob(WEIGHTS)] == [WEIGHTS]
-    assert not list(converted_models().glob("*.tmp")) and not list(converted_models().glob(".*.tmp"))
+    assert [path.name for path in converted_models_at_home().rglob(WEIGHTS)] == [WEIGHTS]
+    assert not list(converted_models_at_home().glob("*.tmp")) and not list(converted_models_at_home().glob(".*.tmp"))
 
 
 @pytest.mark.exhaustive
@@ -374,7 +374,7 @@ def test_files_that_cannot_be_read(
     with monkeypatch.context() as patched:
         patched.setattr(convert, "find_spec", lambda name: None if name == "gguf" else name)
         assert 'needs gguf, not installed here: pip install "accelerate>=1.1" "gguf>=0.19"' in refused()
-    assert not list(converted_models().rglob(WEIGHTS))
+    assert not list(converted_models_at_home().rglob(WEIGHTS))
 
 
 def test_names_that_are_not_clear(refused: Callable[..., str], file: Path, tmp_path: Path) -> None:
@@ -400,8 +400,8 @@ def test_a_full_disk(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatc
     assert "(I/O error: No space left on device (os error 28)): make room" in refused()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
     assert "whose disk has 5: make room" in refused()
-    assert not list(converted_models().rglob(WEIGHTS))
-    assert not list(converted_models().glob(".*.tmp"))
+    assert not list(converted_models_at_home().rglob(WEIGHTS))
+    assert not list(converted_models_at_home().glob(".*.tmp"))
 
 
 def test_a_home_that_cannot_be_written(refused: Callable[..., str], home: Path) -> None:
@@ -419,4 +419,4 @@ def test_a_file_that_changes_while_it_is_read(file: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Conversion, "write_configuration", interrupted)
     with pytest.raises(HdtoolError, match="was changed while it was read"):
         folder_of(file, weights=False)
-    assert not [path for path in converted_models().iterdir() if path.is_dir()]
+    assert not [path for path in converted_models_at_home().iterdir() if path.is_dir()]

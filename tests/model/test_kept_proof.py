@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hdtool.data import demo
-from hdtool.data.kept_records import checksum
+from hdtool.data.kept_records import json_digest
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu import kept_proof
@@ -163,7 +163,7 @@ def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs:
     row = json.loads(path.read_text())
     value = row["value"]
     value[field] = {"outline": "0" * 64, "logits": "0" * 64, "shapes": value["shapes"][:1], "compact": {"x": 1}}[field]
-    row["sha256"] = checksum(value)
+    row["sha256"] = json_digest(value)
     path.write_text(json.dumps(row))
     assert torch.equal(logits_of(config), expected)
     assert len(proofs) == (2 if field != "compact" else 1), "forms that are not named are proved as before"

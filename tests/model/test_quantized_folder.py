@@ -27,7 +27,7 @@ from gguf.quants import quantize
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.data.stores.home import quantized_models
+from hdtool.data.stores.home import quantized_models_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
@@ -88,7 +88,7 @@ def formats(model: Any) -> dict[str, str]:
 
 
 def folder_made() -> Path:
-    (folder,) = (path for path in quantized_models().iterdir() if path.is_dir())
+    (folder,) = (path for path in quantized_models_at_home().iterdir() if path.is_dir())
     return folder
 
 
@@ -270,7 +270,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path)
     with other(place, "killed") as process:
         process.communicate("\n")
     assert process.returncode == 9
-    (left,) = (path for path in quantized_models().iterdir() if path.is_dir())
+    (left,) = (path for path in quantized_models_at_home().iterdir() if path.is_dir())
     assert left.name.endswith(".tmp") and (left / BLOCKS).is_file()
     model = load(config_of(place)).target.model
     assert_near(logits(model), logits(load_stock(config_of(place))))
@@ -306,7 +306,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
         with pytest.raises(ModelError, match=r"needs [\d,]+ bytes in .*, whose disk has 5: make room"):
             load(config_of(place))
-    assert not [path for path in quantized_models().iterdir() if path.is_dir()]
+    assert not [path for path in quantized_models_at_home().iterdir() if path.is_dir()]
 
 
 def test_a_home_that_cannot_be_written(tmp_path: Path, home: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(loading, "_on_one_device", changed)
     with pytest.raises(ModelError, match="was changed while it was read: run the command again"):
         load(config_of(place))
-    assert not list(quantized_models().glob("tiny*"))
+    assert not list(quantized_models_at_home().glob("tiny*"))
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,4 +376,4 @@ def test_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     (item,) = json.loads(capfd.readouterr().out)["stores"]
     assert item["kind"] == "quantized" and item["name"].startswith("quantized-q4_0-")
     assert command(["stores", "remove", item["name"], "--yes"]) == 0
-    assert not list(quantized_models().glob("[!.]*"))
+    assert not list(quantized_models_at_home().glob("[!.]*"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data.kept_records import checksum
+from hdtool.data.kept_records import json_digest
 
 ANSWER = """
 import hashlib, sys
@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_bits_with_an_empty_home_and_after_other_measureme
     for record in (tmp_path / "costs" / "quick").glob("*.json"):  # as if another number of threads had been faster
         row = json.loads(record.read_text())
         if isinstance(row["value"], int):
-            row["value"], row["sha256"] = others, checksum(others)
+            row["value"], row["sha256"] = others, json_digest(others)
             record.write_text(json.dumps(row))
     used, same = answered(code, tmp_path)
     assert same == bits

@@ -9,7 +9,7 @@ from sglang.srt.speculative.cpp_ngram.external_corpus import SEPARATOR_TOKEN, it
 from transformers import AutoTokenizer
 
 from hdtool.builders.export_corpus import export_corpus, kept_tokens
-from hdtool.builders.stores.edit_store import Contents
+from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig, StoresConfig
 
@@ -20,7 +20,7 @@ def test_the_loader_reads_the_documents_of_a_store(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     tokens = [token for chunk in iter_external_corpus_chunks(str(out), tokenizer, made.tokens) for token in chunk]
     assert len(tokens) == made.tokens, "the limit that the command line names is enough"
-    documents, read = [document.ids for document in Contents.of(demo.MODEL_STORE).documents()], [list[int]()]
+    documents, read = [document.ids for document in StoreContents.of(demo.MODEL_STORE).documents()], [list[int]()]
     for token in tokens:
         if token == SEPARATOR_TOKEN:
             read.append([])

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalEngine, suffix_array
+from hdtool.builders.stores.engine import LocalBuildEngine, suffix_array
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store import damaged
+from hdtool.data.stores.store import damaged_files
 from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import (
     CONTINUATION_DEPTH,
@@ -188,7 +188,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
         for _ in range(rng.randrange(1, 4)):
             spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
         path.write_bytes(spoiled)
-        assert damaged(tmp_path, index.manifest) == [path.name]
+        assert damaged_files(tmp_path, index.manifest) == [path.name]
         try:
             found = CorpusIndex(tmp_path)
         except StoreError:
@@ -207,7 +207,12 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
     whole = []
     for workers in (1, 2):
         manifest = build_corpus_index(
-            tmp_path / str(workers), documents, mark, [Source("a", "0")], shard_bytes=600, engine=LocalEngine(workers)
+            tmp_path / str(workers),
+            documents,
+            mark,
+            [Source("a", "0")],
+            shard_bytes=600,
+            engine=LocalBuildEngine(workers),
         )
         assert manifest.counts["shards"] > 2
         whole.append({part: file.sha256 for part, file in manifest.files.items()})

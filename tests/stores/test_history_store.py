@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from hdtool.builders.stores import edit_store
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import (
-    ANSWERS,
-    FILES,
-    LOCK_ENDING,
+    DEFAULT_SOURCE,
+    HISTORY_FILES,
+    LMDB_LOCK_ENDING,
     HistoryManifest,
     TokenizerFingerprint,
     read_history_manifest,
@@ -128,7 +128,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
     kept = held(store)
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
     assert found(store, *said[-1][:2])[0] == said[-1][2]
-    assert len(list(tmp_path.iterdir())) == len(FILES) + 3, "no file of a smaller ring is left"
+    assert len(list(tmp_path.iterdir())) == len(HISTORY_FILES) + 3, "no file of a smaller ring is left"
 
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_no_build_replaces_a_history(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a history store, a model store or a corpus index is needed"):
         edit_store.merge([tmp_path / "history"], tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "history").iterdir()} == before
-    build_corpus_index(tmp_path / "index", documents, MARK, source, engine=LocalEngine(1))
+    build_corpus_index(tmp_path / "index", documents, MARK, source, engine=LocalBuildEngine(1))
     with pytest.raises(StoreError, match="is of the kind corpus, a history store is needed: name another folder"):
         opened(tmp_path / "index")
 
@@ -302,7 +302,7 @@ def written(tmp_path: Path) -> tuple[Path, HistoryManifest]:
     return store.folder, store.manifest
 
 
-@pytest.mark.parametrize("part", FILES)
+@pytest.mark.parametrize("part", HISTORY_FILES)
 @pytest.mark.parametrize("size", [None, 0, 1, 5_000, 20_000, -1])
 def test_a_file_that_is_cut_off_is_named(part: str, size: int | None, written: tuple[Path, HistoryManifest]) -> None:
     folder, manifest = written
@@ -366,7 +366,7 @@ def test_bytes_that_changed_end_no_process(tmp_path: Path, written: tuple[Path, 
         for number in range(60):
             copy = tmp_path / str(number)
             shutil.copytree(folder, copy)
-            part = list(FILES)[number % 4 % 3]
+            part = list(HISTORY_FILES)[number % 4 % 3]
             path = manifest.path(copy, part)
             content = bytearray(path.read_bytes())
             start = rng.randrange(len(content))
@@ -469,7 +469,7 @@ def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, m
     assert planted_in(tmp_path)
     opened(tmp_path)
     assert planted_in(tmp_path) == []
-    assert len(list(tmp_path.iterdir())) == len(FILES) + 3
+    assert len(list(tmp_path.iterdir())) == len(HISTORY_FILES) + 3
 
 
 def test_a_reader_sees_nothing_before_it_refreshes(tmp_path: Path) -> None:
@@ -685,7 +685,7 @@ def test_old_conversations_are_dropped(tmp_path: Path, monkeypatch: pytest.Monke
     assert drop_conversations(tmp_path, before=timedelta(days=5.5)).conversations == 5
     assert planted_in(tmp_path) == []
     moment = datetime.now(UTC) - timedelta(days=2.5)
-    assert drop_conversations(tmp_path, source=ANSWERS, before=moment) == (3, 6, (ANSWERS,))
+    assert drop_conversations(tmp_path, source=DEFAULT_SOURCE, before=moment) == (3, 6, (DEFAULT_SOURCE,))
     assert held(opened(tmp_path)) == [[2, 2], [1, 1]]
     assert drop_conversations(tmp_path, before=timedelta(days=5)).conversations == 0
     with pytest.raises(StoreError, match="has no source books: it holds answers"):
@@ -723,7 +723,9 @@ def test_a_build_takes_conversations_as_documents(tmp_path: Path) -> None:
         ("chats", 20),
         ("more.jsonl", 1),
     ]
-    build_corpus_index(tmp_path / "index", [Document([1] * 9)], MARK, [Source("a", "0" * 64)], engine=LocalEngine(1))
+    build_corpus_index(
+        tmp_path / "index", [Document([1] * 9)], MARK, [Source("a", "0" * 64)], engine=LocalBuildEngine(1)
+    )
     edit_store.add(tmp_path / "index", iter(read), read.sources, MARK)
     assert read_manifest(tmp_path / "index").counts["documents"] == 41
     with pytest.raises(StoreError, match="answers in another tokenizer"):
@@ -771,7 +773,7 @@ def test_a_store_that_is_only_read_does_not_change(tmp_path: Path) -> None:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Everything but LMDB's table of readers."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(LOCK_ENDING)}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(LMDB_LOCK_ENDING)}
 
 
 # With the answers in memory --------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from hdtool.builders.stores import engine
 from hdtool.builders.stores import sequences as counting
-from hdtool.builders.stores.build import DOUBLINGS, _table, build_model_store
+from hdtool.builders.stores.build import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged
+from hdtool.data.stores.store import damaged_files
 from hdtool.data.stores.store_files import Document, Source, token_type
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
@@ -139,7 +139,7 @@ def test_lookups_equal_counting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Small alphabets at the top of the vocabulary, counted in one part and in many."""
-    monkeypatch.setattr(counting, "TABLE_SLOTS", slots)
+    monkeypatch.setattr(counting, "MAX_TABLE_SLOTS", slots)
     token = st.integers(vocabulary - 3, vocabulary - 1)
     documents = st.lists(st.lists(token, max_size=16), min_size=1, max_size=6).filter(
         lambda documents: max(map(len, documents)) > PHRASE_TOKENS
@@ -261,8 +261,8 @@ def test_answers_too_short_for_a_store_are_refused(documents: Documents, found: 
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "TABLE_SLOTS", 1 << 12)
-    monkeypatch.setattr(engine, "LENGTHS_AT_ONCE", 1)  # which lengths meet in memory would be a matter of chance
+    monkeypatch.setattr(counting, "MAX_TABLE_SLOTS", 1 << 12)
+    monkeypatch.setattr(engine, "PARALLEL_LENGTHS", 1)  # which lengths meet in memory would be a matter of chance
     mark, source = TokenizerFingerprint("test", 1000), Source("test", "")
 
     def documents(number: int) -> Iterator[Document]:
@@ -294,7 +294,7 @@ def test_damage_costs_a_draft_at_worst(part: str, tmp_path: Path) -> None:
         for _ in range(random.randrange(1, 40)):
             spoiled[random.randrange(len(spoiled))] ^= 1 << random.randrange(8)
         path.write_bytes(spoiled)
-        assert damaged(tmp_path, manifest) == [path.name]
+        assert damaged_files(tmp_path, manifest) == [path.name]
         store = ModelStore(tmp_path)
         for ids in documents:
             for entry in store.after(ids[:10]):
@@ -318,8 +318,8 @@ def test_a_table_grows_until_every_search_is_short() -> None:
     heads = crowded(MAX_PROBES + 50, 10)
     keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
     assert table_size(len(heads)) <= 1 << 10
-    slots = _table(keys, [heads[:40], heads[40:]])
-    assert table_size(len(heads)) < len(slots) <= table_size(len(heads)) << DOUBLINGS
+    slots = _hash_table(keys, [heads[:40], heads[40:]])
+    assert table_size(len(heads)) < len(slots) <= table_size(len(heads)) << MAX_DOUBLINGS
     for number, (token,) in enumerate(heads.tolist()):
         assert find_key(slots, keys, hash_of(token)) == number
 
@@ -327,8 +327,8 @@ def test_a_table_grows_until_every_search_is_short() -> None:
 def test_equal_hashes_do_not_grow_a_table_for_ever() -> None:
     heads = np.full((2 * MAX_PROBES, 1), 7)
     keys = np.zeros((len(heads), KEY_WIDTH), np.int32)
-    slots = _table(keys, [heads])
-    assert len(slots) == table_size(len(heads)) << DOUBLINGS
+    slots = _hash_table(keys, [heads])
+    assert len(slots) == table_size(len(heads)) << MAX_DOUBLINGS
     assert np.count_nonzero(slots >= 0) == MAX_PROBES
     assert find_key(slots, keys, hash_of(7)) == 0
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.engine import LocalEngine
+from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.cli.inspect_stores import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import building, damaged, read_manifest
-from hdtool.data.stores.store_files import MANIFEST, PARTS, Document, Source
+from hdtool.data.stores.store import building, damaged_files, read_manifest
+from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS, Document, Source
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes
@@ -36,7 +36,7 @@ from hdtool.runtime.stores.store_set import open_store, store_of
 
 VOCABULARY = 20
 MARK = TokenizerFingerprint("test", VOCABULARY)
-KINDS = list(PARTS)
+KINDS = list(STORE_PARTS)
 FOREIGN = {
     "thesis.tex": b"years of work",
     "photo.jpg": bytes(range(256)),
@@ -56,7 +56,7 @@ def build(kind: str, folder: Path, number: int = 0) -> Manifest:
     sources = [Source("in/first.txt", "a" * 64), Source(f"in/{number}.txt", f"{number:064x}")]
     if kind == "model":
         return build_model_store(folder, documents, MARK, sources)
-    return build_corpus_index(folder, documents, MARK, sources, engine=LocalEngine(1))
+    return build_corpus_index(folder, documents, MARK, sources, engine=LocalBuildEngine(1))
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -150,7 +150,7 @@ def test_a_damaged_manifest_beside_its_files_does_not_block_a_build(content: byt
     with pytest.raises(StoreError):
         read_manifest(tmp_path)
     new = build("corpus", tmp_path)
-    assert read_manifest(tmp_path) == new and damaged(tmp_path, new) == []
+    assert read_manifest(tmp_path) == new and damaged_files(tmp_path, new) == []
     assert not {file.name for file in old.files.values()} & contents(tmp_path).keys()
 
 
@@ -220,14 +220,14 @@ def test_a_manifest_of_another_program_that_appears_during_a_build_stays(tmp_pat
         (tmp_path / MANIFEST).write_bytes(WEB_APP)
 
     with pytest.raises(StoreError, match="was written by another program meanwhile"):
-        build_corpus_index(tmp_path, documents(), MARK, [Source("a", "0")], engine=LocalEngine(1))
+        build_corpus_index(tmp_path, documents(), MARK, [Source("a", "0")], engine=LocalBuildEngine(1))
     assert (tmp_path / MANIFEST).read_bytes() == WEB_APP
 
 
 def test_names_that_are_no_text_are_recorded_escaped(tmp_path: Path) -> None:
     sources = [Source("in/\udcff.txt", "0"), Source("in/b.txt", "1")]
     documents = [Document([1, 2, 3], 0), Document([3, 2, 1], 1)]
-    written = build_corpus_index(tmp_path, documents, MARK, sources, engine=LocalEngine(1))
+    written = build_corpus_index(tmp_path, documents, MARK, sources, engine=LocalBuildEngine(1))
     assert read_manifest(tmp_path) == written
     assert written.sources[0].name == "in/\\udcff.txt"
     assert [share.name for share in rework.drop(tmp_path, "in/\udcff.txt").removed] == ["in/\\udcff.txt"]
@@ -243,7 +243,7 @@ def inspected(folder: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "read": read_manifest,
     "inspect": inspected,
-    "rework": lambda folder: list(rework.Contents.of(folder).documents()),
+    "rework": lambda folder: list(rework.StoreContents.of(folder).documents()),
 }
 OPENED: dict[str, Callable[[Path], object]] = {"corpus": CorpusIndex, "model": ModelStore}
 
@@ -291,7 +291,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_opened_anew(
     monkeypatch.setattr(module, name, replaced)
     (READERS | {"open": OPENED[kind]})[reader](folder)
     assert not left, "each opening met another build"
-    assert damaged(folder, read_manifest(folder)) == []
+    assert damaged_files(folder, read_manifest(folder)) == []
 
 
 def test_a_missing_file_of_an_unchanged_store_is_an_error_at_once(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_store_that_is_replaced_without_end_is_an_error(tmp_path: Path, monkey
         build("corpus", tmp_path, manifest.bytes)
         raise StoreError("is missing")
 
-    with pytest.raises(StoreError, match=f"was replaced {stores.OPENINGS} times while it was opened"):
+    with pytest.raises(StoreError, match=f"was replaced {stores.MAX_OPEN_ATTEMPTS} times while it was opened"):
         stores.read_store(tmp_path, always_replaced)
 
 
@@ -321,7 +321,7 @@ def build_without_pause(kind: str, folder: str, stop: Any) -> None:
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
 def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the moment: a store that was opened holds the documents of one build."""
-    monkeypatch.setattr(stores, "OPENINGS", 1000)
+    monkeypatch.setattr(stores, "MAX_OPEN_ATTEMPTS", 1000)
     build(kind, tmp_path)
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
@@ -333,7 +333,7 @@ def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeyp
             assert builder.is_alive()
             opened = OPENED[kind](tmp_path)
             assert isinstance(opened, CorpusIndex | ModelStore)
-            contents = rework.Contents.of(tmp_path)
+            contents = rework.StoreContents.of(tmp_path)
             numbers = [int(document.ids[0]) for document in contents.documents()]
             assert contents.manifest.sources[1].name == f"in/{numbers[0]}.txt"
             seen.add(opened.manifest.files["heads"].name)
@@ -434,10 +434,10 @@ def test_a_shard_that_does_not_fit_is_an_error(place: str, value: int, tmp_path:
         CorpusIndex(tmp_path)
 
 
-@pytest.mark.parametrize("part", sorted(store_files.ENDINGS))
+@pytest.mark.parametrize("part", sorted(store_files.PART_ENDINGS))
 def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder, row = copied(whole, tmp_path)
-    if part not in PARTS[kind] or part == "record":  # which lookups do not open
+    if part not in STORE_PARTS[kind] or part == "record":  # which lookups do not open
         pytest.skip("another kind of store")
     path = folder / row["files"][part]["name"]
     content = path.read_bytes()
@@ -513,7 +513,7 @@ def use(folder: Path) -> None:
     """Whatever a user does with a store that it did not build."""
     manifest = read_manifest(folder)
     json.dumps(manifest.options)
-    damaged(folder, manifest)
+    damaged_files(folder, manifest)
     store = stores.read_store(folder, lambda found: store_of(folder, found))
     for context in ([], [5], [1, 2, 3, 4], [2**40, -1], [VOCABULARY], [6, 7, 8, VOCABULARY + 1]):
         for _, path, _ in continuations(store, context):
@@ -522,7 +522,7 @@ def use(folder: Path) -> None:
     if manifest.kind == "model":
         list(ModelRecord.of(folder, manifest).ngrams())
     inspect(folder, verify=False, latency=True, config=ModelConfig())
-    list(rework.Contents.of(folder).documents())
+    list(rework.StoreContents.of(folder).documents())
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hdtool.builders.stores.build import WHOLE, build_model_store, vocabulary_rankings
-from hdtool.builders.stores.edit_store import Contents, add, merge
+from hdtool.builders.stores.build import PROBABILITY_UNITS, build_model_store, vocabulary_rankings
+from hdtool.builders.stores.edit_store import StoreContents, add, merge
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
@@ -54,7 +54,7 @@ def test_they_are_the_rankings_of_the_model(family: str) -> None:
             probs = model_of(family)(input_ids=torch.tensor([[3, token]])).logits[0, -1].softmax(-1)
         best = probs.topk(VOCABULARY_RANKING_TOKENS)
         assert rows[token, :VOCABULARY_RANKING_TOKENS].tolist() == best.indices.tolist()
-        assert np.allclose(rows[token, VOCABULARY_RANKING_TOKENS:] / WHOLE, best.values, atol=2e-6)
+        assert np.allclose(rows[token, VOCABULARY_RANKING_TOKENS:] / PROBABILITY_UNITS, best.values, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
@@ -171,7 +171,9 @@ def test_add_takes_rankings_of_the_same_model_alone(tmp_path: Path, capfd: pytes
     assert command(["add", str(store), "--model", "embedded", "--rankings", "--quiet"]) == 0
     grown, before = read_manifest(store), read_manifest(demo.MODEL_STORE)
     assert grown.counts == {**before.counts, "rankings": 4096}
-    texts, texts_before = ([ids.tolist() for ids in Contents.of(place).texts()] for place in (store, demo.MODEL_STORE))
+    texts, texts_before = (
+        [ids.tolist() for ids in StoreContents.of(place).texts()] for place in (store, demo.MODEL_STORE)
+    )
     assert texts == texts_before
     shutil.copytree(demo.CORPUS_INDEX, tmp_path / "corpus")
     assert command(["add", str(tmp_path / "corpus"), "--model", "embedded", "--rankings"]) == 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hdtool.data import demo
-from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -62,7 +62,7 @@ def check(kind: str, *, captures: bool = False) -> Result:
 
 def short(error: Exception) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(reason_of(error).split())[:160]}"
+    return f"{type(error).__name__}: {' '.join(error_reason(error).split())[:160]}"
 
 
 class _Checks:

@@ -1,5 +1,5 @@
 """The report of a replay or a benchmark: one self-contained HTML page with tables and figures.
 
-`ablations.py`, `repeats.py` and `measured.py` compute the data classes of `tables.py`; `figures.py`, `plots.py` and
-`findings.py` present them, and `page.py` renders the page. Imports `data` and `runtime`.
+`ablations.py` and `measurements.py` compute the data classes of `tables.py`, `figures.py` and `plots.py` present them,
+and `pages.py` renders the page. Imports `data` and `runtime`.
 """

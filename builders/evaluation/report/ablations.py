@@ -1,4 +1,4 @@
-"""The part of a report that is computed from recorded answers, without the model."""
+"""Replays for a report: a typical answer, subsets and orders of sources, coverage and index sizes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn
-from hdtool.builders.evaluation.replay import Contender, ReplayResult
+from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult
 from hdtool.builders.evaluation.report.figures import ReportData
-from hdtool.builders.evaluation.report.measurements import repeats
+from hdtool.builders.evaluation.report.measurements import ngram_repeats
 from hdtool.builders.evaluation.report.tables import (
-    Case,
     Coverage,
-    Covered,
-    Share,
-    Shares,
-    Size,
-    Sizes,
+    IndexSize,
+    IndexSizes,
+    SourceCounts,
+    SourceCoverage,
+    SourceShares,
     Trial,
     Trials,
-    wins_of,
+    TypicalCase,
+    source_wins,
 )
 from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.data.conversation import STOPPED
 from hdtool.data.conversation_shapes import AnsweredQuestion
-from hdtool.data.progress import bar
+from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.records import Recorded, Trace
+from hdtool.data.records import RecordedAnswer, Trace
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import Document, Source, stored_documents
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -44,16 +44,18 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import TextStream
 
-LENGTHS = range(60, 301)
+CASE_LENGTHS = range(60, 301)
 """Tokens of an answer that is worth showing and fits a screen."""
 
 
-def case_of(method: str, result: ReplayResult, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Case:
+def typical_case(
+    method: str, result: ReplayResult, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]
+) -> TypicalCase:
     """The answer whose tokens per step are nearest to the average; ``questions`` has one entry per turn."""
-    every = list(zip(result.turns, questions, strict=True))
-    fit = [one for one in every if len(one[0].tokens) in LENGTHS] or every
-    typical, question = min(fit, key=lambda one: abs(one[0].tokens_per_step - result.tokens_per_step))
-    return Case(
+    candidates = list(zip(result.turns, questions, strict=True))
+    fitting = [candidate for candidate in candidates if len(candidate[0].tokens) in CASE_LENGTHS] or candidates
+    typical, question = min(fitting, key=lambda candidate: abs(candidate[0].tokens_per_step - result.tokens_per_step))
+    return TypicalCase(
         method=method,
         question=question,
         pieces=pieces(tokenizer, typical.tokens.tolist(), typical.sources.tolist()),
@@ -99,17 +101,17 @@ class Study:
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
     @cached_property
-    def contenders(self) -> list[Contender]:
+    def contenders(self) -> list[ReplayMethod]:
         """Both hierarchies with every subset of sources, ``hd-paper`` also in every order."""
-        choices = [(method, chosen) for method in HIERARCHIES for chosen in subsets_of(self.letters)]
-        choices += [("hd-paper", order) for order in orders_of(self.letters)]
+        choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
+        choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
 
-    def contender(self, method: str, sources: str) -> Contender:
+    def contender(self, method: str, sources: str) -> ReplayMethod:
         """A method with these sources, in this order of look-up."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
         config = DecodeConfig(method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
-        return Contender(_name(method, sources), config, self.curve)
+        return ReplayMethod(_replay_name(method, sources), config, self.curve)
 
     @property
     def turns(self) -> int:
@@ -133,55 +135,64 @@ class StudyResults:
 
     def whole(self, method: str) -> ReplayResult:
         """The replay with all available sources."""
-        return self.results[_name(method, self.letters)]
+        return self.results[_replay_name(method, self.letters)]
 
-    def shares(self) -> tuple[Shares, ...]:
-        return tuple(shares_of(method, self.whole(method)) for method in HIERARCHIES)
+    def shares(self) -> tuple[SourceShares, ...]:
+        return tuple(source_shares(method, self.whole(method)) for method in HIERARCHIES)
 
     def subsets(self) -> tuple[Trials, ...]:
-        return tuple(self._trials(method, subsets_of(self.letters)) for method in HIERARCHIES)
+        return tuple(self._trials(method, source_subsets(self.letters)) for method in HIERARCHIES)
 
     def orders(self) -> Trials | None:
         """None if there is only one source."""
-        return self._trials("hd-paper", orders_of(self.letters)) if len(self.letters) > 1 else None
+        return self._trials("hd-paper", source_orders(self.letters)) if len(self.letters) > 1 else None
 
     def coverage(self) -> tuple[Coverage, ...]:
         if len(self.letters) < 2:
             return ()
         return tuple(
-            coverage_of(method, {letter: self.results[_name(method, letter)] for letter in self.letters})
+            source_coverage(method, {letter: self.results[_replay_name(method, letter)] for letter in self.letters})
             for method in HIERARCHIES
         )
 
     def _trials(self, method: str, choices: Sequence[str]) -> Trials:
-        found = ((choice, self.results[_name(method, choice)]) for choice in choices)
-        rows = (Trial(one, done.tokens_per_step, done.nodes_per_step, done.draft_us(50)) for one, done in found)
+        choices_and_results = ((choice, self.results[_replay_name(method, choice)]) for choice in choices)
+        rows = (
+            Trial(choice_name, result.tokens_per_step, result.nodes_per_step, result.draft_us(50))
+            for choice_name, result in choices_and_results
+        )
         return Trials(method, tuple(rows))
 
 
-def subsets_of(letters: str) -> tuple[str, ...]:
+def source_subsets(letters: str) -> tuple[str, ...]:
     """The smaller ones first."""
-    return tuple("".join(some) for size in range(1, len(letters) + 1) for some in combinations(letters, size))
+    return tuple(
+        "".join(letters_chosen) for size in range(1, len(letters) + 1) for letters_chosen in combinations(letters, size)
+    )
 
 
-def orders_of(letters: str) -> tuple[str, ...]:
+def source_orders(letters: str) -> tuple[str, ...]:
     return tuple(map("".join, permutations(letters)))
 
 
-def _name(method: str, sources: str) -> str:
+def _replay_name(method: str, sources: str) -> str:
     return f"{method} {sources}"
 
 
-def shares_of(method: str, result: ReplayResult) -> Shares:
+def source_shares(method: str, result: ReplayResult) -> SourceShares:
     counts = result.by_source().items()
     wins = Counter[int]()
     for turn in result.turns:
-        wins += wins_of(turn.sources.tolist(), turn.accept_lengths.tolist())
-    sources = {str(name): Share(one.drafted, one.accepted, one.hits, wins[name]) for name, one in counts if one.drafted}
-    return Shares(method, result.drafted_steps, sources)
+        wins += source_wins(turn.sources.tolist(), turn.accept_lengths.tolist())
+    sources = {
+        str(name): SourceCounts(count.drafted, count.accepted, count.hits, wins[name])
+        for name, count in counts
+        if count.drafted
+    }
+    return SourceShares(method, result.drafted_steps, sources)
 
 
-def coverage_of(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
+def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
     """The tokens accepted from each source as the only one, and those that no other had."""
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
@@ -189,55 +200,57 @@ def coverage_of(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
         for letter, result in singles.items()
     }
     count = np.sum(list(accepted.values()), axis=0)
-    words = {letter: set(tokens[own].tolist()) for letter, own in accepted.items()}
+    words = {letter: set(tokens[accepted_tokens].tolist()) for letter, accepted_tokens in accepted.items()}
     covered = {}
-    for letter, own in accepted.items():
-        others = set[int]().union(*(found for other, found in words.items() if other != letter))
-        covered[str(source_of(letter))] = Covered(
-            positions=int(own.sum()),
-            alone=int((own & (count == 1)).sum()),
+    for letter, accepted_tokens in accepted.items():
+        others = set[int]().union(*(tokens_of_other for other, tokens_of_other in words.items() if other != letter))
+        covered[str(source_of(letter))] = SourceCoverage(
+            positions=int(accepted_tokens.sum()),
+            alone=int((accepted_tokens & (count == 1)).sum()),
             words=len(words[letter]),
             words_alone=len(words[letter] - others),
         )
     return Coverage(method, len(tokens), covered, nobody=int((count == 0).sum()))
 
 
-PARTS = (16, 8, 4, 2)
+THINNING_FACTORS = (16, 8, 4, 2)
 """Each smaller index holds one document in so many."""
-MAX_TOKENS = 50_000_000
+MAX_INDEX_TOKENS = 50_000_000
 """From a larger index, building the smaller ones takes minutes."""
-MIN_DOCUMENTS = 10 * PARTS[0]
-METHOD = "hd"
+MIN_INDEX_DOCUMENTS = 10 * THINNING_FACTORS[0]
+SIZES_METHOD = "hd"
 
 
 BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[Source]], object]
 """Builds a corpus index in a folder."""
 
 
-def sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Sizes | str:
+def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> IndexSizes | str:
     """The replays, or the reason why there are none."""
     corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
     counts = corpus.manifest.counts
-    if counts["tokens"] > MAX_TOKENS:
-        return f"the corpus index holds {counts['tokens']:,} tokens, and at most {MAX_TOKENS:,} are supported here"
-    if counts["documents"] < MIN_DOCUMENTS:
-        return f"the corpus index holds {counts['documents']} documents, and at least {MIN_DOCUMENTS} are needed"
+    if counts["tokens"] > MAX_INDEX_TOKENS:
+        return (
+            f"the corpus index holds {counts['tokens']:,} tokens, and at most {MAX_INDEX_TOKENS:,} are supported here"
+        )
+    if counts["documents"] < MIN_INDEX_DOCUMENTS:
+        return f"the corpus index holds {counts['documents']} documents, and at least {MIN_INDEX_DOCUMENTS} are needed"
     rows = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        bar(len(PARTS) + 1, "replays with less corpus", unit="sizes", quiet=quiet) as progress,
+        progress_bar(len(THINNING_FACTORS) + 1, "replays with less corpus", unit="sizes", quiet=quiet) as progress,
     ):
-        for part in PARTS:
-            rows.append(_size(study, _thinned(corpus, part, Path(scratch) / str(part), build)))
+        for part in THINNING_FACTORS:
+            rows.append(_size(study, _thinned_index(corpus, part, Path(scratch) / str(part), build)))
             progress.advance()
         rows.append(_size(study, corpus))
         progress.advance()
-    return Sizes(METHOD, tuple(rows))
+    return IndexSizes(SIZES_METHOD, tuple(rows))
 
 
-def _thinned(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
+def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
     """An index of one document in ``part``, drawn at random: many corpora alternate questions and answers."""
     manifest = corpus.manifest
     stored = stored_documents(corpus.documents, corpus.end)
@@ -247,12 +260,12 @@ def _thinned(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) ->
     return CorpusIndex(folder)
 
 
-def _size(study: Study, corpus: CorpusIndex) -> Size:
+def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
     store_set = StoreSet(study.store_set.model, corpus)
-    contender = study.contender(METHOD, study.letters)
+    contender = study.contender(SIZES_METHOD, study.letters)
     # In one process, because the times are reported.
     result = replay([contender], study.conversations, store_set, workers=1)[contender.name]
-    return Size(
+    return IndexSize(
         tokens=corpus.manifest.counts["tokens"],
         tokens_per_step=result.tokens_per_step,
         draft_us=result.draft_us(50),
@@ -261,25 +274,25 @@ def _size(study: Study, corpus: CorpusIndex) -> Size:
     )
 
 
-def data_of(
+def report_data(
     study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, build: BuildIndex, quiet: bool = False
 ) -> ReportData:
     """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
-    with bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
-        found = study.results(progress.to)
+    with progress_bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
+        study_results = study.results(progress.to)
     questions = [trace.messages[answer.place - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
-        shares=found.shares(),
-        subsets=found.subsets(),
-        orders=found.orders(),
-        coverage=found.coverage(),
-        repeats=repeats(study.conversations, study.store_set),
-        sizes=sizes(study, build, quiet=quiet),
-        case=case_of("hd", found.whole("hd"), tokenizer, questions),
+        shares=study_results.shares(),
+        subsets=study_results.subsets(),
+        orders=study_results.orders(),
+        coverage=study_results.coverage(),
+        repeats=ngram_repeats(study.conversations, study.store_set),
+        sizes=replay_sizes(study, build, quiet=quiet),
+        case=typical_case("hd", study_results.whole("hd"), tokenizer, questions),
     )
 
 
-def traces_of(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
+def bench_traces(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
     """A benchmark's questions with one method's answers, as traces; questions without an answer are left out."""
     pairs = zip(questions, answers, strict=False)  # a benchmark may be incomplete
     traces = (_trace(question, answered) for question, answered in pairs)
@@ -292,7 +305,7 @@ def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
     messages = question.conversation([turn.text for turn in turns])[:end]
     places = range(len(question.messages), end, 2)
     recorded = tuple(
-        Recorded(place, tuple(turn.output_ids), None if turn.finish == STOPPED else len(turn.output_ids))
+        RecordedAnswer(place, tuple(turn.output_ids), None if turn.finish == STOPPED else len(turn.output_ids))
         for place, turn in zip(places, turns, strict=True)
     )
     return Trace(question.id, question.category, tuple(messages), recorded, f"question {question.id}")

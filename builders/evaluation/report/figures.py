@@ -10,21 +10,21 @@ from typing import Any
 from hdtool.builders.evaluation.report import plots
 from hdtool.builders.evaluation.report.plots import Draw
 from hdtool.builders.evaluation.report.tables import (
-    Case,
     Coverage,
     Durations,
+    IndexSizes,
     Repeats,
-    Shares,
-    Sizes,
+    SourceShares,
     Speeds,
     Table,
     Trials,
+    TypicalCase,
 )
-from hdtool.builders.evaluation.scores import in_words
+from hdtool.builders.evaluation.scores import method_in_words
 
-BENCH = "hdtool bench --report DIR"
-TEMPERATURES = "hdtool bench --temperatures 0.1,0.4,0.7,1.0 --report DIR"
-STORES = "hdtool replay --report DIR with a model store and a corpus index"
+BENCH_COMMAND = "hdtool bench --report DIR"
+TEMPERATURES_COMMAND = "hdtool bench --temperatures 0.1,0.4,0.7,1.0 --report DIR"
+STORES_COMMAND = "hdtool replay --report DIR with a model store and a corpus index"
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class ReportData:
     speedups: Speeds | None = None
     durations: Durations | None = None
     temperatures: Speeds | None = None
-    shares: tuple[Shares, ...] = ()
+    shares: tuple[SourceShares, ...] = ()
     shares_are_measured: bool = False
-    """Whether the answers of a benchmark gave them, not a replay."""
+    """True if the answers of a benchmark gave them, not a replay."""
     subsets: tuple[Trials, ...] = ()
     orders: Trials | None = None
     coverage: tuple[Coverage, ...] = ()
     repeats: Repeats | None = None
-    sizes: Sizes | str = "it was not asked for"
+    sizes: IndexSizes | str = "it was not asked for"
     """A text gives the reason why there is no data."""
-    case: Case | None = None
+    case: TypicalCase | None = None
     replayed: str = ""
     """How many draft tokens the replays had, for the captions of their figures."""
 
@@ -60,7 +60,7 @@ class Figure:
     """Alternative text."""
     draw: Draw
     table: Table | None = None
-    """The same data in numbers, unless another table has them."""
+    """The plotted numbers, unless another table has them."""
     height: float = 3.6
 
 
@@ -85,24 +85,24 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
     yield from map(replayed, map(_coverage, data.coverage))
     if data.repeats:
         yield from _repeats(data.repeats)
-    if isinstance(data.sizes, Sizes):
+    if isinstance(data.sizes, IndexSizes):
         yield replayed(_sizes(data.sizes))
 
 
-def missing(data: ReportData) -> Iterator[tuple[str, str]]:
+def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
     """The figures without data, each with the command that would add it."""
     needs: Sequence[tuple[str, Any, str]] = (
-        ("speed-up per task and method", data.speedups, BENCH),
-        ("generation time against tokens", data.durations, BENCH),
-        ("speed over temperatures", data.temperatures, TEMPERATURES),
-        ("draft and verify success per source", data.shares, STORES),
-        ("order of the sources", data.orders, STORES),
-        ("tokens that only one source had accepted", data.coverage, STORES),
+        ("speed-up per task and method", data.speedups, BENCH_COMMAND),
+        ("generation time against tokens", data.durations, BENCH_COMMAND),
+        ("speed over temperatures", data.temperatures, TEMPERATURES_COMMAND),
+        ("draft and verify success per source", data.shares, STORES_COMMAND),
+        ("order of the sources", data.orders, STORES_COMMAND),
+        ("tokens that only one source had accepted", data.coverage, STORES_COMMAND),
         ("repeated 4-grams", data.repeats, "answers of four tokens or more"),
     )
     yield from ((name, command) for name, part, command in needs if not part)
     if isinstance(data.sizes, str):
-        yield "drafting time against the size of the corpus index", f"{STORES} ({data.sizes})"
+        yield "drafting time against the size of the corpus index", f"{STORES_COMMAND} ({data.sizes})"
 
 
 def _speedups(data: Speeds) -> Figure:
@@ -113,7 +113,7 @@ def _speedups(data: Speeds) -> Figure:
     return Figure(
         "speed-up",
         "Speed-up per task",
-        f"Tokens per second over those of {in_words(data.baseline)}, the mean over the questions of a task.",
+        f"Tokens per second over those of {method_in_words(data.baseline)}, the mean over the questions of a task.",
         f"Bars; the fastest on each task: {values}",
         partial(plots.speedups, data),
         height=max(2.6, rows + legend + 0.6),
@@ -156,13 +156,13 @@ def _temperatures(data: Speeds) -> Figure:
     )
 
 
-def _shares(data: Shares) -> Figure:
+def _shares(data: SourceShares) -> Figure:
     steps = max(1, data.steps)
-    found = data.sources.items()
+    sources = data.sources.items()
     values = "; ".join(
         f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.won:.0%} of these, "
         f"and {share.verified:.0%} of its tokens are accepted"
-        for name, share in found
+        for name, share in sources
     )
     columns = {
         "source": "",
@@ -181,7 +181,10 @@ def _shares(data: Shares) -> Figure:
         Table.of(
             f"Sources of {data.method}",
             columns,
-            ((name, one.hits / steps, one.won, one.drafted, one.accepted, one.verified) for name, one in found),
+            (
+                (name, counts.hits / steps, counts.won, counts.drafted, counts.accepted, counts.verified)
+                for name, counts in sources
+            ),
             f"Of {data.steps:,} steps.",
         ),
     )
@@ -206,9 +209,11 @@ def _trials(data: Trials, name: str, title: str) -> Figure:
 
 
 def _coverage(data: Coverage) -> Figure:
-    found = data.sources.items()
-    values = "; ".join(f"{name} {one.positions:,}, of which {one.alone:,} from no other" for name, one in found)
-    words = ", ".join(f"{name} {one.words:,} ({one.words_alone:,})" for name, one in found)
+    sources = data.sources.items()
+    values = "; ".join(
+        f"{name} {source.positions:,}, of which {source.alone:,} from no other" for name, source in sources
+    )
+    words = ", ".join(f"{name} {source.words:,} ({source.words_alone:,})" for name, source in sources)
     columns = ("accepted", "from no other", "different tokens", "of these, from no other")
     return Figure(
         f"coverage-{data.method}",
@@ -221,7 +226,7 @@ def _coverage(data: Coverage) -> Figure:
         Table.of(
             f"Token coverage of {data.method}",
             {"only source": "", **dict.fromkeys(columns, ",")},
-            ((name, *astuple(one)) for name, one in found),
+            ((name, *astuple(source)) for name, source in sources),
             f"Of {data.positions:,} tokens; {data.nobody:,} were accepted from none.",
         ),
     )
@@ -260,7 +265,7 @@ def _repeats(data: Repeats) -> Iterator[Figure]:
     )
 
 
-def _sizes(data: Sizes) -> Figure:
+def _sizes(data: IndexSizes) -> Figure:
     values = "; ".join(
         f"{row.tokens:,} tokens: {row.draft_us:.0f} µs, {row.tokens_per_step:.2f} tokens per step" for row in data.rows
     )

@@ -1,4 +1,4 @@
-"""Writing a report into a folder: the page, the tables and the figures as PNG."""
+"""Report pages of replays and benchmarks, written as HTML, Markdown tables and PNG files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hdtool.builders.evaluation.llama_cpp_peer import notes_of
+from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 from hdtool.builders.evaluation.replay import ReplayResult
 from hdtool.builders.evaluation.report.ablations import Study
-from hdtool.builders.evaluation.report.figures import Figure, ReportData, figures_of, missing
-from hdtool.builders.evaluation.report.measurements import Measured, temperature_of
-from hdtool.builders.evaluation.report.plots import DARK, LIGHT, THEMES, render_png
-from hdtool.builders.evaluation.report.tables import Finding, Table, findings
-from hdtool.builders.evaluation.scores import DEFAULT, OVERALL
-from hdtool.data.errors import ResultError, worded
+from hdtool.builders.evaluation.report.figures import Figure, ReportData, figures_of, missing_figures
+from hdtool.builders.evaluation.report.measurements import BenchMeasurements, run_temperature
+from hdtool.builders.evaluation.report.plots import DARK_THEME, LIGHT_THEME, THEMES, render_png
+from hdtool.builders.evaluation.report.tables import ClaimFinding, Table, claim_findings
+from hdtool.builders.evaluation.scores import ALL_TASKS, DEFAULT_METHOD
+from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.output_files import MARKDOWN_ENTRY, OutputFile, is_own_html, is_own_markdown, is_own_png
-from hdtool.data.progress import counted
+from hdtool.data.progress import count_of
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.environment import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
-LABELS = {"none": "the model itself"}
+SOURCE_LABELS = {"none": "the model itself"}
 """Labels of sources where they differ from the name."""
 
 Pictures = Mapping[str, Mapping[str, bytes]]
@@ -47,8 +47,8 @@ class Page:
     data: ReportData
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        return findings(self.data.shares, self.data.coverage, self.data.subsets, self.data.orders)
+    def findings(self) -> tuple[ClaimFinding, ...]:
+        return claim_findings(self.data.shares, self.data.coverage, self.data.subsets, self.data.orders)
 
     @cached_property
     def figures(self) -> tuple[Figure, ...]:
@@ -56,19 +56,24 @@ class Page:
 
     @property
     def missing(self) -> tuple[tuple[str, str], ...]:
-        return tuple(missing(self.data))
+        return tuple(missing_figures(self.data))
 
     def html(self, pictures: Pictures) -> str:
         environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
         environment.filters["base64"] = lambda data: b64encode(data).decode()
         return environment.get_template("page.html.j2").render(
-            page=self, pictures=pictures, light=LIGHT, dark=DARK, labels=LABELS, version=metadata.version("hdtool")
+            page=self,
+            pictures=pictures,
+            light=LIGHT_THEME,
+            dark=DARK_THEME,
+            labels=SOURCE_LABELS,
+            version=metadata.version("hdtool"),
         )
 
     def markdown(self) -> str:
         """The tables, for use in documentation."""
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
-        verdicts = [(one.claim, one.verdict, "; ".join(one.evidence)) for one in self.findings]
+        verdicts = [(item.claim, item.verdict, "; ".join(item.evidence)) for item in self.findings]
         parts = [
             MARKDOWN_ENTRY.decode(),
             f"# {self.title}",
@@ -77,12 +82,12 @@ class Page:
             facts,
             Table("", ("claim", "", "here"), tuple(verdicts)).markdown(),
         ]
-        for table in [*self.data.tables, *(one.table for one in self.figures if one.table)]:
+        for table in [*self.data.tables, *(item.table for item in self.figures if item.table)]:
             parts += [f"## {table.title}", table.markdown(), *([table.note] if table.note else [])]
         return "\n\n".join(parts) + "\n"
 
 
-def page_of_replay(
+def replay_page(
     study: Study,
     results: Mapping[str, ReplayResult],
     curve: CostCurve | None,
@@ -95,7 +100,7 @@ def page_of_replay(
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
         "stores": _stores(study),
-        "history": "; ".join((*memory_of(results, warm), "no history in the replays of sources and orders")),
+        "history": "; ".join((*memory_notes(results, warm), "no history in the replays of sources and orders")),
         "drafting": study.draft_tokens,
         "hdtool": metadata.version("hdtool"),
         "machine": machine(torch.device("cpu")),
@@ -105,21 +110,21 @@ def page_of_replay(
         "accepts."
     )
     data = replace(data, replayed=f"Replayed with {study.draft_tokens}, as in the tables.")
-    tables = (_rates(results), *([forecast(results, curve)] if curve else []))
+    tables = (_rates(results), *([speed_forecast(results, curve)] if curve else []))
     return Page("Replay", lead, command, facts, replace(data, tables=tables))
 
 
-def page_of_bench(measured: Measured, study: Study, replayed: str, command: str, data: ReportData) -> Page:
+def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command: str, data: ReportData) -> Page:
     """``replayed`` is the method that gave the replayed answers."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
-    whole = scores.tasks[OVERALL]
+    whole = scores.tasks[ALL_TASKS]
     first = next(iter(whole.values()))
     facts = {
-        "model": f"{about['model']}, {about['dtype']} on {about['device']}, {counted(about['threads'], 'thread')}",
+        "model": f"{about['model']}, {about['dtype']} on {about['device']}, {count_of(about['threads'], 'thread')}",
         "questions": f"{first.questions:,} of {run.questions:,}",
         "tokens of an answer": f"{options['max_new_tokens']:,} at most",
-        "temperature": f"{temperature_of(measured.results):g}",
+        "temperature": f"{run_temperature(measured.results):g}",
         "rounds": f"{options['rounds']}",
         "stores": _stores(study),
         "drafters": str(options.get("drafters", "warm, without a history")),
@@ -129,10 +134,10 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
         "machine": about["machine"],
         "begun": run.started,
     }
-    lead = f"{scores.headline()} Measured on {counted(first.questions, 'question')}."
+    lead = f"{scores.headline()} Measured on {count_of(first.questions, 'question')}."
     measured_shares = measured.shares()
     paid = "; the measured answers had as many as pay" if study.budget is None else ""
-    if llama_cpp := notes_of(about):
+    if llama_cpp := build_notes(about):
         facts["llama.cpp"] = "; ".join(llama_cpp)
     data = replace(
         data,
@@ -150,107 +155,108 @@ def page_of_bench(measured: Measured, study: Study, replayed: str, command: str,
 def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> str:
     """What the default method gains, or the best one if that was not replayed."""
 
-    def gain(one: ReplayResult) -> float:
-        return one.predict(curve).speedup if curve else one.tokens_per_step
+    def gain(result: ReplayResult) -> float:
+        return result.predict(curve).speedup if curve else result.tokens_per_step
 
-    one = results.get(DEFAULT) or max(results.values(), key=gain)
-    where = f"on {counted(len(one.turns), 'answer')} that a model gave"
-    rate = f"{one.tokens_per_step:.2f} tokens a forward pass from {one.nodes_per_step:.1f} draft tokens"
+    result = results.get(DEFAULT_METHOD) or max(results.values(), key=gain)
+    where = f"on {count_of(len(result.turns), 'answer')} that a model gave"
+    rate = f"{result.tokens_per_step:.2f} tokens a forward pass from {result.nodes_per_step:.1f} draft tokens"
     if not curve:
-        return f"{one.method} gets {rate} {where}; plain decoding gets 1."
-    verdict = "" if gain(one) > 1 else ": drafting does not pay here"
-    speed = f"{one.method} is predicted to decode {gain(one):.2f} times as fast as plain decoding"
+        return f"{result.method} gets {rate} {where}; plain decoding gets 1."
+    verdict = "" if gain(result) > 1 else ": drafting does not pay here"
+    speed = f"{result.method} is predicted to decode {gain(result):.2f} times as fast as plain decoding"
     return f"{speed} {where}, with {rate}{verdict}."
 
 
-def memory_of(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
+def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
     """What the methods knew of other conversations, in words; ``warm`` are the files replayed before."""
-    growing = [name for name, one in results.items() if one.history]
+    growing = [name for name, result in results.items() if result.history]
     only = f" ({', '.join(growing)})" if len(growing) < len(results) else ""
     parts = [f"growing over the recordings, in their order{only}" if growing else "none"]
-    warmed = max(one.warm_tokens for one in results.values())
+    warmed = max(result.warm_tokens for result in results.values())
     return parts + [f"warm, {warmed:,} tokens of {', '.join(warm)} before"] * bool(warmed)
 
 
 def _stores(study: Study) -> str:
-    named = {"model store": study.store_set.model, "corpus index": study.store_set.corpus}
-    parts = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in named.items() if store)
+    stores = {"model store": study.store_set.model, "corpus index": study.store_set.corpus}
+    parts = (f"{name} of {store.manifest.counts['tokens']:,} tokens" for name, store in stores.items() if store)
     return ", ".join(parts) or "none"
 
 
 def _rates(results: Mapping[str, ReplayResult]) -> Table:
-    parts = {method: one.by_category() for method, one in results.items()}
+    parts = {method: result.by_category() for method, result in results.items()}
     first = next(iter(parts.values()))
     categories = list(first) if len(first) > 1 else []
     columns = {"method": "", "all": ".3f", **dict.fromkeys(categories, ".2f"), "nodes a step": ".1f"}
     rows = (
         (
             method,
-            one.tokens_per_step,
+            result.tokens_per_step,
             *(parts[method][name].tokens_per_step for name in categories),
-            one.nodes_per_step,
-            f"{one.draft_us(50):.0f} / {one.draft_us(99):.0f}",
+            result.nodes_per_step,
+            f"{result.draft_us(50):.0f} / {result.draft_us(99):.0f}",
         )
-        for method, one in results.items()
+        for method, result in results.items()
     )
     note = "Drafting with the tree's mask and positions."
     return Table.of("Tokens per step", {**columns, "drafting, µs p50 / p99": ""}, rows, note)
 
 
-def forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
+def speed_forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
     """Tokens per second with passes of this cost, and the methods that do not pay."""
-    predicted = {method: one.predict(curve) for method, one in results.items()}
+    predicted = {method: result.predict(curve) for method, result in results.items()}
     plain = next(iter(predicted.values())).plain_tokens_per_second
     rows = [("plain", plain, 1.0)]
-    rows += [(method, one.tokens_per_second, one.speedup) for method, one in predicted.items()]
+    rows += [(method, result.tokens_per_second, result.speedup) for method, result in predicted.items()]
     where = ", ".join(part for part in (curve.model, curve.device, curve.dtype) if part)
     title = "Predicted from what forward passes take" + (f" ({where})" if where else "")
     refused = (
-        f"{name}: {one.speedup:.2f} times plain decoding: do not use it here"
-        for name, one in predicted.items()
-        if not one.pays and results[name].nodes
+        f"{name}: {result.speedup:.2f} times plain decoding: do not use it here"
+        for name, result in predicted.items()
+        if not result.pays and results[name].nodes
     )
     return Table.of(title, {"method": "", "tokens/s": ".1f", "times plain": ".2f"}, rows, "\n".join(refused))
 
 
-INDEX = "index.html"
-TABLES = "tables.md"
-PICTURE = re.compile(
+INDEX_PAGE = "index.html"
+TABLES_FILE = "tables.md"
+PICTURE_NAME = re.compile(
     r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
     r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
 )
 """The names of all figures that a report may have."""
 
 
-def write(folder: Path, page: Page) -> Path:
+def write_page(folder: Path, page: Page) -> Path:
     """Write a report and return the path of its page."""
-    prepare(folder)
+    check_report_folder(folder)
     contents: dict[str, bytes | str] = {}
     pictures = {
-        one.name: {theme.name: render_png(one.draw, theme, one.height) for theme in THEMES} for one in page.figures
+        figure.name: {theme.name: render_png(figure.draw, theme, figure.height) for theme in THEMES}
+        for figure in page.figures
     }
     for name, themes in pictures.items():
         for theme, data in themes.items():
-            contents[f"{name}{'' if theme == LIGHT.name else f'.{theme}'}.png"] = data
-    contents |= {TABLES: page.markdown(), INDEX: page.html(pictures)}
+            contents[f"{name}{'' if theme == LIGHT_THEME.name else f'.{theme}'}.png"] = data
+    contents |= {TABLES_FILE: page.markdown(), INDEX_PAGE: page.html(pictures)}
     for name in contents:  # check all files before replacing the first
         _file(folder, name).check()
     for name, content in contents.items():
         _file(folder, name).write(content)
-    return folder / INDEX
+    return folder / INDEX_PAGE
 
 
-def prepare(folder: Path) -> None:
+def check_report_folder(folder: Path) -> None:
     """Refuse a folder that cannot take the report, before anything is measured for it."""
-    with worded(ResultError, f"{folder} cannot be written", "choose another --report"):
+    with os_errors_as(ResultError, f"{folder} cannot be written", "choose another --report"):
         folder.mkdir(parents=True, exist_ok=True)
-        names = [path.name for path in folder.iterdir() if PICTURE.fullmatch(path.name)]
-    for name in (INDEX, TABLES, *names):
+        names = [path.name for path in folder.iterdir() if PICTURE_NAME.fullmatch(path.name)]
+    for name in (INDEX_PAGE, TABLES_FILE, *names):
         _file(folder, name).check()
 
 
 def _file(folder: Path, name: str) -> OutputFile:
     """A file of the report, replaced only if an earlier report wrote it."""
-    is_ours = {INDEX: is_own_html, TABLES: is_own_markdown}.get(name, is_own_png)
+    is_ours = {INDEX_PAGE: is_own_html, TABLES_FILE: is_own_markdown}.get(name, is_own_png)
     advice = "choose another --report, or move it away"
     return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

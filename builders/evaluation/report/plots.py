@@ -1,4 +1,4 @@
-"""The plots: each function draws one data class on a pair of axes, in the colours of a theme."""
+"""Plots: each function draws one data class on a pair of axes, in the colours of a theme."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdtool.builders.evaluation.report.tables import Coverage, Durations, Repeats, Shares, Sizes, Speeds, Trials
-from hdtool.builders.evaluation.scores import PLAIN
+from hdtool.builders.evaluation.report.tables import (
+    Coverage,
+    Durations,
+    IndexSizes,
+    Repeats,
+    SourceShares,
+    Speeds,
+    Trials,
+)
+from hdtool.builders.evaluation.scores import PLAIN_METHOD
 from hdtool.data.output_files import PNG_METADATA
 from hdtool.runtime.source_names import registered, source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 5.4
+PLOT_INCHES = 5.4
 """Inches: on the screen of a phone the text is still readable."""
-DOTS = 200
+PLOT_DPI = 200
 """Dots per inch."""
 
 METHOD_COLOURS = {
@@ -78,9 +86,9 @@ class Theme:
         return light if self.name == "light" else dark
 
 
-LIGHT = Theme("light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
-DARK = Theme("dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
-THEMES = (LIGHT, DARK)
+LIGHT_THEME = Theme("light", background="#ffffff", foreground="#1d2229", muted="#d5d9df")
+DARK_THEME = Theme("dark", background="#14181d", foreground="#e4e8ee", muted="#3a424d")
+THEMES = (LIGHT_THEME, DARK_THEME)
 
 Draw = Callable[["Axes", Theme], None]
 
@@ -91,8 +99,8 @@ def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
     from matplotlib.figure import Figure
 
     # From matplotlib's defaults: a user's own style must not change the figures.
-    with style.context(["default", _settings(theme)]):
-        figure = Figure((WIDTH, height), dpi=DOTS, layout="constrained")
+    with style.context(["default", _plot_settings(theme)]):
+        figure = Figure((PLOT_INCHES, height), dpi=PLOT_DPI, layout="constrained")
         draw(figure.add_subplot(), theme)
         out = BytesIO()
         # This entry replaces matplotlib's own, which holds its version: the same figures give the same file.
@@ -100,7 +108,7 @@ def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
     return out.getvalue()
 
 
-def _settings(theme: Theme) -> dict[Any, Any]:
+def _plot_settings(theme: Theme) -> dict[Any, Any]:
     """The settings of matplotlib for one figure."""
     background, foreground = theme.background, theme.foreground
     return {
@@ -119,7 +127,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
     }
 
 
-MARKERS = "osD^vPX<>"
+METHOD_MARKERS = "osD^vPX<>"
 
 
 def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
@@ -134,14 +142,14 @@ def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
     axes.set_yticks(places, data.places)
     axes.set_ylim(len(places) - 0.45, -0.55)
     axes.grid(False, axis="y")
-    other = f"plain decoding ({PLAIN})" if data.baseline == PLAIN else data.baseline
-    axes.set_xlabel(f"times the tokens per second of {other}")
+    baseline = f"plain decoding ({PLAIN_METHOD})" if data.baseline == PLAIN_METHOD else data.baseline
+    axes.set_xlabel(f"times the tokens per second of {baseline}")
     axes.margins(x=0.08)
     _legend(axes, min(4, count))
 
 
 def durations(data: Durations, axes: Axes, theme: Theme) -> None:
-    for method, marker in zip(data.answers, cycle(MARKERS), strict=False):
+    for method, marker in zip(data.answers, cycle(METHOD_MARKERS), strict=False):
         tokens, seconds = np.array(data.answers[method], np.float64).T
         slope, start = data.line(method)
         colour = theme.method(method)
@@ -153,14 +161,14 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
 
 
 def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
-    for (method, speeds), marker in zip(data.methods.items(), cycle(MARKERS), strict=False):
+    for (method, speeds), marker in zip(data.methods.items(), cycle(METHOD_MARKERS), strict=False):
         axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
     axes.set_xticks(data.places)
     axes.set(xlabel="temperature", ylabel="tokens per second", ylim=(0, None))
     _legend(axes, min(4, len(data.methods)))
 
 
-def shares(data: Shares, axes: Axes, theme: Theme) -> None:
+def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
     """Three bars per source: how often it drafts, how often some of that is accepted, and how much of it."""
     names = list(data.sources)
     places = np.arange(len(names))
@@ -206,14 +214,14 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
     """Per source, the tokens accepted when it is the only one, and those that no other had."""
     names = list(data.sources)
-    for place, (name, found) in enumerate(data.sources.items()):
+    for place, (name, source) in enumerate(data.sources.items()):
         colour = theme.source(name)
-        axes.bar(place, found.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
-        axes.bar(place, found.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
-        share = found.alone / data.positions if data.positions else 0.0
-        text = f"{found.positions:,}\n{found.alone:,} alone\n({share:.1%} of all)"
-        _label(axes, text, (place, found.positions), 3, fontsize=9)
-    axes.set_ylim(0, 1.35 * max(1, *(found.positions for found in data.sources.values())))
+        axes.bar(place, source.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
+        axes.bar(place, source.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
+        share = source.alone / data.positions if data.positions else 0.0
+        text = f"{source.positions:,}\n{source.alone:,} alone\n({share:.1%} of all)"
+        _label(axes, text, (place, source.positions), 3, fontsize=9)
+    axes.set_ylim(0, 1.35 * max(1, *(source.positions for source in data.sources.values())))
     axes.bar(0, 0, color=theme.background, edgecolor=theme.foreground, linewidth=1.5, label="accepted")
     axes.bar(0, 0, color=theme.foreground, label="accepted from no other source")
     axes.set_xticks(range(len(names)), names)
@@ -223,7 +231,7 @@ def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
     _legend(axes, 2)
 
 
-PLACES = {
+PLACE_SOURCES = {
     "this conversation": "context",
     "earlier answers": "history",
     "model store": "model",
@@ -234,8 +242,8 @@ PLACES = {
 
 
 def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
-    for (name, values), marker in zip(data.places.items(), cycle(MARKERS), strict=False):
-        colour = theme.source(PLACES[name])
+    for (name, values), marker in zip(data.places.items(), cycle(METHOD_MARKERS), strict=False):
+        colour = theme.source(PLACE_SOURCES[name])
         axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
     axes.set(xlabel="generation, in the order in which they were made", ylabel="4-grams seen before, percent")
     axes.set(xlim=(0, None), ylim=(0, None))
@@ -249,7 +257,7 @@ def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
     axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))
 
 
-def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
+def sizes(data: IndexSizes, axes: Axes, theme: Theme) -> None:
     tokens = [row.tokens / 1e6 for row in data.rows]
     colour = theme.source("corpus")
     axes.plot(tokens, [row.draft_us for row in data.rows], "o-", color=colour, label="drafting, median of the steps")
@@ -257,20 +265,20 @@ def sizes(data: Sizes, axes: Axes, theme: Theme) -> None:
     axes.plot(
         tokens, [row.corpus_us for row in data.rows], "s:", color=theme.foreground, label="in the corpus index, mean"
     )
-    for row, place in zip(data.rows, tokens, strict=True):
-        rate, top = f"{row.tokens_per_step:.2f}", (place, row.draft_us_p90)
+    for row, size in zip(data.rows, tokens, strict=True):
+        rate, top = f"{row.tokens_per_step:.2f}", (size, row.draft_us_p90)
         axes.annotate(rate, top, (0, 6), textcoords="offset points", ha="center")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [f"{place:.2g}" for place in tokens])
+    axes.set_xticks(tokens, [f"{size:.2g}" for size in tokens])
     axes.minorticks_off()
     axes.set_xlabel("million tokens in the corpus index (over the lines: tokens per step)")
     axes.set(ylabel="µs a step", ylim=(0, 1.15 * max(row.draft_us_p90 for row in data.rows)))
     _legend(axes, 2)
 
 
-def _label(axes: Axes, text: str, place: tuple[float, float], points: int, fontsize: int) -> None:
+def _label(axes: Axes, text: str, position: tuple[float, float], points: int, fontsize: int) -> None:
     """A text above a place in the plot."""
-    axes.annotate(text, place, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
+    axes.annotate(text, position, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
 
 
 def _legend(axes: Axes, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""The claims of the Hierarchy Drafting paper, compared with this data."""
+"""Data classes of a report, and the claims of the Hierarchy Drafting paper checked against them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceCounts:
     """Counts of one source."""
 
     drafted: int
@@ -59,12 +59,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Shares:
+class SourceShares:
     """The counts of each source in one method; ``steps`` leaves out the passes over prompts."""
 
     method: str
     steps: int
-    sources: Mapping[str, Share]
+    sources: Mapping[str, SourceCounts]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class Covered:
+class SourceCoverage:
     """The tokens accepted from one source when it is the only one."""
 
     positions: int
@@ -111,7 +111,7 @@ class Coverage:
     method: str
     positions: int
     """Tokens of all answers."""
-    sources: Mapping[str, Covered]
+    sources: Mapping[str, SourceCoverage]
     nobody: int
     """Tokens that were accepted from no source."""
 
@@ -130,7 +130,7 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Size:
+class IndexSize:
     """A replay with a corpus index of some size."""
 
     tokens: int
@@ -143,13 +143,13 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class IndexSizes:
     method: str
-    rows: tuple[Size, ...]
+    rows: tuple[IndexSize, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class TypicalCase:
     """One answer in pieces, each with the source that it was accepted from."""
 
     method: str
@@ -194,19 +194,19 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *body])
 
 
-def wins_of(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
+def source_wins(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
     """The number of steps in which each source had a token accepted; ``sources`` has one entry per token."""
     rest = iter(sources)
     return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))
 
 
-SOURCES = ("context", "model", "corpus")
-PAPER = "hd-paper"
+PAPER_SOURCES = ("context", "model", "corpus")
+PAPER_METHOD = "hd-paper"
 """The method that decides the verdict; the evidence of other methods is listed too."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """A claim of the paper, and the evidence of this data."""
 
     claim: str
@@ -220,9 +220,9 @@ class Finding:
         return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
-def findings(
-    shares: Sequence[Shares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
-) -> tuple[Finding, ...]:
+def claim_findings(
+    shares: Sequence[SourceShares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
+) -> tuple[ClaimFinding, ...]:
     return (
         _finding("C > M > S in verify success", _verify_success(shares)),
         _finding("each source accepts tokens that no other does", _own_tokens(coverage)),
@@ -231,23 +231,25 @@ def findings(
     )
 
 
-def _finding(claim: str, found: Iterator[tuple[str, bool, str]]) -> Finding:
-    verdicts = {method: (holds, evidence) for method, holds, evidence in found}
+def _finding(claim: str, evidence_rows: Iterator[tuple[str, bool, str]]) -> ClaimFinding:
+    verdicts = {method: (holds, evidence) for method, holds, evidence in evidence_rows}
     if not verdicts:
-        return Finding(claim, None, ("a source is missing, or nothing was drafted from one",))
-    paper_first = sorted(verdicts.items(), key=lambda one: one[0] != PAPER)
+        return ClaimFinding(claim, None, ("a source is missing, or nothing was drafted from one",))
+    paper_first = sorted(verdicts.items(), key=lambda item: item[0] != PAPER_METHOD)
     holds = paper_first[0][1][0]
     lines = (
         f"{method}: {evidence}{'' if own == holds else ' (differs from above)'}"
         for method, (own, evidence) in paper_first
     )
-    return Finding(claim, holds, tuple(lines))
+    return ClaimFinding(claim, holds, tuple(lines))
 
 
-def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]:
+def _verify_success(shares: Sequence[SourceShares]) -> Iterator[tuple[str, bool, str]]:
     for share in shares:
-        sources = [share.sources[name] for name in SOURCES if name in share.sources and share.sources[name].drafted]
-        if len(sources) < len(SOURCES):
+        sources = [
+            share.sources[name] for name in PAPER_SOURCES if name in share.sources and share.sources[name].drafted
+        ]
+        if len(sources) < len(PAPER_SOURCES):
             continue
         counts = {
             "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
@@ -258,13 +260,13 @@ def _verify_success(shares: Sequence[Shares]) -> Iterator[tuple[str, bool, str]]
 
 
 def _each(values: Sequence[float], form: str) -> str:
-    return ", ".join(f"{name} {value:{form}}" for name, value in zip(SOURCES, values, strict=True))
+    return ", ".join(f"{name} {value:{form}}" for name, value in zip(PAPER_SOURCES, values, strict=True))
 
 
 def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
     for covered in coverage:
-        alone = [covered.sources[name].alone for name in SOURCES if name in covered.sources]
-        if len(alone) == len(SOURCES):
+        alone = [covered.sources[name].alone for name in PAPER_SOURCES if name in covered.sources]
+        if len(alone) == len(PAPER_SOURCES):
             values = f"of {covered.positions:,} tokens, accepted from this source alone: {_each(alone, ',')}"
             yield covered.method, min(alone) > 0, values
 

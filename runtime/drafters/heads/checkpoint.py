@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.data import demo
-from hdtool.data.errors import FamilyError, HeadsError, reason_of
-from hdtool.data.output_files import OutputFile, json_with, safetensors_metadata
+from hdtool.data.errors import FamilyError, HeadsError, error_reason
+from hdtool.data.output_files import OutputFile, is_json_with, safetensors_metadata
 from hdtool.runtime.config import TAKE_HEADS, HeadsConfig
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER
 from hdtool.runtime.drafters.heads.modules import (
@@ -227,7 +227,7 @@ def _for_file(weight: torch.Tensor) -> torch.Tensor:
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
     """The two output files of a folder; existing ones are replaced only if hdtool wrote them."""
-    is_settings = json_with(SETTINGS_KEYS, HEADS_FORMAT)
+    is_settings = is_json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
         # Earlier versions wrote no metadata.
@@ -263,7 +263,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
         raise HeadsError(f"{folder / WEIGHTS_FILE} is missing: train the heads again with hdtool train-heads") from None
     except Exception as error:  # damaged files raise many kinds
         raise HeadsError(
-            f"{folder} cannot be read ({reason_of(error)}): train the heads again with hdtool train-heads"
+            f"{folder} cannot be read ({error_reason(error)}): train the heads again with hdtool train-heads"
         ) from error
     output = output_layer(model)
     torch.nn.Module.to(heads, output.weight.device, model.dtype)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, ModelError, reason_of
+from hdtool.data.errors import FamilyError, HeadsError, ModelError, error_reason
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
@@ -213,7 +213,9 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(published.folder)
     except Exception as error:  # the library raises many kinds
-        raise HeadsError(f"drafter {published.name} cannot be loaded ({reason_of(error)}): name another one") from error
+        raise HeadsError(
+            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
+        ) from error
     width = int(target.config.hidden_size)
     stated = getattr(model.config, "backbone_hidden_size", None)
     if stated != width:

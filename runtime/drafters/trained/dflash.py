@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import on_host
@@ -118,7 +118,9 @@ def load_dflash(published: PublishedDrafter, target: Target) -> Any:
     try:
         model: Any = AutoModel.from_pretrained(published.folder)
     except Exception as error:  # the library raises many kinds
-        raise HeadsError(f"drafter {published.name} cannot be loaded ({reason_of(error)}): name another one") from error
+        raise HeadsError(
+            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
+        ) from error
     width = int(target.config.hidden_size)
     if int(model.config.hidden_size) != width:
         raise HeadsError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, reason_of
+from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
@@ -184,7 +184,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
     except Exception as error:  # the library raises many kinds for checkpoints that it does not know
         kind = model.config.model_type
         raise HeadsError(
-            f"the MTP layers of {name} cannot be used (type {kind!r}: {reason_of(error)}): {OTHER_METHOD_ADVICE}"
+            f"the MTP layers of {name} cannot be used (type {kind!r}: {error_reason(error)}): {OTHER_METHOD_ADVICE}"
         ) from error
 
 

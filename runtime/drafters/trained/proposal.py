@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import Module
 
-from hdtool.data.errors import HeadsError, reason_of
+from hdtool.data.errors import HeadsError, error_reason
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engine import Verified
@@ -69,7 +69,7 @@ class PublishedDrafter:
             return cls(name, folder, dict(settings))
         except (OSError, ValueError) as error:
             raise HeadsError(
-                f"drafter {name} cannot be read ({CONFIG_FILE}: {reason_of(error)}): download it again"
+                f"drafter {name} cannot be read ({CONFIG_FILE}: {error_reason(error)}): download it again"
             ) from error
 
     @property
@@ -100,7 +100,7 @@ class PublishedDrafter:
             for file in files:
                 by_name |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         except Exception as error:  # damaged files raise many kinds
-            reason = reason_of(error).split(". ")[0]
+            reason = error_reason(error).split(". ")[0]
             raise HeadsError(
                 f"drafter {self.name} cannot be read ({file.name}: {reason}): download it again"
             ) from error

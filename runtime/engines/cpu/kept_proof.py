@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 import hdtool
-from hdtool.data.kept_records import KeptRecord
+from hdtool.data.kept_records import CachedValue
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
@@ -81,7 +81,7 @@ class KeptProof:
         """``settings`` is the model's configuration, ``family`` its class, and ``files`` everything it is loaded
         from."""
         code = Path(str(sys.modules[family.__module__].__file__))
-        self.record = KeptRecord(
+        self.record = CachedValue(
             proofs_at_home(),
             {
                 "format": FORMAT,

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hdtool.data.errors import ContextError, HdtoolError, OptionError
-from hdtool.data.input_files import text_in
+from hdtool.data.input_files import read_text
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
@@ -84,7 +84,7 @@ class ApiKeys:
             key = environment.get(API_KEY_VARIABLE, "").strip()
             return cls({key: SHARED_TENANT} if key else {})
         keys: dict[str, str] = {}
-        for number, line in enumerate(text_in(path, "give the keys as UTF-8 text").splitlines(), 1):
+        for number, line in enumerate(read_text(path, "give the keys as UTF-8 text").splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hdtool.data.errors import FamilyError, HdtoolError, reason_of
+from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
 from hdtool.runtime.model.cache.replay_slots import Place, Replaced
 from hdtool.runtime.model.cache.slots import Cache
@@ -69,7 +69,7 @@ def prove_recurrent_trees(target: Target) -> None:
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code raises many kinds
-        raise refusal(kind, f"fails on a small tree ({reason_of(error)})") from error
+        raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
     if not distance <= _tolerance(target):
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
     target.continues = _continues(target, expected)
@@ -208,7 +208,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code raises many kinds
-        raise _refused(no_trees, f"it fails on a chain of drafts ({reason_of(error)})") from error
+        raise _refused(no_trees, f"it fails on a chain of drafts ({error_reason(error)})") from error
     gaps = distances(actual, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
     distance = decisive(gaps, is_rounded=is_low_precision(target.dtype))
     tolerance = tolerance_of(target.dtype, strict=True)
@@ -316,7 +316,9 @@ def prove_trees(target: Target) -> None:
     try:
         used = DynamicCache(config=target.config)
     except Exception as error:  # a configuration of parts, none of which decodes
-        raise refusal(kind, f"has a configuration of which the library makes no cache ({reason_of(error)})") from error
+        raise refusal(
+            kind, f"has a configuration of which the library makes no cache ({error_reason(error)})"
+        ) from error
     if has_states(used):
         return prove_recurrent_trees(target)
     whole = torch.tensor([[*context, *path] for path in paths], device=target.device)
@@ -335,7 +337,7 @@ def prove_trees(target: Target) -> None:
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code raises many kinds
-        reason = reason_of(error)
+        reason = error_reason(error)
         raise FamilyError(f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})") from error
     depth = len(paths[0])
     last_of_path = of_tree.view(-1, of_tree.shape[-1])[depth::depth]
@@ -355,7 +357,7 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # model code raises many kinds
-            reason = f"fails on a tree {context.found_in} ({reason_of(error)}): {context.cause}"
+            reason = f"fails on a tree {context.found_in} ({error_reason(error)}): {context.cause}"
             raise refusal(kind, reason) from error
         if distance := deviation(of_tree, plain, target.rounding):
             reason = f"computes a tree wrongly {context.found_in} (its logits are off by {distance}): "

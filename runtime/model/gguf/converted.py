@@ -13,10 +13,10 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from hdtool.data.errors import ModelError, worded
+from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
-from hdtool.data.kept_records import exclusive, lock_of, locked, remove_unfinished, scratch
-from hdtool.data.output_files import to_disk
+from hdtool.data.kept_records import file_lock, folder_lock, lock_path, remove_unfinished, scratch_folder
+from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -96,8 +96,8 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
     if folder not in current or not _has(current[folder], weights, packed):
         advice = "make room, or let HDTOOL_HOME name a folder with more"
         with (
-            worded(ModelError, f"{file} cannot be converted to {folder}", advice),
-            locked(folder, ModelError(f"another process converts {file}")),
+            os_errors_as(ModelError, f"{file} cannot be converted to {folder}", advice),
+            folder_lock(folder, ModelError(f"another process converts {file}")),
         ):
             _complete(conversion, folder, digest, signature, weights, packed)
     if settled:
@@ -119,9 +119,9 @@ def _has(manifest: Manifest, weights: bool, packed: bool) -> bool:
 
 def remove_converted(folder: Path, manifest: Manifest) -> None:
     """Delete a converted model; it is converted again when it is needed."""
-    with exclusive(lock_of(folder), ModelError(f"another process converts to {folder}: wait for it")):
+    with file_lock(lock_path(folder), ModelError(f"another process converts to {folder}: wait for it")):
         remove(folder, manifest)
-    lock_of(folder).unlink(missing_ok=True)
+    lock_path(folder).unlink(missing_ok=True)
 
 
 def _fingerprint(digest: str) -> str:
@@ -151,13 +151,13 @@ def _complete(
 
 
 def _with_configuration(conversion: Conversion, folder: Path, digest: str, signature: Signature) -> Manifest:
-    with scratch(folder) as place:
+    with scratch_folder(folder) as place:
         conversion.write_configuration(place)
         files = {path.name: path.stat().st_size for path in place.iterdir()}
         manifest = Manifest(digest, metadata.version("transformers"), files, slow=slow_weights(conversion.header) or "")
         manifest.write(place)
         for written in place.iterdir():
-            to_disk(written)
+            sync_to_disk(written)
         _check_unchanged(conversion.file, signature)
         if folder.is_dir():  # a file of it was removed or changed
             for name in manifest.files:
@@ -181,11 +181,11 @@ def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
     """Add the files that ``write`` makes from a folder's configuration, via a temporary folder."""
-    with scratch(folder) as place:
+    with scratch_folder(folder) as place:
         paths = write(folder, place)
         for written in paths:
             shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
-            to_disk(written)
+            sync_to_disk(written)
         _check_unchanged(file, signature)
         for written in paths:
             written.replace(folder / written.name)
@@ -203,7 +203,7 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 def _remember(folder: Path, signature: Signature) -> None:
     """Record that a file has this content; where that cannot be written, the hash is computed again each time."""
     busy = ModelError(f"another process converts to {folder}")
-    with suppress(ModelError, OSError), exclusive(lock_of(folder), busy):
+    with suppress(ModelError, OSError), file_lock(lock_path(folder), busy):
         if manifest := Manifest.read(folder):
             manifest.seen_as(signature).write(folder)
 
@@ -219,5 +219,5 @@ def _remove_superseded(folder: Path, signature: Signature) -> None:
         ):
             continue
         busy = ModelError(f"another process converts to {other_folder}")
-        with suppress(ModelError, OSError), exclusive(lock_of(other_folder), busy):
+        with suppress(ModelError, OSError), file_lock(lock_path(other_folder), busy):
             remove(other_folder, manifest)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.output_files import OutputFile, json_object, json_with
-from hdtool.data.progress import bar
-from hdtool.data.stores.home import converted_models
+from hdtool.data.output_files import OutputFile, is_json_with, json_object
+from hdtool.data.progress import progress_bar
+from hdtool.data.stores.home import converted_models_at_home
 from hdtool.runtime.model.hub import file_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Signature:
 def content_hash(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
     digest, done = hashlib.sha256(), 0
-    with path.open("rb") as stream, bar(path.stat().st_size, f"reading {path.name}", unit="B") as shown:
+    with path.open("rb") as stream, progress_bar(path.stat().st_size, f"reading {path.name}", unit="B") as shown:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
             done += len(chunk)
@@ -183,7 +183,11 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Replace the manifest; whoever reads it afterwards sees the files that it names."""
         file = OutputFile(
-            folder / MANIFEST, "the manifest of a converted model", json_with(KEYS, FORMAT), ModelError, "move it away"
+            folder / MANIFEST,
+            "the manifest of a converted model",
+            is_json_with(KEYS, FORMAT),
+            ModelError,
+            "move it away",
         )
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
@@ -195,7 +199,7 @@ class Manifest:
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
     """The folders of all converted models that are whole, with their manifests."""
-    for place in converted_models().glob(f"[!.]*/{MANIFEST}"):
+    for place in converted_models_at_home().glob(f"[!.]*/{MANIFEST}"):
         if manifest := Manifest.read(place.parent):
             yield place.parent, manifest
 
