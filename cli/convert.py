@@ -115,7 +115,7 @@ def export(
     store_set: Annotated[StoresConfig, without("namespace")],
     as_json: options.JsonObject = False,
 ) -> None:
-    """Export a model folder whose generate drafts, or stores for SGLang.
+    """Export a model that drafts, or stores for SGLang.
 
     The folder links to the files of the model and holds a custom_generate, which transformers uses when it loads the
     folder with trust_remote_code=True: from_pretrained, pipeline and transformers serve then draft with hdtool, from

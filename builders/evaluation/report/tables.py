@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Speeds:
@@ -29,6 +27,8 @@ class Durations:
 
     def line(self, method: str) -> tuple[float, float]:
         """Seconds per token and seconds before the first token: a least-squares line through a method's answers."""
+        import numpy as np
+
         tokens, seconds = np.array(self.answers[method], np.float64).T
         if len(set(tokens.tolist())) < 2:
             return float(seconds.sum() / tokens.sum()), 0.0
