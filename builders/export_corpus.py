@@ -22,9 +22,10 @@ from hdtool.builders.stores.sequences import TOKENIZER_BATCH, encode_texts
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
+from hdtool.data.stores.documents import Document, Tokens
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
-from hdtool.data.stores.store_files import Document, Tokens, holds_history
+from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config import HOME, MEMORY, ModelConfig, StoresConfig
 from hdtool.runtime.config.decoding import NO_HISTORY
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of

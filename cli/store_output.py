@@ -22,8 +22,8 @@ from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.engine import BuildEngine
+    from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.home import StoredItem
-    from hdtool.data.stores.store_files import Document, Source
     from hdtool.runtime.kernels.compiled import Ints
     from hdtool.runtime.stores.history_store import HistoryStore
 

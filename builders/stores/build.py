@@ -18,9 +18,9 @@ from hdtool.builders.stores.engine import BuildEngine, LocalBuildEngine, ShardFi
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
+from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, building
-from hdtool.data.stores.store_files import Document, Source, stored_documents, token_type
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk

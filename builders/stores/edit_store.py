@@ -21,20 +21,10 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.progress import count_of
+from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
 from hdtool.data.stores.store import FolderCheck, read_store, recorded_name, require_store, require_unchanged
-from hdtool.data.stores.store_files import (
-    MODEL_KIND,
-    Document,
-    Source,
-    Tokens,
-    check_destination,
-    holds_history,
-    holds_manifest,
-    printable,
-    stored_documents,
-    with_sources,
-)
+from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_history, holds_manifest, printable
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS

@@ -39,7 +39,7 @@ from hdtool.data.stores.store_files import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.data.stores.store_files import Source
+    from hdtool.data.stores.documents import Source
 
 T = TypeVar("T")
 

@@ -1,8 +1,7 @@
-"""Store files: their names, their documents, and which of them hdtool may delete.
+"""Files of stores: their names, and which of them hdtool may delete.
 
-The end token's id is the size of the vocabulary, so no draft crosses documents. The documents of an input are
-contiguous and in manifest order, so the counts in the manifest locate each input. Only regular files with the name
-of a build are ever deleted, and a folder that holds other files and no store is not built into.
+Only regular files with the name of a build are ever deleted, and a folder that holds other files and no store is not
+built into.
 """
 
 from __future__ import annotations
@@ -11,73 +10,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.errors import StoreError, os_errors_as
 from hdtool.data.kept_records import why_foreign_lock
 from hdtool.data.output_files import sync_to_disk
-
-TOKEN_CHUNK = 1 << 22
-"""Tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
-
-Tokens = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Source:
-    """An input that documents come from."""
-
-    name: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Document:
-    """A tokenized text and the input that it came from, by its place in the list of sources."""
-
-    ids: Sequence[int] | Tokens
-    source: int = 0
-
-
-def token_type(vocab_size: int) -> np.dtype[Any]:
-    """16-bit tokens if the vocabulary and the end token fit, else 32-bit."""
-    return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
-
-
-def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """The documents of a token array.
-
-    The file may be damaged: a token above the end token, or a last document without one, is a ``StoreError``.
-    """
-    start = 0
-    for at in range(0, len(tokens), TOKEN_CHUNK):
-        chunk = tokens[at : at + TOKEN_CHUNK]
-        if chunk.max() > end:
-            raise StoreError(f"the documents of the store are damaged (token {chunk.max():,}): build it again")
-        for stop in np.flatnonzero(chunk == end) + at:
-            yield tokens[start:stop]
-            start = int(stop) + 1
-    if start != len(tokens):
-        raise StoreError("the documents of the store are damaged (the last one has no end): build it again")
-
-
-def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
-    """Stored documents with the index of their input, by the counts of the manifest."""
-    owners = (source for source, count in enumerate(counts) for _ in range(count))
-    for ids in documents:
-        if (source := next(owners, None)) is None:
-            raise StoreError(f"the store holds more documents than the {sum(counts):,} of its manifest: build it again")
-        yield Document(ids, source)
-    if next(owners, None) is not None:
-        raise StoreError(f"the store holds fewer documents than the {sum(counts):,} of its manifest: build it again")
-
 
 MANIFEST = "manifest.json"
 LOCK_FILE = ".lock"

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_store, require_store
-from hdtool.data.stores.store_files import token_type
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.store_files import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (

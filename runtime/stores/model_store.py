@@ -31,9 +31,9 @@ import msgpack
 import numpy as np
 
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Tokens, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import BUILD_COMMANDS, damaged_files, read_store, require_store
-from hdtool.data.stores.store_files import Tokens, token_type
 from hdtool.runtime.kernels.compiled import Ints as Ints
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled, prefetch
 from hdtool.runtime.stores.store_files import mapped_part

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import BUILD_COMMANDS
-from hdtool.data.stores.store_files import token_type
 from hdtool.runtime.kernels.compiled import compiled
 
 Mode = Literal["r", "c"]

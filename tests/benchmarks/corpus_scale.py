@@ -27,8 +27,8 @@ from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import progress_bar
 from hdtool.data.records import RecordReader
+from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import Document, Source, stored_documents
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.records import Record, RecordPart, RecordReader
-from hdtool.data.stores.store_files import Source
+from hdtool.data.stores.documents import Source
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 TURNS = ["user", "assistant", "tool", "model"]

@@ -10,8 +10,8 @@ import torch
 
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafter import Drafter, NoDraft, draft_many

@@ -49,8 +49,8 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import BenchRun, Results
 from hdtool.data.prompts import Prompt
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.source_names import SourceName

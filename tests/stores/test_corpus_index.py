@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.engine import LocalBuildEngine, suffix_array
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files
-from hdtool.data.stores.store_files import Document, Source
 from hdtool.runtime.stores.corpus_index import (
     CONTINUATION_DEPTH,
     LONGEST_CONTEXT,

@@ -29,6 +29,7 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import (
     DEFAULT_SOURCE,
@@ -39,7 +40,7 @@ from hdtool.data.stores.manifest import (
     read_history_manifest,
 )
 from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST, Document, Source
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history_files import MIN_STORE_PLACES, NEW_STORE_PLACES
 from hdtool.runtime.stores.history_records import PLACES_PER_CONVERSATION

@@ -21,9 +21,9 @@ from hdtool.builders.stores import sequences as counting
 from hdtool.builders.stores.build import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files
-from hdtool.data.stores.store_files import Document, Source, token_type
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,

@@ -23,9 +23,10 @@ from hdtool.cli.inspect_stores import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
 from hdtool.data.stores import store_files
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest
-from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS, Document, Source
+from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores
 from hdtool.runtime.stores import suffix_search as suffixes

@@ -17,9 +17,10 @@ from hdtool.builders.stores.edit_store import StoreContents, add, merge
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
+from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST, Document, Source
+from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy

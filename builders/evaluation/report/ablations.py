@@ -35,8 +35,8 @@ from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.records import RecordedAnswer, Trace
+from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.stores.store_files import Document, Source, stored_documents
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.source_names import SourceName, source_of
