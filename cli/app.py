@@ -17,7 +17,6 @@ from hdtool.cli import (
     bench,
     build,
     chat,
-    collect,
     convert,
     demo,
     doctor,
@@ -114,7 +113,7 @@ COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
             "hdtool build-corpus-db --model MODEL sharegpt.json",
             "hdtool build-corpus-db --model MODEL docs/ code.parquet --out stores/corpus",
         ),
-        collect.collect: (
+        generate.collect: (
             "hdtool collect MODEL --prompts prompts.jsonl --out answers.jsonl",
             "hdtool collect MODEL --prompts prompts.jsonl --out answers.jsonl --batch-size 8",
         ),

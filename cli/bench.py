@@ -78,7 +78,7 @@ def bench_shape(
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.progress import progress_bar
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
-    from hdtool.runtime.model.cpu_threads import choose_threads
+    from hdtool.runtime.model.target import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries(quiet=quiet)
@@ -269,8 +269,8 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.data.progress import progress_bar
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
-    from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
+    from hdtool.runtime.model.target import choose_threads
 
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)

@@ -151,7 +151,7 @@ def _export_folder(
 
 
 def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: StoresConfig, *, as_json: bool) -> None:
-    from hdtool.builders.export_corpus import export_corpus
+    from hdtool.builders.export import export_corpus
 
     exported = export_corpus(loading, out, stores, history)
     if as_json:

@@ -15,7 +15,7 @@ from hdtool.data.progress import count_of
 from hdtool.runtime.config import ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.builders.diagnosis import Finding
+    from hdtool.builders.doctor import Finding
 
 STATE_SIGNS = {"ok": "✓", "note": "·", "mend": "✗"}
 STATE_COLORS = {"ok": 32, "note": 33, "mend": 31}
@@ -81,7 +81,7 @@ def doctor(
     Decodes ten tokens with the embedded model, with and without drafts. Prints what was found, and for what is missing
     or wrong the command that mends it. The exit code is 1 if something does not work.
     """
-    from hdtool.builders.diagnosis import (
+    from hdtool.builders.doctor import (
         MEND,
         decoding_findings,
         folder_findings,

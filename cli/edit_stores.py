@@ -183,8 +183,8 @@ def add(
         raise OptionError("nothing to add: name FILES, or give --rankings")
 
     from hdtool.builders.stores import edit_store as rework
+    from hdtool.builders.stores.build_engine import LocalBuildEngine
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.builders.stores.engine import LocalBuildEngine
     from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.store_output import open_reading, print_built, rankings_for
     from hdtool.runtime.model.load import load_tokenizer

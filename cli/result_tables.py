@@ -379,6 +379,6 @@ def _build_in_process(
 ) -> None:
     """Build a corpus index in this process."""
     from hdtool.builders.stores.build import build_corpus_index
-    from hdtool.builders.stores.engine import LocalBuildEngine
+    from hdtool.builders.stores.build_engine import LocalBuildEngine
 
     build_corpus_index(folder, documents, tokenizer, sources, engine=LocalBuildEngine(1))

@@ -21,7 +21,7 @@ from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.builders.stores.engine import BuildEngine
+    from hdtool.builders.stores.build_engine import BuildEngine
     from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
@@ -153,7 +153,7 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
 def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
     """The build backend, open for the length of a build."""
     if config.engine == "local":
-        from hdtool.builders.stores.engine import LocalBuildEngine
+        from hdtool.builders.stores.build_engine import LocalBuildEngine
 
         yield LocalBuildEngine(config.workers, quiet=quiet)
         return

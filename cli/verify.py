@@ -59,8 +59,8 @@ def verify(
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_sources, quiet_libraries
     from hdtool.runtime.drafters.methods import drafter_for, history_for
-    from hdtool.runtime.model.cpu_threads import choose_threads
     from hdtool.runtime.model.load import load
+    from hdtool.runtime.model.target import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries(quiet=quiet)

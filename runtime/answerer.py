@@ -18,10 +18,10 @@ from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided, masks_of
 from hdtool.runtime.loop import Key, Loop, Outcome, Request
-from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.model.tensor_parallel import check_decoding
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.source_names import SourceName

@@ -14,7 +14,7 @@ from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.engine import Engine, Verified
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.prompt_reader import PrefixCache, PromptReader
+from hdtool.runtime.prefix_cache import PrefixCache, PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_for
 from hdtool.runtime.tree import DraftTree

@@ -37,7 +37,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 
 from hdtool.builders.demo.corpus import TrainingDocument, as_text, demo_arguments, documents, train_tokenizer
 from hdtool.builders.demo.stores import RECIPES, Recipe
-from hdtool.builders.heads.training import checkpoint_with
+from hdtool.builders.heads.training_loop import checkpoint_with
 from hdtool.data.errors import ModelError
 from hdtool.data.output_files import OutputFile, json_object
 

@@ -23,7 +23,7 @@ from hdtool.builders.collect import GenerationFile, collect
 from hdtool.builders.demo.corpus import TrainingDocument, demo_arguments, documents, stable_hash
 from hdtool.builders.demo.prompts import learned_questions
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
 from hdtool.data.errors import StoreError

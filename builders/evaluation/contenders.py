@@ -36,10 +36,10 @@ from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar import Guide, guided, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.library import cache_in
 from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.text_stream import text_of
 

@@ -24,7 +24,7 @@ from hdtool.builders.heads.loss import (
     head_logits,
     label_positions,
 )
-from hdtool.builders.heads.training import (
+from hdtool.builders.heads.training_loop import (
     HiddenStatesFile,
     Training,
     checkpoint_file,

@@ -28,8 +28,8 @@ from hdtool.builders.setup.work_folder import (
     opening_hash,
 )
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import add, note_on_models
-from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
 from hdtool.data.errors import ModelError, RecordError
@@ -48,8 +48,8 @@ from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.environment import device_name, dtype_name, machine
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
-from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
+from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.model_store import rankings_in

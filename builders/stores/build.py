@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.builders.stores.engine import BuildEngine, LocalBuildEngine, ShardFiles
+from hdtool.builders.stores.build_engine import BuildEngine, LocalBuildEngine, ShardFiles
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hdtool.builders.stores.engine import (
+from hdtool.builders.stores.build_engine import (
     SEQUENCE_LENGTHS,
     SORT_MEMORY_FACTOR,
     ShardFiles,

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch.nn import Dropout, Embedding, Module, ModuleList
 
-from hdtool.runtime.engines.around_layers import (
+from hdtool.runtime.engines.embedding_and_head import (
     DECODER_INPUT_MODULES,
     LAYER_INPUT_MODULES,
     PROJECTION,

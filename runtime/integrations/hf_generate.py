@@ -24,21 +24,20 @@ from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided
-from hdtool.runtime.integrations.generate_request import GenerateRequest, UnsupportedCallError, predictions_of
-from hdtool.runtime.integrations.rollouts import Rollouts
+from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.library import (
+from hdtool.runtime.model.load import ends_of
+from hdtool.runtime.model.placement import device_of
+from hdtool.runtime.model.target import Target, embedded_tokens
+from hdtool.runtime.model.transformers_internals import (
     argument_of_generate,
     attention_of,
     must_pass_in_step,
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.model.load import ends_of
-from hdtool.runtime.model.placement import device_of
-from hdtool.runtime.model.target import Target, embedded_tokens
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.model.library import cache_name, is_stateful
 from hdtool.runtime.model.pass_inputs import ALIASES, CHUNKED, FULL, SLIDING, WITHOUT_MASK
+from hdtool.runtime.model.transformers_internals import cache_name, is_stateful
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

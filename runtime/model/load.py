@@ -41,7 +41,6 @@ from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION
 from hdtool.runtime.model.gguf.converted_folder import Manifest, gguf_file
 from hdtool.runtime.model.gguf.packing import assembled_model, packed_model, read_weights
 from hdtool.runtime.model.hub import weight_files
-from hdtool.runtime.model.library import is_known_type, text_class
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
 from hdtool.runtime.model.quantization import (
     NO_INT8,
@@ -56,6 +55,7 @@ from hdtool.runtime.model.quantized_folder import quantized_folder, read_quantiz
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
+from hdtool.runtime.model.transformers_internals import is_known_type, text_class
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
 from hdtool.runtime.text_stream import StopTexts

@@ -13,7 +13,7 @@ import torch
 from hdtool.data.errors import ModelError, install_command
 from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
 from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
-from hdtool.runtime.model.library import last_logits_only, passes
+from hdtool.runtime.model.transformers_internals import last_logits_only, passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,7 +26,7 @@ from hdtool.runtime.model.compact_layers import MXFP4
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.model.gguf.converted import slow_weights, stays_packed
 from hdtool.runtime.model.gguf.converted_folder import gguf_file
-from hdtool.runtime.model.library import passes
+from hdtool.runtime.model.transformers_internals import passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,11 +16,17 @@ from hdtool.runtime.model.cache.replay_slots import Place, ReplayCache, ReplaySl
 from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.families import HiddenStates, rotary_switch
-from hdtool.runtime.model.library import cache_in, cache_name, last_logits_of_all_rows, last_logits_only, takes
 from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, TreeInput, windows_of
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.model.recurrent.passes import RecurrentLayers
+from hdtool.runtime.model.transformers_internals import (
+    cache_in,
+    cache_name,
+    last_logits_of_all_rows,
+    last_logits_only,
+    takes,
+)
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:

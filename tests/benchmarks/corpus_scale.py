@@ -23,7 +23,7 @@ import numpy.typing as npt
 from numba import njit
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import progress_bar
 from hdtool.data.records import RecordReader

@@ -19,10 +19,10 @@ from torch.nn import Module, functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hdtool.runtime.config import SHAPES
-from hdtool.runtime.engines.around_layers import Rotary
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass
 from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
+from hdtool.runtime.engines.embedding_and_head import Rotary
 from hdtool.runtime.engines.model_parts import Kind, model_parts
 from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.model.families import HiddenStates

@@ -24,8 +24,8 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
+from hdtool.runtime.integrations.generate_request import Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.integrations.rollouts import Rollouts
 from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.stores.history_store import History
 

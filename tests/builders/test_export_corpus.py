@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hdtool.builders.export_corpus import REPLACEMENT, export_corpus, kept_tokens, text_of
+from hdtool.builders.export import REPLACEMENT, export_corpus, kept_tokens, text_of
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import StoreContents
-from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.stores.documents import Document, Source
@@ -153,7 +153,7 @@ class TestRefusals:
             raise KeyboardInterrupt
 
         store = index(tmp_path / "store", tokenizer, [ids(tokenizer, "word")])
-        monkeypatch.setattr("hdtool.builders.export_corpus.ExportedCorpus.count", stop)
+        monkeypatch.setattr("hdtool.builders.export.ExportedCorpus.count", stop)
         out = tmp_path / "out" / "corpus.jsonl"
         assert exported(out, "--model-db", "none", "--corpus-db", str(store)) == 130
         assert list(out.parent.iterdir()) == []

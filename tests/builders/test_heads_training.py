@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads import training
-from hdtool.builders.heads import training as processes
+from hdtool.builders.heads import training_loop
+from hdtool.builders.heads import training_loop as processes
 from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
@@ -29,7 +29,7 @@ from hdtool.builders.heads.loss import (
     label_positions,
 )
 from hdtool.builders.heads.train import evaluate
-from hdtool.builders.heads.training import Processes, Training, draw_training, learning_rate_factor
+from hdtool.builders.heads.training_loop import Processes, Training, draw_training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
@@ -358,14 +358,14 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "tensors", "pickle"])
 def test_a_checkpoint_of_another_origin_is_neither_used_nor_replaced(tmp_path: Path, form: str) -> None:
-    place = tmp_path / training.CHECKPOINT_FILE
+    place = tmp_path / training_loop.CHECKPOINT_FILE
     if form == "text":
         place.write_bytes(b"nonsense")
     else:
         torch.save({"model": torch.zeros(3)} if form == "tensors" else Path("an object of a class"), place)
     before = place.read_bytes()
     found = trained(tmp_path / "elsewhere", texts(6), TrainConfig(epochs=1, batch=3))
-    found._checkpoint = training.checkpoint_file(tmp_path)
+    found._checkpoint = training_loop.checkpoint_file(tmp_path)
     for act in (lambda: next(found.run({"a": 1})), lambda: found._save(1, {}), found.finish):
         with pytest.raises(HeadsError, match=r"checkpoint\.pt is there and is not a checkpoint of hdtool train-heads"):
             act()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.builders.heads import loss, training
+from hdtool.builders.heads import loss, training_loop
 from hdtool.builders.heads.examples import BatchSampler, Example
 from hdtool.builders.heads.loss import FrozenTarget
-from hdtool.builders.heads.training import HiddenStatesFile, Processes, Training
+from hdtool.builders.heads.training_loop import HiddenStatesFile, Processes, Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
@@ -47,9 +47,9 @@ def trained(folder: Path, learned: list[Example], stored: HiddenStatesFile | Non
 def test_a_training_from_stored_states_equals_one_from_the_target(
     tmp_path: Path, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "takes_bfloat16", lambda device: half)
+    monkeypatch.setattr(training_loop, "takes_bfloat16", lambda device: half)
     monkeypatch.setattr(loss, "takes_bfloat16", lambda device: half)
-    monkeypatch.setattr(training, "BATCH_TOKENS", 50)
+    monkeypatch.setattr(training_loop, "BATCH_TOKENS", 50)
     learned = texts()
     stored = stored_in(tmp_path / "states", learned)
     assert not stored.is_written()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
 from hdtool.builders.stores.build import build_corpus_index, build_model_store  # noqa: E402
-from hdtool.builders.stores.engine import BuildEngine, LocalBuildEngine  # noqa: E402
+from hdtool.builders.stores.build_engine import BuildEngine, LocalBuildEngine  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402

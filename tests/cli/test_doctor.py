@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hdtool.builders import diagnosis
+from hdtool.builders import doctor
 from hdtool.cli.app import run
 from hdtool.data import demo
 
@@ -44,7 +44,7 @@ def test_a_sound_installation(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_library_that_no_model_works_with_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.model.library.CACHE_NAMES", ("renamed",))
+    monkeypatch.setattr("hdtool.runtime.model.transformers_internals.CACHE_NAMES", ("renamed",))
     found = checked(capfd, code=1)
     assert "takes no key-value cache" in found["decoding"]["found"] and found["decoding"]["state"] == "mend"
 
@@ -52,7 +52,7 @@ def test_a_library_that_no_model_works_with_is_noticed(
 def test_another_answer_with_drafts_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "decode_probe", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
+    monkeypatch.setattr(doctor, "decode_probe", lambda method: ([1, 2] if method == "hd" else [1, 3], 2))
     assert "another answer" in checked(capfd, code=1)["decoding"]["found"]
 
 
@@ -92,7 +92,7 @@ def test_a_package_that_cannot_be_imported(capfd: pytest.CaptureFixture[str], mo
     def fail(name: str) -> None:
         raise ImportError(f"Numba needs NumPy 2.3 or less, for {name}\nmore lines")
 
-    monkeypatch.setattr("hdtool.builders.diagnosis.import_module", fail)
+    monkeypatch.setattr("hdtool.builders.doctor.import_module", fail)
     found = checked(capfd, code=1)["numba"]
     assert found["state"] == "mend" and "Numba needs NumPy 2.3 or less" in found["found"]
     assert "more lines" not in found["found"]

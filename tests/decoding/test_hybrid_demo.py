@@ -22,7 +22,7 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.prompt_reader import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCache, PromptReader
+from hdtool.runtime.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCache, PromptReader
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet

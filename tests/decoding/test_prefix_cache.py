@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime import prompt_reader
+from hdtool.runtime import prefix_cache
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import Drafter
@@ -23,7 +23,7 @@ from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
 from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix
+from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -232,7 +232,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
 def test_a_prompt_in_pieces_after_an_accepted_path_has_the_logits_of_the_model(
     family: str, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(prefix_cache, "PREFILL_CHUNK", 7)
     model = model_of(family)
     one = OneSequence(Target(model, CAPTURES[capture]))
     context = prompt_of(50)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted

@@ -19,7 +19,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
-from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter

@@ -15,8 +15,8 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
+from hdtool.runtime.drafters.trained.draft_length import MAX_TRIAL_LOSS, TRIAL_STEPS, FixedPace, TrainedGate
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.pace import MAX_TRIAL_LOSS, TRIAL_STEPS, FixedPace, TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter

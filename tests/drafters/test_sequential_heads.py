@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.pace import FixedPace
+from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, methods_with_drafters, trained_drafter
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter

@@ -44,7 +44,7 @@ from hdtool.builders.evaluation.report.tables import (
     source_wins,
 )
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import BenchRun, Results

@@ -36,9 +36,9 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
-from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
@@ -506,7 +506,7 @@ def test_a_model_in_training_is_given_back_in_training() -> None:
 
 def test_attention_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention implementation without arbitrary masks is replaced during the call and restored."""
-    monkeypatch.setattr("hdtool.runtime.model.library.MASKED_ATTENTION", ("sdpa",))
+    monkeypatch.setattr("hdtool.runtime.model.transformers_internals.MASKED_ATTENTION", ("sdpa",))
     model: Any = copy.deepcopy(model_of("llama"))
     model.set_attn_implementation("eager")
     expected = ask(model).tolist()

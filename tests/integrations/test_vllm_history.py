@@ -20,9 +20,8 @@ from hdtool.data.stores.home import model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm import finished_answers
-from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE
-from hdtool.runtime.integrations.vllm.finished_answers import appends_history
+from hdtool.runtime.integrations.vllm import chain
+from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch, VllmSettings
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -90,8 +89,8 @@ def test_an_answer_is_kept_whole_and_of_its_prompt_the_last_tokens_alone(tmp_pat
 
 
 def test_answers_are_kept_without_a_further_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_answers, "MAX_IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(finished_answers, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(chain, "MAX_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(chain, "CHECK_SECONDS", 0.02)
     asked = lasting(tmp_path / "past")
     answered(asked, (PROMPT, ANSWER))
     stop = time.monotonic() + 10
@@ -157,7 +156,7 @@ def test_the_store_keeps_its_bound(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished_answers, "CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(chain, "CHECK_SECONDS", 0.001)
     whole = {(number + 500, *ANSWER, number) for number in range(1000)}
     before = 0
     for kill in range(4):

@@ -17,7 +17,7 @@ from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model import stock_passes
 from hdtool.runtime.model.cache.replay_slots import ReplaySlot, bytes_of, tensors_of
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree

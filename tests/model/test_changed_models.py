@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree

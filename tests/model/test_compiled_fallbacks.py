@@ -22,10 +22,10 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.kernels.compact_weight import in_float32
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
-from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.placement import more_precise
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.families import FAMILIES

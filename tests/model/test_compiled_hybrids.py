@@ -21,7 +21,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree

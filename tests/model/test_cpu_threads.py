@@ -12,10 +12,9 @@ from hdtool.cli.app import run
 from hdtool.data.kept_records import CachedValue
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model import cpu_threads as threads
+from hdtool.runtime.model import target as threads
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cpu_threads import choose_threads
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.target import Target, choose_threads
 from hdtool.runtime.tree import DraftTree
 from tests.support import fused
 from tests.support.families import model_of

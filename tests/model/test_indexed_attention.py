@@ -14,7 +14,7 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from tests.support.decoding import answered, run, said

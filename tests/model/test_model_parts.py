@@ -10,8 +10,8 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
 from hdtool.runtime.engines.model_parts import Kind, model_parts
-from hdtool.runtime.model.library import attention_by
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.transformers_internals import attention_by
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import WINDOW, random_model
 from tests.support.one_sequence import OneSequence

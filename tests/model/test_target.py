@@ -18,8 +18,8 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.model import families
 from hdtool.runtime.model.checks import trees as checks
 from hdtool.runtime.model.families import context_limit
-from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hdtool.runtime.engines.around_layers import Rotary
 from hdtool.runtime.engines.cuda.operations import (
     HeadLayout,
     HeadNorms,
@@ -22,6 +21,7 @@ from hdtool.runtime.engines.cuda.operations import (
     Residual,
     TorchOperations,
 )
+from hdtool.runtime.engines.embedding_and_head import Rotary
 from hdtool.runtime.engines.model_families import NormKind
 from hdtool.runtime.model import captured_passes
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.speculative.cpp_ngram.external_corpus import SEPARATOR_TOKEN, iter_external_corpus_chunks
 from transformers import AutoTokenizer
 
-from hdtool.builders.export_corpus import export_corpus, kept_tokens
+from hdtool.builders.export import export_corpus, kept_tokens
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig, StoresConfig

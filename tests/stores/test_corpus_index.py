@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.engine import LocalBuildEngine, suffix_array
+from hdtool.builders.stores.build_engine import LocalBuildEngine, suffix_array
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from hdtool.builders.stores import edit_store
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
-from hdtool.builders.stores.engine import LocalBuildEngine
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.home import history_at_home

@@ -8,7 +8,7 @@ import torch
 
 from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache, PromptReader
+from hdtool.runtime.prefix_cache import PrefixCache, PromptReader
 from hdtool.runtime.tree import DraftTree
 
 

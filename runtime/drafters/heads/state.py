@@ -12,8 +12,8 @@ import torch
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, topk_tokens
+from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, on_host
-from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal, RankedBlock, prob_bucket
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,

@@ -46,7 +46,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
-from hdtool.runtime.drafters.trained.pace import TrainedGate
+from hdtool.runtime.drafters.trained.draft_length import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable

@@ -11,8 +11,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.heads.modules import topk_tokens
+from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import on_host
-from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
 from hdtool.runtime.engine import Verified

@@ -18,8 +18,8 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.drafters.heads.modules import topk_tokens
+from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
-from hdtool.runtime.drafters.trained.pace import pace_for
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,
@@ -33,8 +33,8 @@ from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, Sequentia
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
-from hdtool.runtime.model.library import attention_of, use_masked_attention
 from hdtool.runtime.model.static_steps import extent_for
+from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 from hdtool.runtime.source_names import SourceName
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from hdtool.runtime.drafters.trained.assistant import (
     load_assistant,
 )
 from hdtool.runtime.drafters.trained.dflash import DFlashDrafter, load_dflash
+from hdtool.runtime.drafters.trained.draft_length import TrainedGate, pace_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
-from hdtool.runtime.drafters.trained.pace import TrainedGate, pace_for
 from hdtool.runtime.drafters.trained.proposal import (
     DFLASH,
     GEMMA_ASSISTANT,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.drafters.trained.pace import Pace
+from hdtool.runtime.drafters.trained.draft_length import Pace
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,

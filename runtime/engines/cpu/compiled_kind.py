@@ -31,7 +31,7 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.library import text_class
+from hdtool.runtime.model.transformers_internals import text_class
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 

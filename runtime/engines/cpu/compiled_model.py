@@ -12,8 +12,8 @@ import torch
 from hdtool.runtime.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
-from hdtool.runtime.model.checks.changes import RecordedModel
-from hdtool.runtime.model.library import attention_of
+from hdtool.runtime.model.checks.weight_changes import RecordedModel
+from hdtool.runtime.model.transformers_internals import attention_of
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:

@@ -10,13 +10,6 @@ import numpy as np
 import torch
 from torch.nn import ModuleList
 
-from hdtool.runtime.engines.around_layers import (
-    norms_and_activations_match,
-    position_kinds,
-    rotary_kinds,
-    rotary_of,
-    windows_of_layers,
-)
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
@@ -35,14 +28,21 @@ from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS, fill_or
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes, compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
+from hdtool.runtime.engines.embedding_and_head import (
+    norms_and_activations_match,
+    position_kinds,
+    rotary_kinds,
+    rotary_of,
+    windows_of_layers,
+)
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.library import cache_argument
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:

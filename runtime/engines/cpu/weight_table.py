@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hdtool.runtime.engines.around_layers import Ends, rotary_kinds, rotary_of
 from hdtool.runtime.engines.cpu import layer_kernel, layer_record
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu import pass_kernel as ends
@@ -21,6 +20,7 @@ from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function
 from hdtool.runtime.engines.cpu.mixers.convolution import window_numbers
 from hdtool.runtime.engines.cpu.mixers.mix import kept_numbers, mixer_function, row_numbers, state_numbers
+from hdtool.runtime.engines.embedding_and_head import Ends, rotary_kinds, rotary_of
 from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
 from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
@@ -35,8 +35,8 @@ from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from hdtool.runtime.engines.around_layers import LayerInputs
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+    from hdtool.runtime.engines.embedding_and_head import LayerInputs
     from hdtool.runtime.engines.hybrid_families import MixtureParts
     from hdtool.runtime.engines.model_parts import LayerParts
     from hdtool.runtime.kernels.linear import CompiledLinear

@@ -15,14 +15,6 @@ import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 from torch.nn.functional import linear
 
-from hdtool.runtime.engines.around_layers import (
-    Ends,
-    Rotary,
-    norms_and_activations_match,
-    rotary_kinds,
-    rotary_of,
-    windows_of_layers,
-)
 from hdtool.runtime.engines.cuda.operations import (
     HeadLayout,
     HeadNorms,
@@ -31,12 +23,20 @@ from hdtool.runtime.engines.cuda.operations import (
     Residual,
     TorchOperations,
 )
+from hdtool.runtime.engines.embedding_and_head import (
+    Ends,
+    Rotary,
+    norms_and_activations_match,
+    rotary_kinds,
+    rotary_of,
+    windows_of_layers,
+)
 from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
 from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
-from hdtool.runtime.model.checks.changes import hooks_of
+from hdtool.runtime.model.checks.weight_changes import hooks_of
 from hdtool.runtime.model.families import HiddenStates, only_watches
-from hdtool.runtime.model.library import experts_on_device
 from hdtool.runtime.model.static_steps import StepOutput
+from hdtool.runtime.model.transformers_internals import experts_on_device
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations

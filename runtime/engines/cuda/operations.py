@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hdtool.runtime.engines.around_layers import ACTIVATIONS, Rotary
+from hdtool.runtime.engines.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.engines.model_families import ROUNDED_FIRST, NormKind
-from hdtool.runtime.model.library import attention_by
 from hdtool.runtime.model.pass_inputs import AttentionWindow, Mask
+from hdtool.runtime.model.transformers_internals import attention_by
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 
-from hdtool.runtime.engines.cuda import kernels
+from hdtool.runtime.engines.cuda import triton_kernels
 from hdtool.runtime.engines.cuda.operations import Norm
 from hdtool.runtime.model.pass_inputs import MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.engines.around_layers import Rotary
     from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
+    from hdtool.runtime.engines.embedding_and_head import Rotary
     from hdtool.runtime.model.pass_inputs import StepTensors
 
 MAX_SPLITS = 32
@@ -66,7 +66,7 @@ class TritonOperations:
         after, before = residual.after, residual.before
         normed = hidden if before is None else torch.empty_like(hidden)
         kind = (before or after or NO_NORM).kind
-        kernels.add_norm_kernel[(tokens,)](
+        triton_kernels.add_norm_kernel[(tokens,)](
             hidden,
             hidden if added is None else added,
             hidden if after is None else after.weight,
@@ -101,7 +101,7 @@ class TritonOperations:
         query_norm, key_norm = norms or (NO_NORM, NO_NORM)
         half = (layout.width if rotary is None else rotary.cos.shape[1]) // 2
         rest = layout.width - 2 * half
-        kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
+        triton_kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
             qkv,
             *(rotary[:2] if rotary else (qkv, qkv)),
             query_norm.weight if norms else qkv,
@@ -130,7 +130,7 @@ class TritonOperations:
     def _norm_all_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm]) -> None:
         """Norm the queries of a row together, and its keys."""
         queries, keys = norms
-        kernels.norm_parts_kernel[(len(qkv), 2)](
+        triton_kernels.norm_parts_kernel[(len(qkv), 2)](
             qkv,
             queries.weight,
             keys.weight,
@@ -157,7 +157,7 @@ class TritonOperations:
         parts = torch.empty((splits, tokens, heads, values), dtype=torch.float32, device=queries.device)
         levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=queries.device)
         step, window = self._step, layout.window.window
-        kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
+        triton_kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
             queries,
             *cache,
             step.length,
@@ -190,7 +190,7 @@ class TritonOperations:
             num_stages=2,
         )
         mixed = torch.empty((tokens, heads * values), dtype=queries.dtype, device=queries.device)
-        kernels.merge_kernel[(tokens * heads,)](
+        triton_kernels.merge_kernel[(tokens * heads,)](
             parts,
             levels,
             levels if layout.sinks is None else layout.sinks,
@@ -215,14 +215,14 @@ class TritonOperations:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         gated = gate_up.new_empty((tokens, width))
         grid = tokens, triton.cdiv(width, GATED)
-        kernels.gate_kernel[grid](gate_up, gated, width, ACTIVATION=activation, BLOCK=GATED, num_warps=4)
+        triton_kernels.gate_kernel[grid](gate_up, gated, width, ACTIVATION=activation, BLOCK=GATED, num_warps=4)
         return gated
 
     def move(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             layers, _, heads, _, width = tensor.shape
             layer, slot, head = tensor.stride()[:3]
-            kernels.move_kernel[(layers * heads, len(self._step.tokens))](
+            triton_kernels.move_kernel[(layers * heads, len(self._step.tokens))](
                 tensor,
                 self._step.buffer,
                 self._stride,

@@ -29,7 +29,7 @@ from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, his
 from hdtool.runtime.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prompt_reader import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -22,8 +22,8 @@ from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, MIB, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.engine import Scheduler, Tenants
 from hdtool.runtime.integrations.server.preparation import Preparer
-from hdtool.runtime.model.cpu_threads import choose_threads
 from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import choose_threads
 
 LAST_SECONDS = 5
 """Time for the last events of answers that were ended."""

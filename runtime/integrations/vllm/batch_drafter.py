@@ -14,8 +14,13 @@ import numpy as np
 
 from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
-from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, MinProbability, draft_rows, new_request_states
-from hdtool.runtime.integrations.vllm.finished_answers import FinishedAnswers
+from hdtool.runtime.integrations.vllm.chain import (
+    NO_DRAFT_ABOVE,
+    FinishedAnswers,
+    MinProbability,
+    draft_rows,
+    new_request_states,
+)
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import CONTEXT_TABLE, clear, holds

@@ -119,7 +119,7 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
 
 def _with_history(store_set: StoreSet, settings: VllmSettings, vllm_config: Any) -> StoreSet:
     # Loads lmdb, which a history in memory does not need.
-    from hdtool.runtime.integrations.vllm.finished_answers import appends_history
+    from hdtool.runtime.integrations.vllm.chain import appends_history
     from hdtool.runtime.stores.store_set import lasting_history
 
     model = vllm_config.model_config

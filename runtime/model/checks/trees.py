@@ -25,11 +25,11 @@ from hdtool.runtime.model.families import (
     refuse_by_logits,
     tolerance_of,
 )
-from hdtool.runtime.model.library import cache_in, first_logits
 from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.recurrent.mixers import AttentionInMixerError, find_mixers
 from hdtool.runtime.model.recurrent.passes import RecurrentLayers
 from hdtool.runtime.model.stock_passes import ReplayPasses, StockPasses
+from hdtool.runtime.model.transformers_internals import cache_in, first_logits
 from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
-from hdtool.runtime.model.library import text_class
+from hdtool.runtime.model.transformers_internals import text_class
 
 PART = 1 << 22
 """Numbers that are expanded at a time while rows are compared."""
