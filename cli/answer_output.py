@@ -35,7 +35,7 @@ def legend(drafted: Iterable[SourceName]) -> str:
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
 
 
-def print_sources(store_set: StoreSet) -> None:
+def print_stores(store_set: StoreSet) -> None:
     """Print the stores that are drafted from, if any."""
     if store_set.databases:
         print(f"drafting from {store_set}", file=sys.stderr)

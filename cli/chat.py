@@ -29,7 +29,7 @@ def chat(
     Answers stream to standard output and their speed, not their text, depends on drafting. The KV cache of earlier
     turns is kept. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the commands.
     """
-    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.cli.answer_output import print_stores, quiet_libraries
     from hdtool.cli.chat_session import Session, message_reader
     from hdtool.data.chat import has_chat_template
     from hdtool.runtime.answerer import Answerer
@@ -41,7 +41,7 @@ def chat(
             f"{loading.name} has no chat template, so it cannot hold a conversation: name an instruction-tuned model, "
             "or use hdtool generate"
         )
-    print_sources(answerer.store_set)
+    print_stores(answerer.store_set)
     session = Session(answerer, system, stats=stats, color=color)
     print(f"{loading.name}: /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     _converse(session, message_reader())

@@ -46,7 +46,7 @@ def wrap_standard_error() -> None:
 
 
 class _WrappedStream:
-    """A stream for messages to people."""
+    """A stream that wraps long lines and erases a progress bar before a message."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -131,7 +131,7 @@ def generate(
         colors_shown,
         legend,
         numbered,
-        print_sources,
+        print_stores,
         quiet_libraries,
         stream_answer,
     )
@@ -143,7 +143,7 @@ def generate(
     answerer.check(questions)
     if loading.model is None:
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
-    print_sources(answerer.store_set)
+    print_stores(answerer.store_set)
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
     drafted: set[SourceName] = set()

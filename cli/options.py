@@ -80,7 +80,7 @@ class SelectedOptions:
     helps: Mapping[str, Any] = field(default_factory=dict)
     """Helps that differ from those of the class, or whole options."""
     is_argument: bool = False
-    """True if ``MODEL_PANEL`` may be typed without ``--model``."""
+    """True if the model may be the first argument, without ``--model``."""
 
     def described(self, **helps: Any) -> SelectedOptions:
         return replace(self, helps=helps)

@@ -52,7 +52,7 @@ def serve(
     if missing:
         raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
-    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.cli.answer_output import print_stores, quiet_libraries
     from hdtool.runtime.integrations.server.launch import Launch
 
     quiet_libraries()
@@ -62,7 +62,7 @@ def serve(
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:
             print(f"tenant {tenant}:", file=sys.stderr)
-        print_sources(store_set)
+        print_stores(store_set)
     print(f"the server listens on {launch.address}", file=sys.stderr)
     if warning := launch.warning:
         print(f"warning: {warning}", file=sys.stderr)
@@ -119,13 +119,13 @@ def serve_vllm(
             "--dry-run"
         )
 
-    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.cli.answer_output import print_stores, quiet_libraries
     from hdtool.data import demo
     from hdtool.runtime.integrations.vllm.launch import Launch
 
     quiet_libraries()
     launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
-    print_sources(launch.store_set)
+    print_stores(launch.store_set)
     if not dry_run and (folder := launch.open_history()):
         print(f"keeping answers in {folder}", file=sys.stderr)
     _show(launch, dry_run=dry_run)

@@ -57,7 +57,7 @@ def verify(
     """
     questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
-    from hdtool.cli.answer_output import print_sources, quiet_libraries
+    from hdtool.cli.answer_output import print_stores, quiet_libraries
     from hdtool.runtime.drafters.methods import drafter_for, history_for
     from hdtool.runtime.model.load import load
     from hdtool.runtime.model.target import choose_threads
@@ -77,7 +77,7 @@ def verify(
     history = history_for(decoding, loaded.target, store_set, read_only=True)
     drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
-    print_sources(store_set)
+    print_stores(store_set)
     checks = _run_checks(verifier, loaded, questions, chat, quiet)
     explained = verifier.explain([difference for check in checks for difference in check.differences])
     report = _report(loaded, decoding.method, verifier.oracles, checks, explained)

@@ -235,7 +235,7 @@ class BatchedConversation(Conversation):
 
 
 class BatchedAnswers:
-    """The answers to a list of prompts."""
+    """Answers to a list of prompts, several at once, in the order of the prompts."""
 
     def __init__(self, prompts: Sequence[Prompt], start: Start, drafters: Sequence[Drafter]) -> None:
         """``drafters`` are as many as conversations are answered at once."""

@@ -265,7 +265,7 @@ def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Prob
 
 
 class RankingRecorder(WrappedDrafter):
-    """Wraps the drafter of one answer."""
+    """Records the target's best tokens at each position of one answer, beside another drafter."""
 
     reads_logits = True
 

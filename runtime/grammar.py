@@ -165,7 +165,7 @@ JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator
 """JSON on one line, as ``json.dumps`` writes it. Small models that may choose white space add it without end."""
 MAX_LEXER_WORK, MAX_SYMBOLS = 200_000, 500_000
 """Bounds on the work of compiling a grammar, in units of the library; they are reached within a second."""
-MAX_FORCED_TOKENS = 20_000
+MAX_FORCED_BYTES = 20_000
 """Most bytes that a grammar may force at its start: they are drafted as a chain, and more would take seconds."""
 MAX_COMPILED_GRAMMARS = 64
 """Compiled grammars that are kept; a service asks for the same ones again and again."""
@@ -199,7 +199,7 @@ class GrammarCompiler:
         return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
     def bytes_of(self, token: int) -> bytes:
-        """The text of a token."""
+        """The bytes of a token."""
         return self._tokenizer.decode_bytes([token])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -232,8 +232,8 @@ def _notation(grammar: Grammar) -> str:
 
 def _too_long(compiled: LLMatcher) -> str:
     forced = len(compiled.compute_ff_bytes())
-    return f"it begins with a text of {forced:,} bytes, and at most {MAX_FORCED_TOKENS:,} are possible" * (
-        forced > MAX_FORCED_TOKENS
+    return f"it begins with a text of {forced:,} bytes, and at most {MAX_FORCED_BYTES:,} are possible" * (
+        forced > MAX_FORCED_BYTES
     )
 
 

@@ -91,7 +91,7 @@ class Loop(Generic[Key]):
         self._max_new_tokens, self._stops = max_new_tokens, stops
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
-        """Each in the slot of its place."""
+        """The answers in progress; the place of each is its slot."""
         self._reading: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0

@@ -106,7 +106,7 @@ MIN_TAIL_PROMPT, TAIL_TOKENS = 256, 32
 
 
 class PromptReader:
-    """The prefill of one prompt."""
+    """Reads one prompt into a slot, after what is cached of it."""
 
     def __init__(
         self, engine: Engine, cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""

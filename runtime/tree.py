@@ -208,7 +208,7 @@ NO_TOKEN = -1
 
 
 class Trie:
-    """At most ``most`` nodes below a root; a shared prefix is stored once, with the source of the first sequence.
+    """At most ``max_nodes`` nodes below a root; a shared prefix is stored once, with the source of the first sequence.
 
     ``extra`` more nodes are reserved for a tree that is appended without merging.
     """

@@ -105,7 +105,7 @@ class SmoothedSeconds:
 
 
 class ChosenSize(Uncopyable):
-    """The number of nodes with the most expected tokens per second.
+    """A budget that chooses the number of nodes with the most expected tokens per second.
 
     While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
     """

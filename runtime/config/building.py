@@ -118,7 +118,7 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """With the parts of its kind."""
+        """These settings with the parts that the kind has."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 

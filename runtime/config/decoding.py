@@ -185,7 +185,7 @@ class DecodeConfig(Settings):
         f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
         values=SOURCE_NAMES.values(),
     )
-    """Kept as letters."""
+    """The letters of the sources; names are converted."""
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
     lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
     batch_size: int = setting(

@@ -26,7 +26,7 @@ INDEX = ir.IntType(64)
 ITEM_SIZE = 4
 """Bytes of a float32."""
 CACHE_LINE = 64
-"""Bytes."""
+"""Bytes of a cache line."""
 
 
 def has_feature(feature: str) -> bool:

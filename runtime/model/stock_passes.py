@@ -218,7 +218,7 @@ kept."""
 
 
 class ReplayPasses:
-    """The passes of one model."""
+    """Passes over chains, for a model that cannot verify trees: each first rereads what its cache lacks."""
 
     def __init__(self, stock: StockPasses, shared: frozenset[Place]) -> None:
         self._stock, self._shared = stock, shared

@@ -51,7 +51,7 @@ ROOM = 512
 
 
 class Target:
-    """A model that verifies draft trees, with the four operations of an engine."""
+    """A model as an engine: it reads prompts, verifies draft trees and commits accepted paths."""
 
     def __init__(
         self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
@@ -84,9 +84,9 @@ class Target:
         self.rounding: float | None = None
         """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
         self._replay: ReplayPasses | None = None
-        """What verifies chains, of a model that cannot verify trees."""
+        """Verifies chains, if the model cannot verify trees."""
         self.no_trees: FamilyError | None = None
-        """Why it cannot."""
+        """Why the model cannot verify trees; None if it can."""
         self._capture, self._captured = capture, CapturedPasses()
         self.compiled: CompiledPasses | None = None
         """What computes passes in the place of the model's code, once it was proved to do the same."""

@@ -114,7 +114,7 @@ class Sampler:
         self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
-        """Where greedy acceptance writes the tokens and nodes of a step."""
+        """Where a compiled walk writes its tokens and the nodes that drafted them."""
         if self.draws:
             compile_drawn_walks(self.draws, self.walked)
         self.max_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0

@@ -44,7 +44,7 @@ MAX_SOURCE_NAME = 200
 """Characters of the name of a source."""
 
 _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
-"""LMDB opens a file once in a process."""
+"""The open files by path: LMDB opens a file only once in a process."""
 _opening = threading.Lock()
 
 

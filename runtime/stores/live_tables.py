@@ -262,7 +262,7 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 
 @compiled
 def rankings_of(table: Any) -> Array:
-    """All rows."""
+    """All rows of the table of recycled rankings."""
     return array_at(table.rankings, table.vocabulary + (table.longest - 1) * ROWS_PER_LENGTH, RANKING)
 
 

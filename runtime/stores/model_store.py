@@ -284,7 +284,7 @@ MAX_ENTRY_OVERHEAD = 1 << 13
 """Bytes that LMDB may need for an entry beside its value, as pages are not full."""
 
 _opened: WeakValueDictionary[str, ModelRecord] = WeakValueDictionary()
-"""LMDB opens a file once in a process."""
+"""The open files by path: LMDB opens a file only once in a process."""
 _opening = threading.Lock()
 
 T = TypeVar("T")

@@ -168,7 +168,7 @@ ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
     HYDRA_PLUS: HydraHeads,
     MTP_LAYER: MtpHeads,
 }
-"""By kind."""
+"""The class of heads of each kind."""
 EXACT_SVD_WIDTH = 1024
 """Matrices up to this width get an exact SVD; for larger ones it takes minutes."""
 

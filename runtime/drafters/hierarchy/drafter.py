@@ -65,7 +65,7 @@ UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
-    """Drafts from the context table, the model store, the corpus index and plug-ins, as far as they are given.
+    """Drafts from the context table, a prediction, the history, the model store, the corpus index and plug-ins, as given.
 
     It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
     from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from
@@ -154,7 +154,7 @@ class Hierarchy(Uncopyable):
             self._addresses[number] = record.ctypes.data
         self._at = self._addresses.ctypes.data
         self.work = work
-        """The nodes and candidates of the last draft; see ``memory.py``."""
+        """The workspace of the last draft; ``WORKSPACE`` in ``candidates.py`` lists its fields."""
         self._fill_in(work, context, vocabulary)
         # Each access to a field of a record costs a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))

@@ -39,11 +39,11 @@ class SuffixConfig(NamedTuple):
     """How much is drafted of a match; the defaults are those of its authors."""
 
     nodes_per_token: float = 1.0
-    """Nodes for each token of the match,"""
+    """Nodes drafted for each token of the match."""
     extra_nodes: float = 0.0
-    """and in addition."""
+    """Nodes drafted beside those."""
     min_prob: float = 0.1
-    """Less probable nodes are left out."""
+    """Minimum probability of a node."""
 
 
 DEFAULT_SUFFIX_CONFIG = SuffixConfig()

@@ -100,7 +100,7 @@ class Pace(Protocol):
 
 
 class FixedPace:
-    """As many as are allowed, in every pass."""
+    """Extends all allowed paths in every pass."""
 
     def rows(self, path_probs: Array, certainty: float) -> int:
         return len(path_probs)

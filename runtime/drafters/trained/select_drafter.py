@@ -65,7 +65,7 @@ class StandaloneDrafter:
         self._began: float | None = None
         """When the draft began that no outcome was observed of yet."""
         self._used = True
-        """True if the drafter ran for it."""
+        """True if the trained drafter ran for the last draft."""
         self._static = static
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)

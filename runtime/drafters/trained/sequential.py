@@ -27,7 +27,7 @@ NO_HIDDEN = torch.empty((0, 0))
 LONG_PAUSE = 32
 """Steps without a pass of the drafter after which it forgets what it had read."""
 READ_AFTER_PAUSE = 128
-"""The last tokens, which it reads then."""
+"""After such a pause, the drafter reads only so many of the last tokens."""
 
 
 class QueuedTokens(NamedTuple):

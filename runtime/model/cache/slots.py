@@ -38,7 +38,7 @@ class Slot:
         self.hidden: list[torch.Tensor] = []
         """The hidden states of these tokens, if they are watched."""
         self.owner = ""
-        """The conversation it belongs to."""
+        """The tenant whose prompt it holds; no prompt of another tenant continues it."""
         self.version = 0
         """The number of changes of the model before it was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
