@@ -165,7 +165,7 @@ class Loop(Generic[Key]):
         with self:
             if reading.reader.slot != slot:  # answers have ended meanwhile
                 self._overwrite(slot, by=reading.reader.slot)
-            outcome = self._accepted(slot, state, reading.verified)
+            outcome = self._conclude(slot, state, reading.verified)
         if _has_ended(outcome):
             state.end()
         else:
@@ -222,7 +222,7 @@ class Loop(Generic[Key]):
     def _finish(self) -> list[Outcome[Key]]:
         self._engine.wait()
         outcomes: list[Outcome[Key]] = [
-            (request, self._accepted(slot, state, self._verified[slot]))
+            (request, self._conclude(slot, state, self._verified[slot]))
             for slot, (request, state) in enumerate(self._running)
         ]
         for slot in range(len(outcomes) - 1, -1, -1):
@@ -230,7 +230,7 @@ class Loop(Generic[Key]):
                 self._leave(slot)
         return outcomes
 
-    def _accepted(self, slot: int, state: SequenceState, verified: Verified) -> Step | HdtoolError:
+    def _conclude(self, slot: int, state: SequenceState, verified: Verified) -> Step | HdtoolError:
         try:
             accepted, verified = state.accept(verified, partial(self._engine.recompute, self._cache, slot))
         except HdtoolError as error:  # a fault of one request does not end the others

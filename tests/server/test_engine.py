@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.integrations.server.engine import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
+from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
 from hdtool.runtime.model.load import Loaded
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import ServerConfig
-from hdtool.runtime.integrations.server.engine import RequestLog
+from hdtool.runtime.integrations.server.scheduler import RequestLog
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 CHAT = "/v1/chat/completions"

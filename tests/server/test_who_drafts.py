@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
-from hdtool.runtime.integrations.server.engine import Tenants
+from hdtool.runtime.integrations.server.scheduler import Tenants
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.integrations.server.engine import AnswerJob, Metrics, OverloadError, Scheduler
+from hdtool.runtime.integrations.server.scheduler import AnswerJob, Metrics, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,

@@ -31,7 +31,7 @@ from hdtool.data.input_files import read_text
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
-from hdtool.runtime.integrations.server.engine import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
+from hdtool.runtime.integrations.server.scheduler import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
