@@ -17,7 +17,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import MATRIX_KINDS
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore

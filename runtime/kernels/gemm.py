@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
     tile_out_features,
     unpack_row,
 )
-from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
+from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
 
 GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)

@@ -14,8 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from hdtool.runtime.kernels.compiled import BYTES, generated
-from hdtool.runtime.kernels.matrix_kind import MatrixKind, Tile, cases, type_of
-from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE, Blocks, Expand
+from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, Blocks, Expand, MatrixKind, Tile, cases, type_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")

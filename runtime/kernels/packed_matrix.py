@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hdtool.runtime.kernels.gemm import unpack
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
 PAGE_OUT = 21
 """Linux's MADV_PAGEOUT, which never loses data."""

@@ -35,7 +35,7 @@ from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, fits_compil
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import MATRIX_KINDS, compiled_linear, fits_compiled_matmul
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.hub import samples, weight_files

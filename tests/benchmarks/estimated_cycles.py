@@ -103,7 +103,7 @@ def _cases(dot: str) -> Iterator[Case]:
     from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART
     from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
     from hdtool.runtime.kernels.gemm_tiles import tile, tile_out_features
-    from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE
+    from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE
 
     for kind, form in FORMAT_OF_TYPE.items():
         if form.name not in FORMATS:

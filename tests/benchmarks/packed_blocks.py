@@ -17,7 +17,7 @@ import torch
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.gemm import multiply, unpack
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -7,7 +7,7 @@ from llvmlite import binding  # type: ignore[import-untyped]
 
 from hdtool.runtime.engines.cpu.int8_code import DOT_OF_SIGNED, has_dot_of_octets
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
-from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE
 from tests.benchmarks.estimated_cycles import ARM, Processor, assembly_of
 
 MAC = "arm64-apple-darwin"

@@ -20,7 +20,7 @@ from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load

@@ -16,8 +16,7 @@ from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART
 from hdtool.runtime.engines.cpu.int8_panels import BYTES_AT_ONCE, Panels
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.matrix_kind import by_rows
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix

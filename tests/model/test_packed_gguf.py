@@ -23,7 +23,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory

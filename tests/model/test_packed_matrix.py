@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
@@ -148,7 +148,7 @@ import torch
 from hashlib import sha256
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.engines.cpu.int8_panels import Panels
-from hdtool.runtime.kernels.packed_formats import ALL_FORMATS
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import expected, int8_linear, some_matrix
 

@@ -13,7 +13,7 @@ import torch
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
@@ -88,7 +88,7 @@ def test_a_team_of_one_and_a_team_that_is_busy_are_closed() -> None:
 
 FORKED = """
 import os, torch
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import some_matrix
 

@@ -21,7 +21,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
-from hdtool.runtime.kernels.packed_formats import INT8
+from hdtool.runtime.kernels.matrix_formats import INT8
 from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packed_weight
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.load import load

@@ -65,7 +65,7 @@ UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
-    """Drafts from the context table, a prediction, the history, the model store, the corpus index and plug-ins, as given.
+    """Drafts from the context, a prediction, the history, the model store, the corpus index and plug-ins, as given.
 
     It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
     from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from

@@ -17,7 +17,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core.registry import cpu_target
 
 from hdtool.runtime.kernels.compiled import WORD
-from hdtool.runtime.kernels.packed_formats import VALUE_TABLES, BlockFormat
+from hdtool.runtime.kernels.matrix_formats import VALUE_TABLES, BlockFormat
 from hdtool.runtime.kernels.vector_code import (
     FLOAT,
     LOOK_UP_ARM,

@@ -18,8 +18,7 @@ from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFo
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
 from hdtool.runtime.kernels.compiled import array_at
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
-from hdtool.runtime.kernels.matrix_kind import MatrixKind, by_rows
-from hdtool.runtime.kernels.packed_formats import BlockFormat
+from hdtool.runtime.kernels.matrix_formats import BlockFormat, MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 _tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})

@@ -30,8 +30,7 @@ from hdtool.runtime.engines.cpu.int8_code import (
     panel_format,
 )
 from hdtool.runtime.kernels.compiled import BYTES, WORD, generated
-from hdtool.runtime.kernels.matrix_kind import Tile
-from hdtool.runtime.kernels.packed_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES
+from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, TINIEST_SCALE, TINY_SCALES, Tile
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, OCTET, SHORT
 
 VECTORS = PART // PANEL_ROWS

@@ -45,7 +45,7 @@ from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Array, array_at, compiled, copy_numbers, float_of
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_numbers, unpack_row
-from hdtool.runtime.kernels.matrix_kind import MatrixKind
+from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.thread_pool import parallel_matmul
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place

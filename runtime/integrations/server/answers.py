@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.integrations.server.scheduler import AnswerJob, Metrics, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -22,6 +21,7 @@ from hdtool.runtime.integrations.server.formats import (
     usage_of,
 )
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
+from hdtool.runtime.integrations.server.scheduler import AnswerJob, Metrics, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.tool_calls import (
     THINK_CLOSING,
     ThinkingReader,

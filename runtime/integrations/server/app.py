@@ -31,7 +31,6 @@ from hdtool.data.input_files import read_text
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import Answers
-from hdtool.runtime.integrations.server.scheduler import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -46,6 +45,7 @@ from hdtool.runtime.integrations.server.messages_api import MessagesFormat, Mess
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
+from hdtool.runtime.integrations.server.scheduler import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
 from hdtool.runtime.model.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"

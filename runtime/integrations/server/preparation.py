@@ -38,7 +38,6 @@ from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.grammar import Guide, guided, masks_of
-from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
@@ -50,6 +49,7 @@ from hdtool.runtime.integrations.server.requests import (
     require_text_answers,
     template_messages,
 )
+from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.home import namespace_among
 from hdtool.runtime.budget.node_budget import Budget

@@ -18,7 +18,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.kept_records import file_lock, folder_lock, lock_path, remove_unfinished, scratch_folder
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.home import converted_at_home
-from hdtool.runtime.kernels.packed_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.convert import PLAIN, Conversion
 from hdtool.runtime.model.gguf.converted_folder import (

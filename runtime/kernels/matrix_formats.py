@@ -1,4 +1,4 @@
-"""Generates code that expands a packed block to float32 in vector registers, rounding as the ``gguf`` library does.
+"""Formats of matrices: numbers and blocks, as types of compiled functions, and how blocks are unpacked in registers.
 
 Layouts are ggml's, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight is ``d
 * q``, ``d * q + m`` or ``d * q - m``; each operation rounds once. In GGUF files ``d`` has at most 17 bits and a ``q``
@@ -7,16 +7,87 @@ with an addend at most 5, so the product is exact and a fused multiply-add round
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core.imputils import lower_constant
+from numba.core.typing.typeof import typeof_impl
+from numba.extending import NativeValue, models, register_model, unbox
 
-from hdtool.runtime.kernels.compiled import WORD
-from hdtool.runtime.kernels.matrix_kind import MatrixKind, type_of
-from hdtool.runtime.kernels.vector_code import FLOAT, HALF, LANES, OCTET, VectorCode
+from hdtool.runtime.kernels.compiled import WORD, generated
+from hdtool.runtime.kernels.vector_code import FLOAT, HALF, INDEX, LANES, OCTET, VectorCode
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    name: str
+
+
+class MatrixKindType(types.Type):
+    """Numba type of one matrix kind."""
+
+    def __init__(self, kind_name: str) -> None:
+        super().__init__(f"MatrixKind({kind_name})")
+
+
+register_model(MatrixKindType)(models.OpaqueModel)
+
+
+def type_of(kind: MatrixKind) -> MatrixKindType:
+    return MatrixKindType(kind.name)
+
+
+@typeof_impl.register(MatrixKind)
+def _typeof(kind: MatrixKind, _: object) -> MatrixKindType:
+    return type_of(kind)
+
+
+@unbox(MatrixKindType)  # type: ignore[no-untyped-call]
+def _unboxed(_: object, __: object, compiled: Any) -> Any:
+    return NativeValue(compiled.context.get_dummy_value())  # type: ignore[no-untyped-call]
+
+
+@lower_constant(MatrixKindType)  # type: ignore[no-untyped-call]
+def _constant(target: Any, _: object, __: object, ___: object) -> Any:
+    return target.get_dummy_value()
+
+
+Case = TypeVar("Case")
+Tile = Callable[..., None]
+"""Generates a tile's code from a builder, the matrix type and the other arguments of ``by_rows``."""
+
+
+def by_rows(tiles: Mapping[int, Tile]) -> Any:
+    """An intrinsic that runs the tile for ``rows``, its last argument and a key of ``tiles``.
+
+    Arrays are given by address; ``kind`` is the matrix format.
+    """
+
+    @generated(types.int64, None, *[types.int64] * 5)
+    def run(
+        builder: Any, matrix: Any, kind: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any, rows: Any
+    ) -> None:
+        for _, tile in cases(builder, rows, tiles):
+            tile(builder, kind, matrix, columns, inputs, outputs, output_stride)
+
+    return run
+
+
+def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[tuple[int, Case]]:
+    """Open a switch case for each key; code generated in an iteration runs in that case only."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for key, case in by_number.items():
+        block = builder.append_basic_block(f"case_{key}")
+        switch.add_case(INDEX(key), block)
+        builder.position_at_end(block)
+        yield key, case
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 @dataclass(frozen=True)
