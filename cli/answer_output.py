@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
-from logging import getLogger
 from typing import Any
 
 from hdtool.cli.result_tables import rounded
-from hdtool.data.progress import show_bars
 from hdtool.runtime.answerer import Answer
 from hdtool.runtime.sequence import Finish, Stats
 from hdtool.runtime.source_names import SourceName, registered
@@ -116,17 +113,3 @@ def _source_summary(stats: Stats, source: SourceName) -> str:
         f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted{rejected}, "
         f"in {stats.hits[source]:,} of {stats.steps:,} steps, {stats.source_us_per_step(source):.0f} µs a step"
     )
-
-
-def quiet_libraries(*, quiet: bool = False) -> None:
-    """Silence progress bars and warnings of libraries; with ``quiet``, hdtool's bars too."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    show_bars(not quiet)
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        getLogger(library).setLevel("ERROR")

@@ -28,7 +28,7 @@ from hdtool.cli import (
     setup,
     verify,
 )
-from hdtool.cli.command import Command, restore_hyphens, wrap_standard_error
+from hdtool.cli.command import Command, quiet_libraries, restore_hyphens, wrap_standard_error
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.lean_imports import import_leanly
@@ -221,7 +221,6 @@ def _run_together(arguments: list[str]) -> int:
         message = f"torchrun works with hdtool generate only, got {command}: run it without torchrun"
         return _report(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
 
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.runtime.model.load import load_part
     from hdtool.runtime.model.tensor_parallel import follow, leading
 

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, completion, option, with_structure
+from hdtool.cli.command import (
+    INPUT_PANEL,
+    MEASUREMENT_PANEL,
+    OUTPUT_PANEL,
+    completion,
+    option,
+    quiet_libraries,
+    with_structure,
+)
 from hdtool.cli.options import numbers, only, without
 from hdtool.cli.result_tables import as_columns, rounded
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import Tally
+from hdtool.data.progress import Tally, deferred_bar, progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.data.records import read_traces
 from hdtool.runtime.config import (
@@ -74,9 +82,7 @@ def bench_shape(
     from hdtool.builders.evaluation.bench import fitting_turns, paired_benchmark
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.builders.evaluation.recording import TurnReader
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.store_output import print_left_out
-    from hdtool.data.progress import progress_bar
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.target import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
@@ -248,7 +254,6 @@ def bench_cost(
         raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
 
     from hdtool.builders.evaluation.contenders import cost_plot_file, draw_cost, estimated_passes
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.runtime.budget.cost_curve import cost_file
 
     quiet_libraries()
@@ -267,7 +272,6 @@ def bench_cost(
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
     """Timed passes, which are also saved for later runs of the model."""
     from hdtool.builders.evaluation.contenders import load_shape
-    from hdtool.data.progress import progress_bar
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.load import load
     from hdtool.runtime.model.target import choose_threads
@@ -337,10 +341,8 @@ def bench(
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import check_report_folder
     from hdtool.builders.evaluation.scores import scores_of
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.result_tables import bench_record, bench_table, report_bench
     from hdtool.data.bench_results import refuse_files_without_run
-    from hdtool.data.progress import deferred_bar
 
     quiet_libraries(quiet=quiet)
     plan = BenchPlan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)

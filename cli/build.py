@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import HEADS_PANEL, INPUT_PANEL, OUTPUT_PANEL, option
+from hdtool.cli.command import HEADS_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
@@ -94,7 +94,6 @@ def _build(
 ) -> None:
     from hdtool.builders.stores.build import build_corpus_index, build_model_store
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.cli.store_output import engine_for, open_reading, print_built, rankings_for
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
@@ -179,7 +178,6 @@ def train_heads(
     training data. Several GPUs: accelerate launch -m hdtool.cli train-heads ...
     """
     from hdtool.builders.heads.train import train
-    from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries(quiet=quiet)
     chosen = heads.plain if medusa else heads.resolved

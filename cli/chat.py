@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
+from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
@@ -29,7 +30,7 @@ def chat(
     Answers stream to standard output and their speed, not their text, depends on drafting. The KV cache of earlier
     turns is kept. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the commands.
     """
-    from hdtool.cli.answer_output import print_stores, quiet_libraries
+    from hdtool.cli.answer_output import print_stores
     from hdtool.cli.chat_session import Session, message_reader
     from hdtool.data.chat import has_chat_template
     from hdtool.runtime.answerer import Answerer

@@ -6,8 +6,10 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
 
@@ -15,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from hdtool.cli.model_argument import refuse_unused, take_model
+from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
 from hdtool.runtime.config import METHODS, GrammarConfig
 
@@ -273,3 +276,17 @@ def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
         return [before + comma + value for value in values if value.startswith(last)]
 
     return complete
+
+
+def quiet_libraries(*, quiet: bool = False) -> None:
+    """Silence progress bars and warnings of libraries; with ``quiet``, hdtool's bars too."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    show_bars(not quiet)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        getLogger(library).setLevel("ERROR")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT_PANEL, option
+from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries
 from hdtool.cli.model_argument import require_model
 from hdtool.cli.options import only, without
 from hdtool.data import demo
@@ -127,8 +127,6 @@ def export(
     require_model("export", loading.model)
     if to not in TARGETS:
         raise OptionError(f"--to must be one of {', '.join(TARGETS)}, got {to}")
-
-    from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries()
     if to == SGLANG:

@@ -10,16 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option
+from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option, quiet_libraries
 from hdtool.cli.convert import compiled_meanwhile
 from hdtool.cli.options import INTERRUPTED_EXIT, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import ModelError, OptionError, install_command
+from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.prompts import Prompt
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.sequence import Stats
 
@@ -50,9 +50,8 @@ def demo(
     ``generate``, which answers the first prompt.
     """
     from hdtool.builders.demo.stores import is_first_demo
-    from hdtool.cli.answer_output import answer_summary, colors_shown, legend, quiet_libraries, stream_answer
+    from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
     from hdtool.cli.command import wrap_for_terminal
-    from hdtool.data.prompts import read_prompts
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.sequence import Stats
 

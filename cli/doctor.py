@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
+from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options import only
 from hdtool.data.progress import count_of
 from hdtool.runtime.config import ModelConfig
@@ -90,7 +91,6 @@ def doctor(
         package_findings,
         store_findings,
     )
-    from hdtool.cli.answer_output import quiet_libraries
 
     quiet_libraries()
     groups = {

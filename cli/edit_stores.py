@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, find_item, home, remove_store, stored_items, with_unique_names
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option, quiet_libraries
 from hdtool.cli.options import only
+from hdtool.cli.store_output import (
+    history_in_words,
+    open_reading,
+    print_built,
+    rankings_for,
+    store_in_words,
+    store_record,
+    store_table,
+)
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.progress import count_of
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
@@ -22,7 +32,6 @@ from hdtool.data.stores.store_files import MODEL_KIND, holds_history
 from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from hdtool.data.stores.home import StoredItem
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
 CONVERTED_KIND, QUANTIZED_KIND = "gguf", "quantized"
@@ -48,8 +57,6 @@ def stores(
     shown by inspect. Models converted from GGUF files or quantized on loading are listed too, and so are set-ups, which
     keep copies of the conversations in their logs.
     """
-    from hdtool.cli.store_output import store_record, store_table
-    from hdtool.data.stores.home import home
 
     items = _all_items()
     if action == REMOVE_ACTION:
@@ -70,11 +77,9 @@ def stores(
 
 def _all_items() -> list[StoredItem]:
     from hdtool.builders.setup.work_folder import kept_setups
-    from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, stored_items, with_unique_names
     from hdtool.data.stores.manifest import Checkpoint
     from hdtool.runtime.model.gguf.converted_folder import MANIFEST, manifests
-    from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED_MANIFEST
-    from hdtool.runtime.model.quantized_folder import quantized_manifests
+    from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED_MANIFEST, quantized_manifests
 
     models = [
         StoredItem(
@@ -104,8 +109,6 @@ def _all_items() -> list[StoredItem]:
 
 
 def _remove(names: list[str], items: list[StoredItem], *, yes: bool) -> None:
-    from hdtool.cli.store_output import store_in_words
-    from hdtool.data.stores.home import find_item
 
     if not names:
         raise OptionError("nothing to remove: give the names that hdtool stores lists")
@@ -123,7 +126,6 @@ def _remove(names: list[str], items: list[StoredItem], *, yes: bool) -> None:
 
 def _remove_one(item: StoredItem) -> None:
     from hdtool.builders.setup.work_folder import SETUP_KIND, remove_setup
-    from hdtool.data.stores.home import remove_store
     from hdtool.runtime.model.gguf.converted import remove_converted
     from hdtool.runtime.model.gguf.converted_folder import Manifest
 
@@ -157,7 +159,6 @@ def merge(
     An input that several of them hold is counted once.
     """
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.cli.store_output import print_built
 
     check = None if replace else refuse_replacing
     if check and not any(out.exists() and store.exists() and out.samefile(store) for store in stores):
@@ -185,8 +186,6 @@ def add(
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.build_engine import LocalBuildEngine
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.cli.answer_output import quiet_libraries
-    from hdtool.cli.store_output import open_reading, print_built, rankings_for
     from hdtool.runtime.model.load import load_tokenizer
 
     quiet_libraries(quiet=quiet)
@@ -248,7 +247,6 @@ def drop(
     are removed by their source, by their age, or by both.
     """
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.cli.store_output import print_built
 
     if source is None and older_than is None:
         raise OptionError("nothing to remove: give --source, or --older-than for a history store")
@@ -266,7 +264,6 @@ def drop(
 
 def _drop_conversations(store: Path, source: str | None, days: float | None, *, as_json: bool) -> None:
     from hdtool.builders.stores.edit_store import drop_conversations
-    from hdtool.cli.store_output import history_in_words
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_store import description
 

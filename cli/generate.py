@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option, with_structure
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries, with_structure
 from hdtool.cli.options import INTERRUPTED_EXIT, only, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
@@ -56,9 +56,7 @@ def collect(
     tally = Tally()
     questions = with_structure(read_prompts(prompts, tolerance=reading.max_bad_fraction, tally=tally), structure, tools)
 
-    from hdtool.builders.collect import GenerationFile
-    from hdtool.builders.collect import collect as collected
-    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.builders.collect import GenerationFile, collect as collected
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.progress import progress_bar
     from hdtool.runtime.answerer import Answerer
@@ -132,7 +130,6 @@ def generate(
         legend,
         numbered,
         print_stores,
-        quiet_libraries,
         stream_answer,
     )
     from hdtool.runtime.answerer import Answerer

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option
+from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
+from hdtool.cli.store_output import counts_in_words, history_in_words, store_description, verify_conversations
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.progress import count_of
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
@@ -43,7 +44,6 @@ def inspect(
     as_json: options.JsonObject = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
-    from hdtool.cli.store_output import history_in_words, store_description
 
     if after == "":
         raise OptionError("--after is empty: give the text after which the store shall draft")
@@ -87,7 +87,6 @@ def inspect(
 def _history_description(
     folder: Path, after: str | None, ngrams: str | None, config: ModelConfig, *, latency: bool, verify: bool
 ) -> dict[str, Any]:
-    from hdtool.cli.store_output import verify_conversations
     from hdtool.runtime.stores.history_store import HistoryStore
     from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 
@@ -134,7 +133,6 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which must be the store's."""
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.data.stores.manifest import HistoryManifest, require_history
     from hdtool.runtime.model.load import load_tokenizer
 
@@ -156,7 +154,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
 
 
 def _in_words(shown: dict[str, Any]) -> str:
-    from hdtool.cli.store_output import counts_in_words
 
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",

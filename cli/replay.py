@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, option
+from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
@@ -88,9 +88,7 @@ def replay(
     from hdtool.builders.evaluation.replay import ReplayMethod
     from hdtool.builders.evaluation.report.ablations import Study
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
-    from hdtool.builders.evaluation.worker_pool import replay as replayed
-    from hdtool.builders.evaluation.worker_pool import total_turns
-    from hdtool.cli.answer_output import quiet_libraries
+    from hdtool.builders.evaluation.worker_pool import replay as replayed, total_turns
     from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
     from hdtool.cli.store_output import print_left_out
     from hdtool.runtime.budget.cost_curve import CostCurve

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.command import MODEL_PANEL, OUTPUT_PANEL, SERVER_PANEL, option
+from hdtool.cli.command import MODEL_PANEL, OUTPUT_PANEL, SERVER_PANEL, option, quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
@@ -52,7 +52,7 @@ def serve(
     if missing:
         raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
-    from hdtool.cli.answer_output import print_stores, quiet_libraries
+    from hdtool.cli.answer_output import print_stores
     from hdtool.runtime.integrations.server.launch import Launch
 
     quiet_libraries()
@@ -119,7 +119,7 @@ def serve_vllm(
             "--dry-run"
         )
 
-    from hdtool.cli.answer_output import print_stores, quiet_libraries
+    from hdtool.cli.answer_output import print_stores
     from hdtool.data import demo
     from hdtool.runtime.integrations.vllm.launch import Launch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option
+from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
 from hdtool.cli.model_argument import require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
@@ -67,7 +67,6 @@ def setup(
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.verdict import Verdict
     from hdtool.builders.setup.work_folder import WorkFolder
-    from hdtool.cli.answer_output import quiet_libraries
     from hdtool.runtime.model.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)

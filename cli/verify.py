@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, option, with_structure
+from hdtool.cli.command import INPUT_PANEL, option, quiet_libraries, with_structure
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
@@ -57,7 +57,7 @@ def verify(
     """
     questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
-    from hdtool.cli.answer_output import print_stores, quiet_libraries
+    from hdtool.cli.answer_output import print_stores
     from hdtool.runtime.drafters.methods import drafter_for, history_for
     from hdtool.runtime.model.load import load
     from hdtool.runtime.model.target import choose_threads

@@ -30,8 +30,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.records import RecordReader
-from hdtool.data.stores.documents import Document as Tokenized
-from hdtool.data.stores.documents import Source, stored_documents
+from hdtool.data.stores.documents import Document as Tokenized, Source, stored_documents
 from hdtool.data.stores.home import home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import file_checksum, read_manifest

@@ -51,8 +51,7 @@ from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
-from hdtool.runtime.stores.model_store import KIND as MODEL
-from hdtool.runtime.stores.model_store import rankings_in
+from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
 from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
 
 Result = dict[str, Any]

@@ -43,8 +43,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, home, remove_empty, setups_at_home
 from hdtool.data.stores.manifest import Checkpoint, InputShare
 from hdtool.data.stores.store import recorded_name
-from hdtool.data.stores.store_files import LOCK_FILE as STORE_LOCK
-from hdtool.data.stores.store_files import MANIFEST, delete_leftovers, is_regular
+from hdtool.data.stores.store_files import LOCK_FILE as STORE_LOCK, MANIFEST, delete_leftovers, is_regular
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.config.building import MAX_HELD_OUT
 from hdtool.runtime.config.model import INT8

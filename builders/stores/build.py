@@ -34,6 +34,7 @@ from hdtool.runtime.stores.model_store import (
     KEY_STOP,
     KEY_TOTAL,
     KEY_WIDTH,
+    KIND as MODEL,
     MAX_PROBES,
     NGRAM_KINDS,
     PHRASE_KIND,
@@ -47,7 +48,6 @@ from hdtool.runtime.stores.model_store import (
     split_hash,
     writing,
 )
-from hdtool.runtime.stores.model_store import KIND as MODEL
 from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
 
 MAX_DOUBLINGS = 3

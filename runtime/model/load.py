@@ -37,8 +37,7 @@ from hdtool.runtime.model.compact_layers import (
     pack_weights,
 )
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION
-from hdtool.runtime.model.gguf.converted_folder import Manifest, gguf_file
+from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION, Manifest, gguf_file
 from hdtool.runtime.model.gguf.packing import assembled_model, packed_model, read_weights
 from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
@@ -50,8 +49,7 @@ from hdtool.runtime.model.quantization import (
     refuse_by_settings,
     require_libraries,
 )
-from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED
-from hdtool.runtime.model.quantized_folder import quantized_folder, read_quantized
+from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED, quantized_folder, read_quantized
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader

@@ -29,8 +29,7 @@ from hdtool.builders.heads.loss import FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data.records import read_traces
 from hdtool.runtime.accept import Accepted
-from hdtool.runtime.config import METHODS as KNOWN
-from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config import METHODS as KNOWN, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.methods import drafter_for

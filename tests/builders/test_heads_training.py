@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads import training_loop
-from hdtool.builders.heads import training_loop as processes
+from hdtool.builders.heads import training_loop, training_loop as processes
 from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,

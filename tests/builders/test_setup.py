@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult

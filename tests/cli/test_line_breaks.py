@@ -7,8 +7,7 @@ from io import StringIO
 
 import pyte
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.cli.command import COLOR_CODE, _WrappedStream, wrap_text
 from tests.support.terminal import Terminal

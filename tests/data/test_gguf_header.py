@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFReader
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader

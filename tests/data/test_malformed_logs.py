@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.data.conversation import Conversation
 from hdtool.data.conversation_shapes import conversation_of

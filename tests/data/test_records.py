@@ -15,8 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs

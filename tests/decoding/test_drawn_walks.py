@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hdtool.data.errors import ModelError

@@ -14,8 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import (

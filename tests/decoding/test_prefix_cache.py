@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime import prefix_cache

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, tokens_to, trees

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import PaperConfig, SamplingConfig

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.heads.examples import Example
 from hdtool.builders.heads.loss import LabelPositions, draft_labels, draft_vocabulary, frequent_tokens, head_logits

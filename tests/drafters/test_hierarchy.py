@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.builders.stores.build import build_corpus_index, build_model_store

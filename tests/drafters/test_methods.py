@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from threading import Timer
-from threading import enumerate as threads
+from threading import Timer, enumerate as threads
 from typing import Any
 
 import pytest

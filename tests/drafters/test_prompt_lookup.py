@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hdtool.builders.evaluation.recording import RecordedTurn

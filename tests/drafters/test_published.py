@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.accept import Accepted

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,

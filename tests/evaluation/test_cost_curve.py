@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.data.errors import CostError
 from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve

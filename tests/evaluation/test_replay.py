@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation import worker_pool
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded

@@ -22,8 +22,7 @@ from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm import HierarchyProposer
-from hdtool.runtime.integrations.vllm import speculator as repair
+from hdtool.runtime.integrations.vllm import HierarchyProposer, speculator as repair
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, VllmSettings, require_hook
 from hdtool.runtime.integrations.vllm_plugin import PROPOSER
 from hdtool.runtime.model.load import load_tokenizer

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.functional import embedding, linear
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, in_float32, is_compact, narrowed

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format

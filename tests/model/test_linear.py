@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts, estimated_cost
 from hdtool.runtime.budget.measure_passes import (

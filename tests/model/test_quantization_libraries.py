@@ -20,8 +20,7 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED
-from tests.support.compressed_checkpoints import save_compressed
+from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED, save_compressed
 from tests.support.decoding import run, said
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend

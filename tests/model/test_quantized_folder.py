@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors import SafetensorError
 
@@ -32,8 +31,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
-from hdtool.runtime.model import load as loading
-from hdtool.runtime.model import quantized_folder
+from hdtool.runtime.model import load as loading, quantized_folder
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load, load_stock

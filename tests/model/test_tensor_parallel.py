@@ -19,8 +19,7 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model import placement
-from hdtool.runtime.model import tensor_parallel as ranks
+from hdtool.runtime.model import placement, tensor_parallel as ranks
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_sharding

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from torch.nn import Linear, Module, Parameter
 from transformers import AutoTokenizer, TorchAoConfig

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import encode_text

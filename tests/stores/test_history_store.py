@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store
 from hdtool.builders.stores.build import build_corpus_index, build_model_store

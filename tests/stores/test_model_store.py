@@ -13,11 +13,9 @@ import lmdb
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.stores import build_engine
-from hdtool.builders.stores import sequences as counting
+from hdtool.builders.stores import build_engine, sequences as counting
 from hdtool.builders.stores.build import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError

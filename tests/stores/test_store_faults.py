@@ -13,23 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.cli.inspect_stores import inspect
 from hdtool.data.errors import StoreError
-from hdtool.data.stores import store as stores
-from hdtool.data.stores import store_files
+from hdtool.data.stores import store as stores, store_files
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest
 from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.stores import inspect_store as runtime_stores
-from hdtool.runtime.stores import suffix_search as suffixes
+from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of
 from hdtool.runtime.stores.model_store import ModelRecord, ModelStore

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hdtool.runtime.engines.cpu import layer_kernel, layer_record
-from hdtool.runtime.engines.cpu import layer_record as layers
-from hdtool.runtime.engines.cpu import pass_kernel as ends
+from hdtool.runtime.engines.cpu import layer_kernel, layer_record, layer_record as layers, pass_kernel as ends
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import part_function

@@ -16,8 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import silu
-from torch.nn.functional import softplus as softplus_of
+from torch.nn.functional import silu, softplus as softplus_of
 from transformers.activations import ACT2FN
 
 from hdtool.runtime.model.cache.states import CONV, Names, StateLayer, StateName, States
