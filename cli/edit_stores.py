@@ -7,11 +7,10 @@ import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, find_item, home, remove_store, stored_items, with_unique_names
 from hdtool.cli import options
 from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option, quiet_libraries
 from hdtool.cli.options import only
@@ -26,12 +25,19 @@ from hdtool.cli.store_output import (
 )
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.progress import count_of
+from hdtool.data.stores.home import (
+    SHOWN_FINGERPRINT_DIGITS,
+    StoredItem,
+    find_item,
+    home,
+    remove_store,
+    stored_items,
+    with_unique_names,
+)
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, refuse_replacing, require_store
 from hdtool.data.stores.store_files import MODEL_KIND, holds_history
 from hdtool.runtime.config import BuildConfig, ModelConfig
-
-if TYPE_CHECKING:
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
 CONVERTED_KIND, QUANTIZED_KIND = "gguf", "quantized"
