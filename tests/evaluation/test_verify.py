@@ -109,10 +109,12 @@ def test_generate_has_no_say_where_tokens_are_drawn(small: Loaded) -> None:
 # What is wrong is found ------------------------------------------------------------------------
 
 
-def credulous(tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: object = (), most: int) -> Accepted:
+def credulous(
+    tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: object = (), max_tokens: int
+) -> Accepted:
     """An acceptance that believes any first child."""
     choose = sampler.chooser(verified.logits)
-    first = tree.parents.tolist().index(ROOT) if len(tree) and most > 1 else None
+    first = tree.parents.tolist().index(ROOT) if len(tree) and max_tokens > 1 else None
     tokens = [choose(0)] if first is None else [int(tree.tokens[first]), choose(first + 1)]
     sampler.context += tokens
     return Accepted([] if first is None else [first], tokens)

@@ -8,7 +8,7 @@ import pytest
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.integrations.sglang import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
+from hdtool.runtime.integrations.sglang_corpus import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
 from hdtool.runtime.stores.history_store import History
 
 NODES, VOCABULARY = 6, 100

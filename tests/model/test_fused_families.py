@@ -229,7 +229,7 @@ def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
         launched: Counter[str] = Counter()
         found._layers = found._layers[:layers]
         storage = replace(cache.storage, layers=cache.storage.layers[:layers])
-        monkeypatch.setattr(triton_operations, "kernels", Kernels(launched))
+        monkeypatch.setattr(triton_operations, "triton_kernels", Kernels(launched))
         with torch.inference_mode(), Matmuls(launched):
             found.run(told.tensors(1, 4), storage, 0)
         counted.append(launched)

@@ -229,7 +229,7 @@ def test_commands_that_need_the_tokenizer_alone_convert_no_weights(
 def test_the_second_start_reads_only_what_was_converted(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(known, weights=True)
     monkeypatch.setattr(convert, "find_spec", lambda _: None)
-    for function in ("content_hash", "exclusive"):
+    for function in ("content_hash", "file_lock"):
         monkeypatch.setattr(converted, function, lambda *_: pytest.fail("the file was read or locked"))
     assert folder_of(known, weights=True) == folder_of(known, weights=False) == folder
     assert folder.name.startswith("tiny-")

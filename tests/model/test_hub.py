@@ -66,7 +66,7 @@ def test_what_is_in_the_cache_needs_no_hub(server: FakeHub, monkeypatch: pytest.
 
 def test_the_bytes_of_all_files_are_in_one_bar(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[int] = []
-    monkeypatch.setattr("hdtool.data.progress.Bar.to", lambda _, place: places.append(place))
+    monkeypatch.setattr("hdtool.data.progress.ProgressBar.to", lambda _, place: places.append(place))
     place_of(TINY, weights=True)
     assert places == sorted(places) and places[-1] == (demo.MODEL / "model.safetensors").stat().st_size
 

@@ -237,11 +237,11 @@ OTHER = """
 import os, sys
 import safetensors.torch
 from hdtool.runtime.model import quantized_folder
-from hdtool.runtime.model.gguf import file_identity
+from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
 from hdtool.runtime.config import ModelConfig
 
-file_identity.SETTLED = -60.0
+converted_folder.SETTLED = -60.0
 if sys.argv[2] == "killed":
     save = quantized_folder._save
     def killed(tensors, file):

@@ -292,7 +292,7 @@ warnings.filterwarnings("ignore")
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from hdtool.runtime.engines.cuda import kernels
+from hdtool.runtime.engines.cuda import triton_kernels
 from hdtool.runtime.engines.cuda.triton_operations import Blocks, padded
 folder, capability, widths = sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:]))
 
@@ -315,7 +315,7 @@ def compiled(case, kernel, kinds, constants, warps, stages=2):
     print(case, made.metadata.shared)
 """
 ATTENTION = """
-names = kernels.attention_kernel.arg_names
+names = triton_kernels.attention_kernel.arg_names
 pointers = {"qkv": "", "keys": "", "values": "", "lengths": "i64", "positions": "i64", "ancestors": "i64"}
 for width in widths:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -329,7 +329,7 @@ for width in widths:
             )
             kinds = {one: "*" + (kind or name) for one, kind in pointers.items()}
             kinds |= {"parts": "*fp32", "levels": "*fp32", "scale": "fp32", "softcap": "fp32"}
-            compiled(f"{name}-{width}-{queries}", kernels.attention_kernel, kinds, constants, blocks.warps)
+            compiled(f"{name}-{width}-{queries}", triton_kernels.attention_kernel, kinds, constants, blocks.warps)
 """
 BETWEEN = """
 GEMMA, LLAMA = dict(OFFSET=1.0, ROUNDS=False), dict(OFFSET=0.0, ROUNDS=True)
@@ -339,19 +339,19 @@ for name in ("bf16", "fp32"):
         kinds |= dict.fromkeys(("after_epsilon", "epsilon", "multiplier"), "fp32")
         for case, after, scales, kind in (("sandwich", True, False, GEMMA), ("scaled", False, True, LLAMA)):
             constants = dict(ADDS=True, AFTER=after, BEFORE=True, SCALES=scales, BLOCK=block, **kind)
-            compiled(f"{case}-{name}-{block}", kernels.add_norm_kernel, kinds, constants, 8)
+            compiled(f"{case}-{name}-{block}", triton_kernels.add_norm_kernel, kinds, constants, 8)
         kinds = dict.fromkeys(("qkv", "query_norm", "key_norm"), "*" + name) | {"epsilon": "fp32"}
-        compiled(f"heads-{name}-{block}", kernels.norm_parts_kernel, kinds, dict(BLOCK=block, **LLAMA), 8)
+        compiled(f"heads-{name}-{block}", triton_kernels.norm_parts_kernel, kinds, dict(BLOCK=block, **LLAMA), 8)
     kinds = dict.fromkeys(("qkv", "cos", "sin", "query_norm", "key_norm", "keys", "values"), "*" + name)
     kinds |= {"lengths": "*i64", "epsilon": "fp32"}
     for half, rest in ((32, 0), (64, 0), (128, 0), (48, 32)):
         for rotates in (True, False):
             constants = dict(HALF=half, BLOCK=padded(half), REST=rest, REST_BLOCK=max(1, rest), ROTATES=rotates)
             constants |= dict(PAIRS=rest > 0, NORMS=True, **GEMMA)
-            compiled(f"rotary-{name}-{half}-{rest}-{rotates}", kernels.rotary_kernel, kinds, constants, 1)
+            compiled(f"rotary-{name}-{half}-{rest}-{rotates}", triton_kernels.rotary_kernel, kinds, constants, 1)
     for activation in ("silu", "gelu_tanh", "gelu"):
         kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)
-        compiled(f"{activation}-{name}", kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
+        compiled(f"{activation}-{name}", triton_kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
 """
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that one block may have."""

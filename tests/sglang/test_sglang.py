@@ -16,8 +16,10 @@ from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.integrations.sglang import HierarchyAlgorithm, HierarchyCorpus, HierarchyWorker, drafters_of
+from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
+from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, drafters_of
 from hdtool.runtime.integrations.sglang_plugin import ALGORITHM
+from hdtool.runtime.integrations.sglang_worker import HierarchyWorker
 from hdtool.runtime.stores.history_store import History
 
 NODES, LENGTH = 8, 40

@@ -1,4 +1,4 @@
-"""SGLang: a speculative algorithm whose drafts come from hdtool's stores and histories.
+"""Draft trees for SGLang's n-gram worker, in the form of its corpus, and the settings that name their sources.
 
 SGLang verifies trees of one size for all requests; the last token of the context is their root.
 """
@@ -8,19 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.speculative import ngram_worker
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.accept import Accepted
@@ -33,8 +27,9 @@ from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.tree import DraftTree
 
+LOGGER = logging.getLogger("sglang.hdtool")
 SETTINGS_VARIABLE = "HDTOOL_SGLANG"
 DRAFTING_FIELDS = ("sources", "history", "history_prompts")
 STORE_FIELDS = tuple(one.name for one in fields(StoresConfig))
@@ -179,51 +174,6 @@ class _Request:
 _NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
 
 
-LOGGER = logging.getLogger("sglang.hdtool")
-
-
-class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """Drafts with a hierarchy for each request; SGLang's part verifies the trees."""
-
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        with _without_corpus():
-            super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # What a step emits at most must fit in the tails that the corpus gets.
-        self.max_trie_depth = self.draft_token_num + 1
-        make = drafters_of(server_args, self.draft_token_num)
-        self.ngram_corpus = HierarchyCorpus(make, self.draft_token_num, target_worker.model_config.vocab_size)
-        self._running: WeakValueDictionary[str, Any] = WeakValueDictionary()
-
-    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Called by the scheduler, with the last tokens in the request."""
-        if request := self._running.pop(rid, None):
-            self.ngram_corpus.finish(rid, _tokens(request))
-
-    def _prepare_draft_tokens(self, batch: Any) -> Any:
-        for request in batch.reqs:
-            self._running[request.rid] = request
-            if request.rid not in self.ngram_corpus:
-                # At least one token is left to batch_get, as the answer of the history begins with it.
-                answered = len(request.output_ids)
-                self.ngram_corpus.begin(request.rid, _tokens(request)[: -1 if answered else None])
-        return super()._prepare_draft_tokens(batch)
-
-
-def _tokens(request: Any) -> list[int]:
-    return [*request.origin_input_ids_unpadded, *request.output_ids]
-
-
-@contextmanager
-def _without_corpus() -> Iterator[None]:
-    """Keep SGLang from compiling and allocating the corpus that is replaced."""
-    original = ngram_worker.NgramCorpus
-    ngram_worker.NgramCorpus = lambda **options: None
-    try:
-        yield
-    finally:
-        ngram_worker.NgramCorpus = original
-
-
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
     """Makes drafters of trees with so many nodes, the root among them, from the stores that fit the model."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
@@ -244,76 +194,3 @@ def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
         store_set = replace(store_set, history=History(prompts=decoding.history_prompts, store=store))
     LOGGER.info("hdtool drafts from %s", store_set)
     return lambda: drafter_with_budget(lambda: FixedBudget(nodes - 1), decoding, store_set)
-
-
-DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
-"""Requests at once and nodes of a tree, unless options say otherwise: those of SGLang's NGRAM."""
-
-
-class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """SGLang takes all branches of its n-gram decoding for it: masks, relays between batches, sizes of caches."""
-
-    def is_ngram(self) -> bool:
-        return True
-
-    def has_draft_kv(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        """What SGLang asks of its own algorithms alone, such as the relay between batches, is NGRAM's."""
-        return getattr(SpeculativeAlgorithm.NGRAM, name)
-
-    def handle_server_args(self, server_args: Any) -> None:
-        """Fill in the options as NGRAM does; SGLang records what is assigned."""
-        options = resolving_view(server_args)
-        if options.device not in ("cuda", "cpu", "xpu"):
-            raise OptionError(f"hdtool drafts in SGLang on cuda, cpu and xpu, and the device is {options.device}")
-        if options.device == "cpu":
-            server_args.disable_overlap_schedule = True
-        if options.max_running_requests is None:
-            server_args.max_running_requests = DEFAULT_RUNNING
-        nodes = options.speculative_num_draft_tokens or DEFAULT_NODES
-        server_args.enable_mixed_chunk = False
-        server_args.speculative_num_draft_tokens = nodes
-        server_args.speculative_eagle_topk = options.speculative_ngram_max_bfs_breadth
-        if options.speculative_num_steps is None:
-            server_args.speculative_num_steps = nodes - 1
-        if (options.page_size or 1) > 1 and options.attention_backend != "flashinfer":
-            raise OptionError(
-                f"--page-size {options.page_size} with trees needs --attention-backend flashinfer: use --page-size 1"
-            )
-        if options.enable_dp_attention:
-            raise OptionError("SGLang verifies no trees with --enable-dp-attention: leave it out")
-
-
-def register_in(name: str) -> None:
-    """Register the algorithm in SGLang's registry."""
-
-    @SpeculativeAlgorithm.register(
-        name, supports_overlap=True, validate_server_args=check, spec_class=HierarchyAlgorithm
-    )
-    def worker_class(server_args: Any) -> type:
-
-        return HierarchyWorker
-
-
-def check(server_args: Any) -> None:
-    """Raise OptionError for what hdtool cannot do in SGLang, before a model is loaded."""
-    options = resolving_view(server_args)
-    settings = SglangSettings.of(os.environ)
-    if options.speculative_ngram_external_corpus_path is not None:
-        raise OptionError(
-            "--speculative-ngram-external-corpus-path is a corpus of SGLang's NGRAM: leave it out, and name a store of "
-            f"hdtool's by corpus_db in {SETTINGS_VARIABLE}"
-        )
-    nodes = options.speculative_num_draft_tokens
-    if nodes is not None and not 2 <= nodes <= LARGEST_TREE + 1:
-        raise OptionError(f"--speculative-num-draft-tokens must be from 2 to {LARGEST_TREE + 1}, got {nodes}")
-    if options.pp_size > 1 or options.nnodes > 1:
-        raise OptionError("hdtool drafts in SGLang on one machine without pipeline parallelism: use --pp-size 1")
-    if options.tp_size > 1 and settings.decoding.keeps_history:
-        raise OptionError(
-            f"history {settings.decoding.history} in {SETTINGS_VARIABLE} "
-            f"with --tp-size {options.tp_size}: the ranks must draft "
-            "the same, but would read the store at different times; use history memory or none"
-        )
