@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_passes_are_timed_once_for_all_slots_and_at_their_number(monkeypatch: py
     asked = []
 
     def note(target: Target, *arguments: Any, **options: Any) -> Any:
-        asked.append(options.get("batch", 1))
+        asked.append(signature(timed).bind(target, *arguments, **options).arguments.get("batch", 1))
         return timed(target, *arguments, **options)
 
     timed = pass_times.time_tree_passes

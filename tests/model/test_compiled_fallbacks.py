@@ -32,7 +32,10 @@ from tests.support.families import FAMILIES
 from tests.support.fused import TREE, after, both, compile_target, compiled, logits_of, model_of, widen
 from tests.support.oracle import assert_same_logits, prompt_of
 
-SAME = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2")
+SAME = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3"),
+    *("glm4", "lfm2"),
+)
 """Families whose models are compiled."""
 
 
