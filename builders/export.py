@@ -23,14 +23,14 @@ from hdtool.data.errors import ModelError, OptionError, StoreError
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.documents import Document, Tokens
-from hdtool.data.stores.home import history_at_home
+from hdtool.data.stores.home import NO_STORE, history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config import HOME, MEMORY, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.decoding import NO_HISTORY
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.load import CONFIG_FILES, load_tokenizer
-from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
+from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 from hdtool.cli.model_argument import refuse_unused, take_model
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
+from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.config import METHODS, GrammarConfig
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
@@ -96,7 +97,6 @@ def _terminal_width(stream: TextIO) -> int:
 
 
 STORE_OPTIONS = ("model_db", "corpus_db")
-NO_STORE = "none"
 
 
 def require_stores(parameters: Mapping[str, Any]) -> None:

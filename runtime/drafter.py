@@ -216,6 +216,10 @@ def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: in
     return min(LARGEST_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
 
 
+NO_KINDS = np.empty(0, np.int64)
+"""The kinds of the nodes of an empty tree."""
+
+
 class NodeCalibration:
     """Acceptance rates of nodes with an accepted parent."""
 

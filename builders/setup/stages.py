@@ -37,7 +37,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.records import Record, RecordReader, read_traces
 from hdtool.data.stores.documents import Source
-from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
+from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, recorded_name
 from hdtool.data.stores.store_files import MANIFEST, holds_manifest
@@ -52,7 +52,7 @@ from hdtool.runtime.model.load import CONFIG_FILES, Loaded, load
 from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
-from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
+from hdtool.runtime.stores.store_set import StoreSet
 
 Result = dict[str, Any]
 STORE_STAGES = {MODEL: "model_store", CORPUS: "corpus_index"}

@@ -40,6 +40,8 @@ from hdtool.data.stores.store_files import (
     printable,
 )
 
+NO_STORE = "none"
+"""The name that stands for no store, in options and settings."""
 MAX_FOLDER_NAME = 200
 """Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
 MAX_MODEL_NAME = 100

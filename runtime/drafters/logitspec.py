@@ -16,7 +16,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafter import NodeCalibration
+from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -37,8 +37,6 @@ PRIOR_RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
 candidates with their continuations, by group of ranks."""
 CANDIDATE_KINDS = MAX_MATCH
 """The first kind of candidates."""
-
-NO_KINDS = np.empty(0, np.int64)
 
 
 class LogitSpec:

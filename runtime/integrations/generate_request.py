@@ -35,17 +35,17 @@ TAIL = 8
 class Rollouts:
     """Earlier answers by prompt, bounded in tokens; those of the prompts asked longest ago go first."""
 
-    def __init__(self, most: int) -> None:
-        """At most ``most`` tokens of answers are kept; prompts are kept as hashes."""
-        if most < 0:
-            raise OptionError(f"rollouts is {most}, but it is a number of tokens to keep: give 0 or more")
-        self._most = most
+    def __init__(self, max_tokens: int) -> None:
+        """At most ``max_tokens`` tokens of answers are kept; prompts are kept as hashes."""
+        if max_tokens < 0:
+            raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
+        self._max_tokens = max_tokens
         self._answers: OrderedDict[bytes, deque[Ints]] = OrderedDict()
         self.tokens = 0
         """Tokens of all answers that are kept."""
 
     def __bool__(self) -> bool:
-        return self._most > 0
+        return self._max_tokens > 0
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -53,6 +53,8 @@ class Rollouts:
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
         """The earlier answers to a prompt as one prediction, the latest last, before the one that was ``given``."""
+        if not self._answers:
+            return list(given)
         key = _key_of(prompt)
         earlier = self._answers.get(key, ())
         if not earlier:
@@ -66,16 +68,16 @@ class Rollouts:
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep an answer, and drop old ones that there is no room for."""
-        if not self._most or not answer:
+        if not self._max_tokens or not answer:
             return
-        key, kept = _key_of(prompt), np.array(answer[: self._most], np.int32)
+        key, kept = _key_of(prompt), np.array(answer[: self._max_tokens], np.int32)
         answers = self._answers.setdefault(key, deque())
         self._answers.move_to_end(key)
         answers.append(kept)
         self.tokens += len(kept)
         if len(answers) > MAX_ANSWERS:
             self.tokens -= len(answers.popleft())
-        while self.tokens > self._most:
+        while self.tokens > self._max_tokens:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
+from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
@@ -41,7 +42,7 @@ from hdtool.runtime.model.transformers_internals import (
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.stores.store_set import NO_STORE, StoreSet
+from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

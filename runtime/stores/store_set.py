@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.home import (
+    NO_STORE,
     corpus_index_at_home,
     model_store_at_home,
     model_stores_at_home,
@@ -39,8 +40,6 @@ def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     """The store with this manifest, which was read already."""
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
-
-NO_STORE = "none"
 
 StorePlace = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)

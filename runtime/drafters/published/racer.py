@@ -17,7 +17,7 @@ import numpy as np
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafter import NodeCalibration
+from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.drafters.published.token_recycling import (
     NO_RECYCLED_TOKEN,
@@ -232,8 +232,6 @@ KIND_PRIOR_RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates: of retrieved tokens, then by rank."""
 RETRIEVED_KIND = 0
 RECYCLED_NUMBER = SourceName.RECYCLED.value
-
-NO_KINDS = np.empty(0, np.int64)
 
 
 class Racer:

@@ -14,7 +14,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafter import NodeCalibration
+from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
@@ -72,8 +72,6 @@ CHILDREN = (
 """By depth and node: how many of the tokens after it the tree has, best first."""
 RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Prior acceptance rates by rank."""
-
-NO_KINDS = np.empty(0, np.int64)
 
 
 class TokenRecycling:

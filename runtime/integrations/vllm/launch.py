@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import OptionError, ServeError, install_command
-from hdtool.data.stores.home import has_stores, namespace_among
+from hdtool.data.stores.home import NO_STORE, has_stores, namespace_among
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.store_set import NO_STORE, StoreSet, lasting_history, tenant_among
+from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
 
 VALUE_OPTIONS = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")
 ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config")
