@@ -1,11 +1,11 @@
 """Drafting after long contexts: tokens per second of `hd` beside plain decoding, by the length of the context.
 
     python -m tests.benchmarks.long_contexts --model smollm2 --contexts 1000 4000 8000
-    python -m tests.benchmarks.long_contexts --shape config.json --contexts 16000 64000
+    python -m tests.benchmarks.long_contexts --shape config.json --device cuda --contexts 16000 64000
 
 The contexts are text of the documentation, from another place for each repetition, with a question at the end. The
 prompt is read once; then both answer in turn, with the same keys and values, and only the time after the first token
-counts. ``--shape`` takes random weights: greedy answers repeat themselves, so most drafts are right; with
+counts: CPU time, or elapsed time on a GPU. ``--shape`` takes random weights: greedy answers repeat themselves, so most drafts are right; with
 ``--temperature 1`` hardly any is, which is the worst case.
 """
 
@@ -53,12 +53,13 @@ def answer(
     """The tokens of an answer, the seconds after the first one, and the number of steps."""
     sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=most)
     steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, drafter=drafter)
+    clock = time.process_time if loaded.target.device.type == "cpu" else time.perf_counter
     tokens = [*next(steps).tokens]
-    started, number = time.process_time(), 0
+    started, number = clock(), 0
     for step in steps:
         tokens += step.tokens
         number += 1
-    return tokens, time.process_time() - started, number
+    return tokens, clock() - started, number
 
 
 def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
@@ -92,7 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="also the one whose tokenizer a --shape has")
     parser.add_argument("--shape", help="a shape of bench-shape, or a config.json")
-    parser.add_argument("--activations", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--activations", default="float32", help="on a CPU")
     parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 4000, 8000])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--texts", type=int, default=5)
@@ -103,9 +105,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     set_num_threads(options.threads)
-    config = ModelConfig(options.model, device="cpu", activations=options.activations)
+    kinds = {"activations": options.activations} if options.device == "cpu" else {}
+    config = ModelConfig(options.model, device=options.device, **kinds)
     loaded = load_shape(options.shape, config) if options.shape else load(config)
-    print(f"{machine(torch.device('cpu'))}; {loaded.name}, {options.activations}, {options.tokens} tokens\n")
+    numbers = options.activations if options.device == "cpu" else str(loaded.target.dtype).removeprefix("torch.")
+    print(f"{machine(loaded.target.device)}; {loaded.name}, {numbers}, {options.tokens} tokens\n")
     print("| context | plain, tokens/s | `hd`: times plain | least of a text | tokens per step | answers that differ |")
     print("|---|---|---|---|---|---|", flush=True)
     for length in options.contexts:
