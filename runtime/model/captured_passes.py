@@ -131,6 +131,7 @@ class CapturedPasses:
         if is_free:
             self.record(cache)
 
+    @torch.inference_mode()
     def record(self, cache: Cache) -> None:
         """Capture the steps of single answers ahead, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):

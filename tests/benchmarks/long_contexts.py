@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-import torch
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.contenders import load_shape

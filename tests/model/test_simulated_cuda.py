@@ -100,7 +100,7 @@ def answers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,sampled,heads,mtp,without_recovery,basics")
+    return scenarios(home, "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,basics")
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -213,6 +213,13 @@ def test_each_pass_of_a_layer_that_drafts_token_by_token_is_waited_for_once(othe
     assert len(steps) > 3 and max(step[REPLAY] for step in steps) > 3
     for step in steps:
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step), found["lines"]
+
+
+def test_steps_with_hidden_states_are_captured_before_the_first_answer(others: dict[str, Any]) -> None:
+    found = others["hidden_without_extents"]
+    assert not found["faults"]
+    assert found["ahead"] > 1
+    assert found["found"]["tokens"] == found["expected"]
 
 
 @pytest.mark.long

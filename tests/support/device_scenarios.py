@@ -214,6 +214,21 @@ def mtp() -> dict[str, Any]:
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
 
 
+def hidden_without_extents() -> dict[str, Any]:
+    """An answer with drafts of heads, whose hidden states have a pass without extents captured once more."""
+    model = model_of("llama")
+    expected = plain(model, GREEDY)
+    install()
+    usual = captured_passes.passes_of
+    captured_passes.passes_of = lambda target: [WholeCache(usual(target)[0])]
+    target = Target(on_device(model))
+    captured_passes.passes_of = usual
+    before = DEVICE.counts.events[CAPTURE]
+    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+    ahead = DEVICE.counts.events[CAPTURE] - before
+    return {"expected": expected, "ahead": ahead, "found": watched(target, GREEDY, drafter)} | told()
+
+
 def without_recovery() -> dict[str, Any]:
     """What is captured by a torch that cannot capture after a failure, of models that can be captured or not."""
     models = {name: model_of(name) for name in ("llama", "falcon")}
@@ -439,6 +454,7 @@ GROUPS = (
     captures,
     changes,
     heads,
+    hidden_without_extents,
     mtp,
     mutations,
     reserved,

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.simulated_cuda import transfers
-from tests.support.simulated_cuda.counts import KERNEL
+from tests.support.simulated_cuda.counts import KERNEL, DeviceError
 from tests.support.simulated_cuda.queue import CPU, CUDA, DEVICE, Operation
 from tests.support.simulated_cuda.tensors import PINNED, DeviceTensor, new_tensor, spoil
 
@@ -190,6 +190,10 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
     uses = [weakref.ref(tensor.allocation) for tensor in there]
     kernel = STAND_INS.get(func, func)
     if func._schema.is_mutable:
+        if not torch.is_inference_mode_enabled() and any(
+            leaf.is_inference() for leaf in written_by(func, args, options)
+        ):
+            raise DeviceError(f"{func.name()} writes to an inference tensor outside of inference mode")
         DEVICE.launch(Operation(KERNEL, func.name(), kernel, given, kept, uses=uses))
         if has_unknown_shape(func, leaves):
             DEVICE.wait("needs to know a shape")
