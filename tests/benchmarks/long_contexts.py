@@ -5,8 +5,8 @@
 
 The contexts are text of the documentation, from another place for each repetition, with a question at the end. The
 prompt is read once; then both answer in turn, with the same keys and values, and only the time after the first token
-counts: CPU time, or elapsed time on a GPU. ``--shape`` takes random weights: greedy answers repeat themselves, so most drafts are right; with
-``--temperature 1`` hardly any is, which is the worst case.
+counts: CPU time, or elapsed time on a GPU. ``--shape`` takes random weights: greedy answers repeat themselves, so most
+drafts are right; with ``--temperature 1`` hardly any is, which is the worst case.
 """
 
 from __future__ import annotations

@@ -190,14 +190,12 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
     uses = [weakref.ref(tensor.allocation) for tensor in there]
     kernel = STAND_INS.get(func, func)
     if func._schema.is_mutable:
-        if not torch.is_inference_mode_enabled() and any(
-            leaf.is_inference() for leaf in written_by(func, args, options)
-        ):
+        written = written_by(func, args, options)
+        if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
             raise DeviceError(f"{func.name()} writes to an inference tensor outside of inference mode")
         DEVICE.launch(Operation(KERNEL, func.name(), kernel, given, kept, uses=uses))
         if has_unknown_shape(func, leaves):
             DEVICE.wait("needs to know a shape")
-        written = written_by(func, args, options)
         return written[0] if len(written) == 1 else tuple(written)
     if has_unknown_shape(func, leaves):
         DEVICE.wait("needs to know a shape")
