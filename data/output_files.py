@@ -113,7 +113,7 @@ class OutputFile:
     """If True, only the owner may read the file, whatever the umask."""
 
     def check(self) -> None:
-        """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
+        """Raise ``error`` if the destination must not be replaced or cannot be written, before any work is done."""
         destination = self._destination()
         folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
         fault = "" if folder.is_dir() else f"{folder} is not a folder"

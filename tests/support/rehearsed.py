@@ -12,7 +12,7 @@ from hdtool.runtime.model.static_steps import Run
 
 
 class Direct:
-    """Calls the function itself: the same shapes and tensors on any device."""
+    """Recorder that runs the function itself, with equal shapes and tensors on any device."""
 
     def record(self, run: Run) -> Run:
         return run
@@ -26,7 +26,7 @@ def direct(device: torch.device) -> Direct:
 
 
 class Rehearsed(Direct):
-    """Runs while it records, as graphs are recorded, and counts what it has recorded."""
+    """Recorder that also runs a function while it records it, as CUDA graphs do, and counts recordings."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -70,5 +70,5 @@ class Tape(TorchDispatchMode):
             if func._schema.is_mutable:
                 continue
             for old, new in zip(tree_leaves(found), tree_leaves(made), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # equal addresses mean a view
                     old.copy_(new)
