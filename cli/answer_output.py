@@ -39,7 +39,7 @@ def print_stores(store_set: StoreSet) -> None:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer and print it token by token. Ctrl-C ends it and keeps the tokens so far."""
+    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends it and keeps the tokens so far."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
@@ -101,7 +101,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
-    """Return the total throughput of answers that were generated as a batch, so that their times overlap."""
+    """Return the total throughput of answers that were generated in one batch, so that their times overlap."""
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 

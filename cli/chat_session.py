@@ -79,7 +79,7 @@ SAVED_BY = {"saved_by": "hdtool chat"}
 def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable: set[Path]) -> None:
     """Write a conversation as JSON and add its path to ``replaceable``.
 
-    Raises PromptError if ``path`` exists and is not in ``replaceable``.
+    Raises PromptError if the file exists, unless ``replaceable`` contains it and hdtool wrote it.
     """
 
     def is_ours(candidate: Path) -> bool:

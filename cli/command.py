@@ -24,9 +24,9 @@ from hdtool.runtime.config import METHODS, GrammarConfig
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
 CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Control characters other than line breaks, tabs and colour codes: text with one moves the cursor, as bars do."""
+"""Control characters that move the cursor, as progress bars do. Line breaks and tabs are not among them."""
 ERASE_LINE = "\r\033[K"
-"""Clears the current line, so that a message replaces a progress bar, which is then drawn again below."""
+"""Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
 CONTINUATION_INDENT = "  "
 """Additional indent of the lines into which a long line is broken."""
 
@@ -114,7 +114,7 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
 
 
 def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
-    """Return the prompts with the grammar and the tools of the options where a prompt's own record has none."""
+    """Add the grammar and the tools of the options to prompts that have none."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
@@ -151,7 +151,7 @@ PANEL_ORDER = (
     "Options",
 )
 SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
-"""Short names of the options that are typed most."""
+"""Short names of frequent options."""
 RARELY_USED = {
     "attn_implementation",
     "body_seconds",
@@ -174,7 +174,7 @@ RARELY_USED = {
 }
 """Options that ``--help`` leaves out if a command has many. ``--help-all`` shows them."""
 MAX_SHORT_LIST = 25
-"""Maximum number of parameters for which ``--help`` shows all of them."""
+"""Number of parameters up to which ``--help`` lists all of them."""
 HELP_ALL = "help_all"
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 

@@ -99,7 +99,7 @@ def demo(
 
 
 def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compiled: bool) -> str:
-    """Return two sentences that tell the gain of drafting from the gain of the engine alone.
+    """Return two sentences: the speed-up from drafting, and the speed-up from the engine without drafts.
 
     ``first`` has the statistics of plain decoding on the first prompt, and ``generate`` is the throughput of
     transformers' ``generate`` on that prompt, in tokens per second.
@@ -140,7 +140,7 @@ def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt,
 
 
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
-    """Return the settings of the model, of its stores, and the file of the demo's questions.
+    """Return the demo's model settings, store settings and file of questions.
 
     Raises OptionError for a model that is not part of the demo, and ModelError if a package for SmolLM2 is missing.
     """

@@ -216,9 +216,9 @@ def add(
 
 
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
-    """Check whether a store holds answers of another model.
+    """Print a note if a store holds answers of another model.
 
-    If so, print a note; raise StoreError if ``rankings`` of this model would be added.
+    Raises StoreError if ``rankings`` of this model would be added to them.
     """
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 

@@ -20,7 +20,7 @@ class Conflict(NamedTuple):
 
     options: tuple[str, ...]
     others: tuple[str, ...]
-    """Parameters that decide, all together. The conflict does not apply to commands that lack one of them."""
+    """Parameters whose values decide. Commands that lack one of them have no conflict."""
     values: tuple[object, ...]
     """Values of ``others`` with which the options have no effect. Empty means any value but None."""
     reason: str
@@ -31,7 +31,7 @@ OF_A_FOLDER = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
-"""Options that only an exported folder uses, because it drafts."""
+"""Drafting options, which only an exported folder uses."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
@@ -102,11 +102,11 @@ def _no_effect_error(option: str, reason: str, advice: str = "leave it out") -> 
 MODEL_ARGUMENT = "model_argument"
 STANDARD_INPUT = "-"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""Names of this form are taken for models on the hub. A prompt such as and/or needs ``--prompt``."""
+"""Form of a model's name on the hub. A prompt of this form, such as and/or, needs ``--prompt``."""
 
 
 def model_argument() -> inspect.Parameter:
-    """Return the parameter by which a command accepts its model as an argument."""
+    """Return the parameter for a model that is given as an argument."""
     argument = typer.Argument(metavar="MODEL", help="The model, which --model names as well.")
     return inspect.Parameter(
         MODEL_ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
@@ -119,7 +119,7 @@ def require_model(command: str, model: str | None) -> None:
 
 
 def take_model(command: str, given: MutableMapping[str, Any]) -> None:
-    """Move the first argument to the parameter that it is meant for: the model, or the argument that follows it."""
+    """Assign the first argument to the parameter that it is meant for: the model, the prompt, or the logs."""
     first = given.get(MODEL_ARGUMENT)
     if first is None:
         return

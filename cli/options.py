@@ -70,7 +70,7 @@ SETTINGS_PANELS = {
 
 @dataclass(frozen=True)
 class SelectedOptions:
-    """Selection of the options of a settings class that a command offers."""
+    """Options that a command offers from a settings class."""
 
     names: tuple[str, ...] = ()
     """Options to offer, in this order; empty means all."""

@@ -67,7 +67,7 @@ def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence
 BLOCK_WIDTHS = (17, 8, 8, 11, 8, 9)
 """Minimum column widths, so that the blocks of all tasks align."""
 MIN_TASK_WIDTH, MAX_TASK_WIDTH = 6, 9
-"""Minimum width and maximum title length of a task's column."""
+"""Minimum width of a task's column, and maximum length of its title."""
 MAX_METHOD_NAME = 13
 """Maximum length of a method's name in a column title."""
 DRAFTER_STATES = {
@@ -75,7 +75,7 @@ DRAFTER_STATES = {
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
 }
-"""Description of the drafters' state before a question. Runs of earlier versions lack the setting."""
+"""Line about the drafters' state, by the setting of the run; None if an earlier version did not record it."""
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _block(task: str, scores: Scores) -> str:
 
 
 def _costs(scores: Mapping[str, Score]) -> str:
-    """Format the draft tokens, the drafting time and the model's time per step of each method."""
+    """Format each method's draft tokens, drafting time and model time per step."""
     rows = (
         [method, score.nodes_per_step, score.draft_us_per_step, score.model_ms_per_step]
         for method, score in scores.items()

@@ -81,7 +81,7 @@ def engine_of(words: list[str]) -> str:
 
 
 PASS_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
-"""Context setting of typer that keeps unknown options, which are passed to vLLM."""
+"""Typer settings that keep unknown options, so that vLLM receives them."""
 
 
 def serve_vllm(

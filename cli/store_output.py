@@ -199,7 +199,7 @@ def open_reading(
 
 
 def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
-    """Return the tokens that the model ranks highest after each token of its vocabulary. Loads the model."""
+    """Load the model, and return the tokens that it ranks highest after each token of its vocabulary."""
     from hdtool.builders.stores.build import vocabulary_rankings
     from hdtool.runtime.model.load import load
 
@@ -207,7 +207,7 @@ def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
-    """Print the records that could not be used. Raises if their share exceeds the tolerance."""
+    """Print the records that could not be used. Raises RecordError if their share exceeds the tolerance."""
     tally.check(tolerance)
     for line in tally.left_out():
         print(line, file=sys.stderr)
@@ -223,7 +223,7 @@ def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """Format the counts of a store, whose names are plurals."""
+    """Format the counts of a store. The names of the counts must be plurals."""
     return ", ".join(count_of(count, name.removesuffix("s")) for name, count in counts.items())
 
 

@@ -57,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return the text of a prompt and its token ids, as ``encode_conversation`` does."""
+    """Return the text of a prompt and its token ids. Takes the arguments of ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:

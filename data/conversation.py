@@ -103,7 +103,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation or plain text."""
+    """Conversation, set of questions, request or plain text, depending on ``kind``."""
 
     turns: tuple[Turn, ...]
     id: str = ""
@@ -176,7 +176,7 @@ def message_turns(value: Any, name: str) -> list[Turn]:
 
 
 def _as_list(value: Any) -> Any:
-    """Return a list of messages that may be encoded as JSON text, or as a table with a column per key."""
+    """Decode a list of messages from JSON text or from a dict of columns. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parse_json(value)
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):

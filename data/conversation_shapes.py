@@ -112,7 +112,7 @@ class AnsweredTurn:
     """Time from the prompt's token ids to the answer's token ids, including prefill."""
     finish: str
     nodes: int = 0
-    """Draft tokens in all steps."""
+    """Number of draft tokens in all steps."""
     draft_seconds: float | None = None
     """Drafting time; None if unknown."""
     model_seconds: float | None = None
@@ -206,7 +206,7 @@ def first_choice(choices: Any) -> dict[str, Any]:
 
 
 def question_id(name: str) -> int | str:
-    """Return the id as in the file of questions: as an int if it is a number, as Spec-Bench's ids are."""
+    """Convert an id to an int if it is a decimal number, as in Spec-Bench's file of questions."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 
@@ -264,7 +264,7 @@ ID_KEYS = ("id", "question_id", "custom_id", "conversation_id")
 ENDPOINTS_WITHOUT_TEXT = ("embedding", "moderation", "image", "audio")
 """Words in the URL of a batch request that holds no conversation."""
 FIRST_ERROR_STATUS = 400
-"""HTTP status from which a request has failed."""
+"""Lowest HTTP status of a failed request."""
 
 
 FORMATS_PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"

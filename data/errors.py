@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
-    """Re-raise an OSError in this block as ``error``."""
+    """Re-raise an OSError in this block as ``error``, with the message ``fault (reason): advice``."""
     try:
         yield
     except OSError as cause:

@@ -19,7 +19,7 @@ STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
 """``struct`` formats of the number types in a file."""
 STRING_TYPE, ARRAY_TYPE = 8, 9
 MAX_ARRAY_DEPTH = 8
-"""Maximum depth of nested arrays, which a damaged file could nest without end."""
+"""Maximum depth of nested arrays. A damaged file could nest them without end."""
 MAX_KEPT_NUMBERS = 16
 """Maximum length of an array whose numbers are kept. Longer arrays are vocabularies."""
 

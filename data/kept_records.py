@@ -128,7 +128,7 @@ class CachedValue:
         return json.dumps(self.circumstances, sort_keys=True)
 
     def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
-        """Return the cached value, converted by ``parse``, or None if it is missing or ``max_age`` seconds old."""
+        """Return the cached value after ``parse``, or None if it is missing or older than ``max_age`` seconds."""
         try:
             if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None
@@ -178,7 +178,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def is_torn(line: bytes) -> bool:
-    """Return True if a line has no line end."""
+    """Return True if a line lacks its newline."""
     return not line.endswith(b"\n")
 
 

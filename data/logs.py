@@ -163,7 +163,7 @@ class VllmLog:
             yield number, {"id": name, "request": request}
 
     def _find(self, name: str) -> str | None:
-        """Return the logged id of the request to an answer, or None.
+        """Return the id under which an answer's request was logged, or None.
 
         vLLM numbers the prompts of a request, and logs the ids of request bodies without their prefix.
         """
@@ -190,7 +190,7 @@ LOG_MARKS = re.compile(
     rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
     re.MULTILINE,
 )
-"""Text that identifies a log by its first lines."""
+"""Pattern in the first lines by which a log is recognised."""
 LOGGED_BODY_KEYS = (
     "messages",
     "conversations",
@@ -206,7 +206,7 @@ MAX_LINES_TRIED = 50
 
 
 def is_server_log(head: bytes) -> bool:
-    """Return True if the beginning of a file without a known suffix is that of a log."""
+    """Return True if the first bytes of a file are those of a server log."""
     if LOG_MARKS.search(head):
         return True
     lines = head.splitlines()[:MAX_LINES_TRIED]

@@ -106,7 +106,7 @@ class OutputFile:
     content: str
     """Description of the content, for the message ``{path} is there and is not {content}``."""
     is_ours: Callable[[Path], bool]
-    """Returns True if hdtool wrote the file at a path, judged by its content."""
+    """Function that returns True if hdtool wrote the file at a path, judged by its content."""
     error: type[HdtoolError]
     advice: str = "choose another --out, or move it away"
     private: bool = False

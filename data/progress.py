@@ -65,7 +65,7 @@ def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) 
 
 @contextmanager
 def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of position and total, whose first call opens the bar because only then the total is known."""
+    """Yield a function of position and total. Its first call opens the bar, as the total is unknown before."""
     with ExitStack() as opened:
         bars: list[ProgressBar] = []
 
@@ -89,7 +89,7 @@ MAX_BAD_SHOWN = 20
 MAX_MODELS_COUNTED = 100
 """Maximum number of distinct model names that are counted."""
 TOLERANCE = 0.05
-"""Default for the largest share of unusable records."""
+"""Default maximum share of unusable records."""
 
 
 def count_of(number: int, noun: str) -> str:
@@ -109,7 +109,7 @@ class Tally:
     advice: str = ""
     """Additional advice on the first unusable record."""
     models: Counter[str] = field(default_factory=Counter)
-    """Number of records per model that answered, by its name in the records."""
+    """Number of records by the name of the model that answered."""
 
     def note(self, place: str, fault: Exception) -> None:
         # Names in a record may contain line breaks.

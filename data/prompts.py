@@ -91,7 +91,7 @@ def _is_part(part: Any) -> bool:
 
 RESPONSE_FORMAT = "response_format"
 MAX_GRAMMAR_BYTES = 1 << 20
-"""Maximum size of a grammar. Larger ones take minutes to compile."""
+"""Maximum number of characters of a grammar. Larger ones take minutes to compile."""
 
 
 class GrammarKind(StrEnum):

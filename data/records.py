@@ -38,7 +38,7 @@ class Record:
     texts: tuple[str, ...]
     source: int
     parts: tuple[RecordPart, ...] = ()
-    """All parts of the record in order, including those that are no documents."""
+    """All parts of the record in order, including those that do not become documents."""
 
 
 @dataclass(frozen=True)

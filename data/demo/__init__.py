@@ -42,7 +42,10 @@ SMOLLM2, EMBEDDED = "smollm2", "embedded"
 
 
 def located(model: str | None) -> str | None:
-    """Return what a model's name stands for: SmolLM2's file, None for the embedded model, or the name itself."""
+    """Return SmolLM2's file or None for the names of the demo's models, and any other name unchanged.
+
+    Raises ModelError if SmolLM2's package is not installed.
+    """
     if model not in (SMOLLM2, EMBEDDED) or Path(model).exists():
         return model
     if model == EMBEDDED:

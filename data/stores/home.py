@@ -41,7 +41,7 @@ from hdtool.data.stores.store_files import (
 )
 
 NO_STORE = "none"
-"""Name of no store in options and settings."""
+"""Value of options and settings that stands for no store."""
 MAX_FOLDER_NAME = 200
 """Maximum length of a namespace's folder name. File systems allow up to 255 characters, some of them fewer."""
 MAX_MODEL_NAME = 100
@@ -78,7 +78,7 @@ def proofs_at_home() -> Path:
 
 
 def import_structure_at_home() -> Path:
-    """Return the folder that caches the names in transformers' packages."""
+    """Return the folder that caches which names transformers' packages define."""
     return home() / "imports"
 
 
@@ -214,7 +214,7 @@ STORE_PATTERNS = (
 )
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 _STORE_NAME = re.compile(f"(.*/)?({MODEL_KIND}|{CORPUS_KIND}|{HISTORY_KIND})-[0-9a-f]{{{SHOWN_FINGERPRINT_DIGITS},}}.*")
-"""Pattern of store names, so that other paths are not looked up."""
+"""Pattern of store names. Other names are paths, and are not looked up in hdtool's home."""
 
 
 @dataclass(frozen=True)

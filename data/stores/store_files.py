@@ -49,13 +49,13 @@ PART_ENDINGS = {
 }
 MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 MIN_OWN_FIELDS = 5
-"""Number of these fields from which a JSON object counts as a damaged manifest of hdtool."""
+"""Minimum number of manifest fields for which a JSON object counts as a damaged manifest of hdtool."""
 
 _BUILD = "[0-9a-f]{8}"
-"""Eight random hexadecimal digits of a build."""
+"""Pattern of a build's eight random hexadecimal digits."""
 _PART_NAME = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
 NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
-"""Names of manifests that have not replaced the old one yet."""
+"""Pattern of the names of manifests that have not replaced the old one yet."""
 
 
 def part_name(part: str, build: str) -> str:

@@ -1,4 +1,4 @@
-"""Tiny models of the families that ``FAMILIES`` describes beside Llama, with right and wrong descriptions."""
+"""Tiny models of the families in ``FAMILIES`` other than Llama, with correct and wrong descriptions."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
 }
-"""Models with recurrent layers or short convolutions. Heads of width 80 need wide and narrow columns."""
+"""Models with recurrent layers or short convolutions. Heads of width 80 are computed in wide and in narrow columns."""
 
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -367,7 +367,7 @@ def positions_by_length(model: Any) -> None:
 
 
 def of_the_same_name(module: Module, **methods: Any) -> type:
-    """Return a subclass with the same name and module, as a new release of transformers could change the class."""
+    """Return a subclass with the same name and module, like a class that a new release of transformers has changed."""
     own = type(module)
     return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
 

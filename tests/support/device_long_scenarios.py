@@ -49,7 +49,7 @@ Answers = dict[str, Any]
 
 
 def families(*names: str) -> Answers:
-    """Compare every sampling setting with several drafters, heads, a batch and a continued conversation."""
+    """Answer with every sampling setting, with several drafters and heads, in a batch, and in a second turn."""
     expected = {name: answers_on_cpu(model_of(name)) for name in names}
     install()
     found = {name: answers_on_device(model_of(name), expected[name]) for name in names}

@@ -376,7 +376,7 @@ def symptoms(
 
 
 def basics() -> dict[str, Any]:
-    """Test the order of work and the memory of the device itself."""
+    """Return how the device orders its work, and what its memory holds."""
     install()
     DEVICE.counts.clear()
     host = torch.zeros(2, pin_memory=True)

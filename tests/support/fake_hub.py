@@ -19,11 +19,11 @@ REFUSED = {
     "busy": (429, ""),
     "down": (503, ""),
 }
-"""HTTP status and error code of requests for a model, by the name of its owner."""
+"""HTTP status and error code for the models of each of these owners."""
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Server of ``OWNER/MODEL`` from the subfolder of that name."""
+    """HTTP server that serves the model ``OWNER/MODEL`` from the subfolder of that name."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

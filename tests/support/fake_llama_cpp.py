@@ -1,4 +1,4 @@
-"""Replacement of llama-cpp-python for benchmarks, with a model that gives predefined answers."""
+"""Fake llama-cpp-python with predefined answers, limited to what benchmarks call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answers = Mapping[tuple[int, ...], Sequence[int]]
 
 
 class Lookup:
-    """Drafter of the tokens after the first earlier occurrence of the last token."""
+    """Drafter that copies the tokens after the first earlier occurrence of the last token."""
 
     def __init__(self, num_pred_tokens: int) -> None:
         self.num_pred_tokens = num_pred_tokens

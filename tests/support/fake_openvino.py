@@ -1,4 +1,4 @@
-"""Replacement of OpenVINO GenAI for benchmarks, with a model that gives predefined answers."""
+"""Fake OpenVINO GenAI with predefined answers, limited to what benchmarks call."""
 
 from __future__ import annotations
 

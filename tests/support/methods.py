@@ -10,7 +10,7 @@ SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods whose heads ship with the demo model."""
 WITHOUT_MODEL = tuple(name for name, method in METHODS.items() if not method.trained or name in SHIPPED)
 OF_DEMO = tuple(name for name in METHODS if name in WITHOUT_MODEL or METHODS[name].trained == DRAFT_MODEL)
-"""Methods above, and methods with a draft model, for which the demo model itself can serve."""
+"""Methods of ``WITHOUT_MODEL``, and methods with a draft model, which can be the demo model itself."""
 
 
 def drafter_for(method: str) -> str | None:

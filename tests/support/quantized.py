@@ -29,7 +29,7 @@ class Int8Layer(Module):
 
 
 class OneScale(Int8Layer):
-    """Layer whose activations share one scale per pass, as torchao's ``granularity=PerTensor()``."""
+    """Layer whose activations share one scale per pass, as with torchao's ``granularity=PerTensor()``."""
 
     def rounded(self, rows: Tensor) -> Tensor:
         return _rounded(rows, rows.abs().amax())
@@ -41,7 +41,7 @@ class ScalePerRow(Int8Layer):
 
 
 class LlmInt8(Int8Layer):
-    """Layer that leaves columns with an outlier in any row unrounded for all rows, as LLM.int8() of bitsandbytes."""
+    """Layer that rounds no column with an outlier in any row, as LLM.int8() of bitsandbytes does."""
 
     threshold = 6.0
 

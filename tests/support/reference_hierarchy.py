@@ -41,7 +41,7 @@ evidence with few and with many distinct tokens.
 """
 SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
 GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-"""Factors for candidates that neighboring rankings name, by kind."""
+"""Factors for candidates that neighboring rankings name, by the binary magnitude of their share."""
 RECENCY = (
     (0.42, 0.47, 0.37, 0.93),
     (0.51, 0.72, 1.13, 1.13),
@@ -91,7 +91,7 @@ class Node:
     alike: list[tuple[int, int]] = field(default_factory=list)
     """Matches in the conversation: index of the next token, and length of the match."""
     capped: set[int] = field(default_factory=set)
-    """Indices in ``alike`` that were searched because the other matches were too long for short orders."""
+    """Matches in ``alike`` that were found by a search for shorter ones. They count as short, whatever their length."""
     shortest: int = 1
     """Length from which all matches have been searched."""
     told: list[tuple[list[int], int]] = field(default_factory=list)

@@ -12,7 +12,7 @@ from hdtool.runtime.model.static_steps import Run
 
 
 class Direct:
-    """Recorder that runs the function itself, with equal shapes and tensors on any device."""
+    """Recorder that returns the function itself, so that it runs on any device."""
 
     def record(self, run: Run) -> Run:
         return run
@@ -26,7 +26,7 @@ def direct(device: torch.device) -> Direct:
 
 
 class Rehearsed(Direct):
-    """Recorder that also runs a function while it records it, as CUDA graphs do, and counts recordings."""
+    """Recorder that also runs the function while recording it, as CUDA graphs do, and counts the recordings."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -39,7 +39,7 @@ class Rehearsed(Direct):
 
 
 class Replayed(Direct):
-    """Repeats the recorded operations on the same memory, as a graph does, whatever became of the model since."""
+    """Recorder that repeats recorded operations on the same memory, as CUDA graphs do, even if the model changes."""
 
     def __init__(self) -> None:
         self.recorded = 0

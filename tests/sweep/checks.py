@@ -34,7 +34,7 @@ from tests.sweep.types import auto_class
 
 GREEDY = SamplingConfig()
 SHORT, LONG = prompt_of(45), prompt_of(150)
-"""Prompts, of which the second is longer than every window of a tiny model."""
+"""Prompts. The second one is longer than every window of a tiny model."""
 BATCH = prompt_of(12), SHORT, prompt_of(80)
 MOST, FEWER = 40, 24
 """Maximum number of tokens of an answer."""
@@ -313,7 +313,7 @@ def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], fou
 
 
 def reason_of_refusal(error: Exception) -> str:
-    """Return an error message without the model's type."""
+    """Return the reason in an error message, without the model's type."""
     text = " ".join(str(error).split())
     return text.partition("cannot be used: ")[2] or text
 

@@ -1,4 +1,4 @@
-"""Simulated CUDA device for builds of torch without CUDA, which tests GPU code on machines without a GPU.
+"""Simulated CUDA device for builds of torch without CUDA, to test GPU code on machines without a GPU.
 
 Its tensors report ``cuda:0`` and compute real numbers on the CPU, in memory that the host cannot read directly. The
 device works late: kernels and copies are queued, and run when the host next waits for them. A host that does not wait

@@ -59,7 +59,7 @@ STAND_INS = {aten.histc.default: histc_of_integers}
 
 
 def shape_of_grouped_matmul(rows: torch.Tensor, weights: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Return the shape of a matmul of consecutive groups of rows, each with its group's matrix."""
+    """Return an empty result of a grouped matmul, in which each group of rows is multiplied by its own matrix."""
     return rows.new_empty((rows.shape[0], weights.shape[2]))
 
 

@@ -19,7 +19,7 @@ SHORTEST = 1e-6
 
 
 class Stream:
-    """Stream. All streams share the device's queue, as if each waited for the others."""
+    """Stream of the device. All streams share one queue, as if each waited for the others."""
 
     def __init__(self, device: object = None, **options: Any) -> None:
         self.device = CUDA
@@ -52,7 +52,7 @@ class Event:
 
 
 class Streams:
-    """Holder of the default stream and the current stream."""
+    """The default stream and the current stream."""
 
     def __init__(self) -> None:
         self.default = self._current = Stream()

@@ -84,7 +84,7 @@ def install() -> Device:
 
 
 def lend_device_guard() -> None:
-    """Register the meta device's guard, which does nothing, for CUDA, because CPU builds have none for CUDA."""
+    """Use the meta device's guard, which does nothing, for CUDA. CPU builds of torch have none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     registry[CUDA_TYPE] = registry[META_TYPE]

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation, PartOfAllocation
 
 UNINITIALIZED = {torch.bool: True, torch.uint8: 77, torch.int8: 77, torch.int16: 77}
-"""Contents of new integer memory. Other dtypes hold a number that is no valid index."""
+"""Contents of uninitialized memory by dtype. Other integers hold 2**30, which is not a valid index."""
 
 
 class DeviceTensorMeta(type(torch.Tensor)):  # type: ignore[misc]
