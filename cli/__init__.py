@@ -1,5 +1,5 @@
-"""The command line: one thin module per command.
+"""Command line of hdtool, with one thin module per command.
 
-A command turns options into the frozen settings of the runtime, runs it, and prints. Nothing
-heavy is imported before a command runs, so that ``--help`` answers at once.
+Each command turns its options into the frozen settings of the runtime, runs, and prints. Heavy packages are imported
+inside the commands, so that ``--help`` answers at once.
 """

@@ -1,4 +1,4 @@
-"""``python -m hdtool.cli`` is the ``hdtool`` command."""
+"""Run the ``hdtool`` command by ``python -m hdtool.cli``."""
 
 from hdtool.cli.app import main
 

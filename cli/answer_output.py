@@ -1,4 +1,4 @@
-"""Output of answers: streamed, as JSON, and as a line of statistics."""
+"""Print answers: as streamed text, as JSON, and as a line of statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def colors_shown() -> bool:
-    """Colours need a terminal or FORCE_COLOR; NO_COLOR switches them off."""
+    """Return True if output may be coloured: on a terminal or with FORCE_COLOR set, and without NO_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
@@ -27,19 +27,19 @@ def colored(text: str, source: SourceName) -> str:
 
 
 def legend(drafted: Iterable[SourceName]) -> str:
-    """The colours of some sources."""
+    """Return a line that names each source in its colour."""
     named = [colored(str(source), source) for source in drafted]
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
 
 
 def print_stores(store_set: StoreSet) -> None:
-    """Print the stores that are drafted from, if any."""
+    """Print the opened stores to standard error, if there are any."""
     if store_set.databases:
         print(f"drafting from {store_set}", file=sys.stderr)
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Compute an answer and print it as it grows; Ctrl-C ends it and keeps its tokens."""
+    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends it and keeps the tokens so far."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
@@ -52,7 +52,7 @@ def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> 
 
 
 def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
-    """Each answer with the number of its prompt; answers to later turns share it."""
+    """Yield each answer with the number of its prompt, from 1. All turns of a conversation share one number."""
     number, before = 0, None
     for answer in answers:
         number += answer.prompt is not before
@@ -61,7 +61,7 @@ def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
 
 
 def answer_record(answer: Answer) -> dict[str, Any]:
-    """An answer's ``--json`` output; its names are stable."""
+    """Return the ``--json`` record of an answer. Its keys are stable."""
     stats = answer.stats
     return {
         "id": answer.prompt.id,
@@ -90,7 +90,7 @@ FINISH_TEXTS = {
 
 
 def answer_summary(stats: Stats) -> str:
-    """The figures of an answer in a line."""
+    """Return the statistics of an answer: a line in total, and one per source."""
     ending = FINISH_TEXTS.get(stats.finish, "") if stats.finish else ""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
@@ -101,7 +101,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
-    """The figures of a batch of answers, whose times overlap."""
+    """Return the total throughput of answers that were generated in one batch, so that their times overlap."""
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 

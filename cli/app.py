@@ -1,4 +1,4 @@
-"""The ``hdtool`` command: its sub-commands, and the exit codes of errors."""
+"""Define the ``hdtool`` command with its subcommands, and map errors to exit codes."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.lean_imports import import_leanly
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Set in the environment of processes that torchrun started."""
+"""Environment variable that torchrun sets for the processes that it starts."""
 BROKEN_PIPE_EXIT = 141
-"""The exit code that shells use for a closed pipe."""
+"""Exit code that shells use when the reader closes the pipe."""
 COMPLETION_VARIABLE = "_HDTOOL_COMPLETE"
-"""Set in the environment by the completion script of a shell."""
+"""Environment variable that a shell's completion script sets."""
 
 VLLM_COMMAND = "serve-vllm"
-"""The command for ``serve --engine vllm``; it is not listed."""
+"""Hidden command that runs ``serve --engine vllm``."""
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; the options of ``serve`` depend on its engine."""
+    """Command group that resolves ``serve`` to the hidden vLLM command if the engine is vLLM."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:
@@ -55,7 +55,7 @@ class Commands(typer.core.TyperGroup):
     def get_help(self, ctx: Any) -> str:
         return restore_hyphens(super().get_help(ctx))
 
-    # typer shows its panels by rich only.
+    # typer shows panels with rich only, which is switched off.
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = formatter.width - 6 - max(map(len, self.commands))
         for group in COMMAND_SECTIONS:
@@ -168,7 +168,7 @@ COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
         ),
     },
 }
-"""The commands by the sections of ``hdtool --help``, in their order, each with two examples."""
+"""Commands by section of ``hdtool --help``, in the order shown, each with two examples."""
 for group, commands in COMMAND_SECTIONS.items():
     for function, examples in commands.items():
         app.command(
@@ -197,7 +197,7 @@ def hdtool(
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Run the command line and exit with its exit code."""
     wrap_standard_error()
     if COMPLETION_VARIABLE in os.environ:
         app(prog_name="hdtool")
@@ -208,14 +208,17 @@ def main() -> None:
 
 
 def _uses_vllm(arguments: list[str]) -> bool:
-    """Return True if the command loads vLLM, which computes with the parts of torch that a lean import leaves out."""
+    """Return True if the command loads vLLM, which needs the parts of torch that ``import_leanly`` leaves out."""
     return arguments[:1] == [VLLM_COMMAND] or (
         arguments[:1] == ["serve"] and serve.engine_of(arguments) == serve.VLLM_ENGINE
     )
 
 
 def _run_together(arguments: list[str]) -> int:
-    """One of several processes: the first runs the command, the others compute with it."""
+    """Run ``generate`` under torchrun: rank 0 runs the command, the other ranks compute their part of the model.
+
+    Return the exit code. Any other command is an error.
+    """
     if arguments[:1] != ["generate"]:
         command = " ".join(arguments[:1]) or "no command"
         message = f"torchrun works with hdtool generate only, got {command}: run it without torchrun"
@@ -232,11 +235,14 @@ def _run_together(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command. The exit code: 0 success, 1 an error that the user can fix, 2 bad usage, 130 interrupted."""
+    """Run one command and return its exit code.
+
+    0 is success, 1 an error that the user can fix, 2 wrong usage, 130 an interrupt, 141 a closed pipe.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks are replaced
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack some characters
     try:
-        # Not app(...): that would turn a broken pipe and Ctrl-C into codes of its own.
+        # app(...) would map a broken pipe and Ctrl-C to other exit codes.
         command = _command()
         with command.make_context("hdtool", arguments or ["--help"]) as context:
             outcome = command.invoke(context)
@@ -249,11 +255,11 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _report("interrupted", INTERRUPTED_EXIT)
     except BrokenPipeError:
-        # The pipe is closed. Python would report it again when it flushes at exit.
+        # Without the redirection, Python would report the closed pipe again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT
     except Exception as error:
-        # typer's usage errors are of its own copy of click, so they are recognised by their attributes.
+        # typer has its own copy of click, whose usage errors are recognised by their attributes.
         message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
         if message is None or not isinstance(code, int):
             raise
@@ -263,7 +269,7 @@ def run(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Any:
-    """typer's command, which takes longer to make than most options take to be read."""
+    """Return typer's command. It is cached because building it takes longer than parsing the arguments."""
     return typer.main.get_command(app)
 
 

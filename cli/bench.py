@@ -1,4 +1,4 @@
-"""``hdtool bench``, ``bench-cost`` and ``bench-shape``: compare methods, and measure forward passes."""
+"""``hdtool bench``, ``bench-cost`` and ``bench-shape``: compare methods and time forward passes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def bench_shape(
     timings: dict[str, Timing] = {}
     new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
     with progress_bar(len(turns), "answers", quiet=quiet) as progress:
-        for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - the last ones are reported
+        for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - only the last timings are reported
             progress.advance()
     report = _shape_report(loaded, str(traces), len(turns), timings)
     print(json.dumps(report, ensure_ascii=False) if as_json else shape_table(report))
@@ -126,7 +126,7 @@ def _runners(
 
 
 def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, Timing]) -> dict[str, Any]:
-    """The ``--json`` output; its names are stable."""
+    """Return the ``--json`` record. Its keys are stable."""
     import torch
 
     from hdtool.builders.evaluation.bench import copy_bandwidth
@@ -174,7 +174,7 @@ SHAPE_COLUMNS = {
 
 
 def shape_table(report: dict[str, Any]) -> str:
-    """The report as a text table."""
+    """Format the report as a text table."""
     steps = "captured steps" if report["captured"] else "steps called one by one"
     first = next(iter(report["methods"].values()))["tokens_per_second"]
     rows = [["", *SHAPE_COLUMNS.values(), "speed-up"]]
@@ -195,7 +195,7 @@ def shape_table(report: dict[str, Any]) -> str:
 
 
 CONTEXTS_PER_BLOCK = 8
-"""Context lengths that fit side by side in a terminal."""
+"""Maximum number of context lengths per table, so that it fits a terminal."""
 
 
 def bench_cost(
@@ -270,7 +270,7 @@ def bench_cost(
 
 
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
-    """Timed passes, which are also saved for later runs of the model."""
+    """Time forward passes and save the cost curve for later runs of the model."""
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.load import load
@@ -287,7 +287,7 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
 
 
 def cost_table(curve: CostCurve) -> str:
-    """Milliseconds: a row for each number of draft tokens, a column for each context length."""
+    """Format milliseconds per pass as tables, with a row per number of draft tokens and a column per context length."""
     blocks = [f"{curve.model} in {curve.dtype} on {curve.device}\nmilliseconds of a forward pass"]
     for first in range(0, len(curve.contexts), CONTEXTS_PER_BLOCK):
         shown = range(first, min(first + CONTEXTS_PER_BLOCK, len(curve.contexts)))
@@ -347,7 +347,7 @@ def bench(
     quiet_libraries(quiet=quiet)
     plan = BenchPlan(asked, replace(settings, out=str(out)), loading, decoding, sampling, stores, chat, spare)
     plans = (plan, *map(plan.at, more_temperatures))
-    # Files in the way are refused before anything is measured.
+    # Reject existing files before measuring anything.
     for one in plans:
         refuse_files_without_run(Path(one.bench.out), settings.methods or (*METHODS, *PEERS))
     if report:
@@ -366,7 +366,7 @@ def bench(
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """The questions to measure, and those left for the warm-up."""
+    """Return the questions to measure and the remaining ones, which serve for the warm-up."""
     measured = prompts
     if settings.per_task is not None:
         measured = interleave_tasks(prompts, settings.per_task)
@@ -377,8 +377,8 @@ def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt],
 
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
-    """The temperatures besides that of the sampling settings."""
+    """Parse ``--temperatures``, without duplicates and without the temperature of ``sampling``."""
     temperatures = numbers("temperatures", listed, float, "numbers separated by commas") or ()
     for temperature in temperatures:
-        replace(sampling, temperature=temperature)  # checks it
+        replace(sampling, temperature=temperature)  # raises if it is invalid
     return [temperature for temperature in dict.fromkeys(temperatures) if temperature != sampling.temperature]

@@ -1,4 +1,4 @@
-"""``hdtool build-model-db``, ``build-corpus-db`` and ``train-heads``."""
+"""``hdtool build-model-db``, ``build-corpus-db`` and ``train-heads``: build stores, and train heads."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _build(
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
 
-    if out:  # a folder that was named is refused before the tokenizer is loaded
+    if out:  # reject an unusable --out before loading the tokenizer
         _check_folder(out, check)
     quiet_libraries(quiet=quiet)
     tokenizer = load_tokenizer(loading)

@@ -1,4 +1,4 @@
-"""``hdtool chat``: the command and its read-answer loop."""
+"""``hdtool chat``: open a session and answer messages until the user leaves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(
 
 
 def _converse(session: Session, read: ReadMessage) -> None:
-    """Read and answer messages until the input ends."""
+    """Read and answer messages until the session or the input ends."""
     from hdtool.cli.chat_session import is_interactive
 
     while not session.is_over:
@@ -64,4 +64,4 @@ def _converse(session: Session, read: ReadMessage) -> None:
         except KeyboardInterrupt:
             session.is_interrupted = True
         if session.is_interrupted and not is_interactive():
-            raise KeyboardInterrupt  # Ctrl-C ends a script as a whole
+            raise KeyboardInterrupt  # in a script, Ctrl-C ends the whole run

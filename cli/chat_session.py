@@ -1,4 +1,4 @@
-"""A chat session in the terminal: line editor, slash commands and saved conversations."""
+"""A chat session on the terminal: line editor, slash commands and saved conversations."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hdtool.runtime.sequence import Finish, Stats
 from hdtool.runtime.source_names import SourceName
 
 ReadMessage = Callable[[], str]
-"""Returns the next message; raises EOFError at the end of the input."""
+"""Function that returns the next message and raises EOFError at the end of the input."""
 INPUT_PROMPT = "> "
 
 
 def is_interactive() -> bool:
-    """Return True if both ends are a terminal."""
+    """Return True if standard input and standard output are both a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def message_reader() -> ReadMessage:
-    """The line editor in a terminal, else lines of standard input."""
+    """Return the line editor on a terminal, else a reader of standard input's lines."""
     return _line_editor() if is_interactive() else _next_line
 
 
 def _line_editor() -> ReadMessage:
-    """An editor in which Enter sends, Alt-Enter begins a line, and a paste may have many lines.
+    """Return an editor in which Enter sends, Alt-Enter begins a new line, and pasted text may have many lines.
 
-    Messages are remembered until the program ends, and not written to the disk.
+    The editor recalls earlier messages until the program ends and writes none of them to disk.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -77,7 +77,10 @@ SAVED_BY = {"saved_by": "hdtool chat"}
 
 
 def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable: set[Path]) -> None:
-    """Write a conversation and add its file to ``replaceable``; an existing file outside of that set is refused."""
+    """Write a conversation as JSON and add its path to ``replaceable``.
+
+    Raises PromptError if the file exists, unless ``replaceable`` contains it and hdtool wrote it.
+    """
 
     def is_ours(candidate: Path) -> bool:
         return candidate.resolve() in replaceable and json_object(candidate).get("saved_by") == SAVED_BY["saved_by"]
@@ -89,7 +92,10 @@ def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable:
 
 
 def read_chat(path: Path) -> list[Message]:
-    """The messages of a conversation; raises if the file holds none, or several."""
+    """Return the messages of a saved conversation.
+
+    Raises PromptError if the file does not hold exactly one conversation, or if it has no messages.
+    """
     with input_errors_as(path, PromptError):
         row = json_object(path)
     if "messages" not in row:
@@ -113,7 +119,7 @@ FINISH_NOTES = {
 
 
 class Session:
-    """One conversation after another with one model."""
+    """Chat session with one model, over one or more conversations."""
 
     def __init__(self, answerer: Answerer, system: str | None = None, *, stats: bool = False, color: bool = False):
         self.messages: list[Message] = []
@@ -124,11 +130,11 @@ class Session:
         self._shows_stats = stats
         self._colored = False
         self._explained: set[SourceName] = set()
-        """The sources whose colours a legend has shown."""
+        """Sources whose colours the legend has shown."""
         self._stats: list[Stats] = []
-        """Statistics of all answers since the program started."""
+        """Statistics of all answers in this session."""
         self._files: set[Path] = set()
-        """Files that this session wrote or read, and may replace."""
+        """Resolved paths that this session wrote or read, and may overwrite."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
             "help": (self._help, "", "list the commands"),
             "stats": (self._show_stats, "", "figures of the last answer, and of all answers"),
@@ -147,7 +153,7 @@ class Session:
             self._switch_color("")
 
     def take(self, text: str) -> None:
-        """Answer a message, or run a command."""
+        """Answer a message, or run a slash command."""
         if text.startswith(COMMAND_PREFIX):
             self._run(text)
         elif text.strip():
@@ -168,7 +174,10 @@ class Session:
         run(argument)
 
     def _ask(self, messages: list[Message]) -> None:
-        """Answer the last of these messages; they are the conversation from then on, unless nothing was answered."""
+        """Answer the last of these messages, and keep them with the answer as the conversation.
+
+        If Ctrl-C comes before any text, the conversation stays unchanged.
+        """
         self.is_interrupted = False
         try:
             answer = next(self._answerer.answers(Prompt(tuple(messages))))
@@ -212,7 +221,7 @@ class Session:
 
     @property
     def _turns(self) -> list[Message]:
-        """The messages without the system message."""
+        """Messages without the system message."""
         return [message for message in self.messages if message["role"] != "system"]
 
     def _set_system(self, text: str) -> None:
@@ -228,7 +237,7 @@ class Session:
         self._ask(self.messages[: question + 1])
 
     def _last_question(self) -> int:
-        """The place of the last message of the user."""
+        """Return the index of the last user message; raise PromptError if there is none."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             raise PromptError("the conversation has no message yet: ask something first")

@@ -1,4 +1,4 @@
-"""The command class: help panels with examples, wrapped messages, and checks of options."""
+"""The command class, with help panels and examples, and helpers for options and for wrapped output."""
 
 from __future__ import annotations
 
@@ -24,38 +24,41 @@ from hdtool.runtime.config import METHODS, GrammarConfig
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
 CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Other than line breaks, tabs and colours: text that holds one moves the cursor itself, as progress bars do."""
+"""Control characters that move the cursor, as progress bars do. Line breaks and tabs are not among them."""
 ERASE_LINE = "\r\033[K"
-"""Erases the line of the cursor: a message replaces a bar, which is drawn again below it."""
+"""Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
 CONTINUATION_INDENT = "  "
-"""Indent of a continued line beyond that of its first line."""
+"""Additional indent of the lines into which a long line is broken."""
 
 
 def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
-    """The text with its long lines broken between words; a longer word, such as a path, stays whole."""
+    """Break long lines between words. A word longer than ``width``, such as a path, stays whole.
+
+    Text with control characters is returned unchanged.
+    """
     if len(text) <= width or CONTROL_CHARACTERS.search(COLOR_CODE.sub("", text)):
         return text
     return "\n".join(_wrap_line(line, width, indent) for line in text.split("\n"))
 
 
 def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
-    """A text as standard output takes it: lines are broken where it is a terminal."""
+    """Break long lines if standard output is a terminal, else return the text unchanged."""
     return wrap_text(text, width, indent) if (width := _terminal_width(sys.stdout)) else text
 
 
 def wrap_standard_error() -> None:
-    """Break long lines of everything that this process prints on standard error, if that is a terminal."""
+    """Break long lines in everything that this process prints to standard error, if that is a terminal."""
     if _terminal_width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _WrappedStream):
         sys.stderr = cast(TextIO, _WrappedStream(sys.stderr))
 
 
 class _WrappedStream:
-    """A stream that wraps long lines and erases a progress bar before a message."""
+    """Stream that breaks long lines and erases a progress bar before it prints a message."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_on_bar = False
-        """True if the line of the cursor holds a progress bar."""
+        """True if the current line holds a progress bar."""
 
     def write(self, text: str) -> int:
         erased = ERASE_LINE if self._is_on_bar and not text.startswith(("\r", "\n")) else ""
@@ -84,12 +87,12 @@ def _wrap_line(line: str, width: int, indent: str) -> str:
 
 
 def _visible_length(text: str) -> int:
-    """Columns of a text, without its colours."""
+    """Return the number of columns of a text, without colour codes."""
     return len(COLOR_CODE.sub("", text))
 
 
 def _terminal_width(stream: TextIO) -> int:
-    """Columns of a terminal, 0 for anything else."""
+    """Return the width of a terminal in columns, or 0 if the stream is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -100,7 +103,7 @@ STORE_OPTIONS = ("model_db", "corpus_db")
 
 
 def require_stores(parameters: Mapping[str, Any]) -> None:
-    """Raise StoreError if a store that was named is not there."""
+    """Raise StoreError if ``--model-db`` or ``--corpus-db`` names a store that does not exist."""
     named = [value for name in STORE_OPTIONS if isinstance(value := parameters.get(name), str) and value != NO_STORE]
     if named:
         from hdtool.data.stores.home import store_folder
@@ -111,7 +114,7 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
 
 
 def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
-    """Prompts with the grammar and the tools of the options, where a line does not have its own."""
+    """Add the grammar and the tools of the options to prompts that have none."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
@@ -148,7 +151,7 @@ PANEL_ORDER = (
     "Options",
 )
 SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
-"""Short names of the options that are typed most."""
+"""Short names of frequent options."""
 RARELY_USED = {
     "attn_implementation",
     "body_seconds",
@@ -169,27 +172,27 @@ RARELY_USED = {
     "sources",
     "tree",
 }
-"""Options that ``--help`` leaves out of long lists; ``--help-all`` shows them."""
+"""Options that ``--help`` leaves out if a command has many. ``--help-all`` shows them."""
 MAX_SHORT_LIST = 25
-"""Maximum number of parameters that ``--help`` shows in full."""
+"""Number of parameters up to which ``--help`` lists all of them."""
 HELP_ALL = "help_all"
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class Command(TyperCommand):
-    """A command of hdtool."""
+    """Command with short option names, panels and examples in its help, and checks of its options."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.help = protect_hyphens(self.help or "")
-        if not self.context_settings.get("ignore_unknown_options"):  # they may be short options of another program
+        if not self.context_settings.get("ignore_unknown_options"):  # -m and the others may be options of vLLM
             for parameter in self.params:
                 parameter.opts[:0] = [SHORT_NAMES[name] for name in parameter.opts if name in SHORT_NAMES]
 
     def get_help(self, ctx: Any) -> str:
         return restore_hyphens(super().get_help(ctx))
 
-    # typer's own panels need rich, which would double the time that a command takes to start.
+    # typer's panels need rich, which would double the start-up time of a command.
     def format_options(self, ctx: Any, formatter: Any) -> None:
         parameters = self.get_params(ctx)
         rare = rarely_used(one.name for one in parameters)
@@ -226,7 +229,7 @@ class Command(TyperCommand):
 
 
 def protect_hyphens(text: str) -> str:
-    """A text whose lines are not broken at its hyphens; ``restore_hyphens`` restores them."""
+    """Replace hyphens by non-breaking ones, so that lines are not broken there. ``restore_hyphens`` undoes it."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
@@ -235,13 +238,13 @@ def restore_hyphens(text: str) -> str:
 
 
 def rarely_used(names: Iterable[str | None]) -> set[str]:
-    """The options of a command that its ``--help`` leaves out."""
+    """Return the names of a command's options that its ``--help`` leaves out."""
     given = {name for name in names if name} - {"help", HELP_ALL}
     return given & RARELY_USED if len(given) > MAX_SHORT_LIST else set()
 
 
 def has_methods(names: Iterable[str | None]) -> bool:
-    """Return True if a command takes drafting methods."""
+    """Return True if a command has an option ``--method`` or ``--methods``."""
     return not {"method", "methods"}.isdisjoint(names)
 
 
@@ -253,7 +256,7 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 def help_all(names: Collection[str]) -> list[inspect.Parameter]:
-    """The parameter of ``--help-all``, for a command whose ``--help`` leaves something out."""
+    """Return the parameter ``--help-all`` in a list, which is empty if ``--help`` already shows everything."""
     left_out = (["all options"] if rarely_used(names) else []) + (["the methods"] if has_methods(names) else [])
     if not left_out:
         return []
@@ -263,13 +266,16 @@ def help_all(names: Collection[str]) -> list[inspect.Parameter]:
 
 
 def option(panel: str, help: str, *names: str, values: Iterable[str] = (), **settings: Any) -> Any:
-    """An option in a panel of the help; ``values`` are completed, also in a list with commas."""
+    """Return a typer option in a panel of the help.
+
+    ``values`` are offered for completion, also within a comma-separated list.
+    """
     complete = completion(tuple(values)) if values else None
     return typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete, **settings)
 
 
 def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A function that completes the last of several values with commas between them."""
+    """Return a function that completes the last item of a comma-separated list."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -279,7 +285,7 @@ def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def quiet_libraries(*, quiet: bool = False) -> None:
-    """Silence progress bars and warnings of libraries; with ``quiet``, hdtool's bars too."""
+    """Silence progress bars and warnings of libraries and, with ``quiet``, hdtool's progress bars."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""``hdtool convert`` and ``export``, and the compiling of drafters ahead of time."""
+"""``hdtool convert`` and ``export``, and a process that compiles a drafter ahead of time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, Stores
 
 @contextmanager
 def compiled_meanwhile(method: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that compiles the drafter of a method while this one loads a model; it ends with this block."""
+    """Compile a method's drafter in another process while this one loads a model.
+
+    Yields the process, and kills it on exit if it still runs.
+    """
     quiet = subprocess.DEVNULL
     command = [sys.executable, "-m", "hdtool.cli.convert", method]
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as process:
@@ -90,9 +93,9 @@ def convert(
 
 TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
 DEFAULT_LIMIT = 10_000_000
-"""Tokens that SGLang takes unless an option raises the limit."""
+"""Maximum number of corpus tokens that SGLang accepts by default."""
 EXAMPLE_NODES = 8
-"""Draft nodes for the corpus in the command that is printed; SGLang demands some, and has 11 in all by default."""
+"""Draft tokens from the corpus in the printed command. SGLang requires a number; by default it drafts 11 in all."""
 Target = Annotated[
     str,
     option(

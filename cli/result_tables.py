@@ -1,4 +1,4 @@
-"""Tables, JSON and reports of ``bench`` and ``replay``."""
+"""Format the results of ``bench`` and ``replay`` as tables and JSON, and write their reports."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ TABLE_WIDTH = 80
 
 
 def rounded(source: object, **digits: int) -> dict[str, float]:
-    """Attributes of an object, as JSON shows them."""
+    """Return attributes of an object, rounded to the given numbers of decimal places."""
     return {name: round(getattr(source, name), places) for name, places in digits.items()}
 
 
 def fill_text(text: str) -> str:
-    """A text broken between words, so that paths and commands stay whole."""
+    """Break a text between words only, so that paths and commands stay whole."""
     return fill(text, TABLE_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
-    """Align rows in columns, the first ``left`` of them to the left.
+    """Align rows in columns, the first ``left`` of which are flush left.
 
-    ``widths`` are minimum widths, and ``gap`` is the space between columns.
+    ``widths`` are the columns' minimum widths, and ``gap`` is the number of spaces between columns.
     """
     columns = zip_longest(*rows, fillvalue="")
     min_widths = [*widths, *[0] * max(map(len, rows))]
@@ -65,21 +65,21 @@ def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence
 
 
 BLOCK_WIDTHS = (17, 8, 8, 11, 8, 9)
-"""Minimum widths, so that the blocks align."""
+"""Minimum column widths, so that the blocks of all tasks align."""
 MIN_TASK_WIDTH, MAX_TASK_WIDTH = 6, 9
-"""Minimum and maximum width of a task's column."""
+"""Minimum width of a task's column, and maximum length of its title."""
 MAX_METHOD_NAME = 13
-"""Characters of a method in the title of a column."""
+"""Maximum length of a method's name in a column title."""
 DRAFTER_STATES = {
     COLD: "memory: cold, a fresh drafter for each question",
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
 }
-"""What the drafters knew; runs of earlier versions do not say it."""
+"""Line about the drafters' state, by the setting of the run; None if an earlier version did not record it."""
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
-    """The ``--json`` output; its names are stable."""
+    """Return the ``--json`` record of a benchmark. Its keys are stable."""
     from hdtool.builders.evaluation.llama_cpp_peer import BUILD_KEY
 
     run = results.run
@@ -96,12 +96,12 @@ def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def bench_table(results: Results, scores: Scores) -> str:
-    """The setting, a block for each task and for all of them, and tables with a column for each task."""
+    """Format the setting, a block per task and one for all tasks, and tables with a column per task."""
     from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 
     run = results.run
     about = run.surroundings
-    # Results of earlier versions do not have it.
+    # Results of earlier versions lack the key.
     rounded = about.get("activations") == INT8
     heads = [
         f"{about['model']} on {about['device']} in {about['dtype']}{', activations in int8' * rounded}, "
@@ -135,7 +135,7 @@ def bench_table(results: Results, scores: Scores) -> str:
 
 
 def _speedup_title(reference: str) -> str:
-    """The title of a column with speeds over those of another method."""
+    """Return the title of the column that compares the speed with another method's."""
     return (
         "vs plain"
         if reference == PLAIN_METHOD
@@ -150,7 +150,7 @@ def _speedup(scores: Scores, reference: str, task: str, method: str) -> str:
 
 
 def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Iterator[str]:
-    """A column for each task, as many side by side as fit; all questions come last."""
+    """Yield tables with a column per task, as many columns side by side as fit. The column of all tasks comes last."""
     methods = [title, *scores.tasks[ALL_TASKS]]
     widest = max(map(len, methods))
     columns_shown: list[list[str]] = []
@@ -194,7 +194,7 @@ def _block(task: str, scores: Scores) -> str:
 
 
 def _costs(scores: Mapping[str, Score]) -> str:
-    """Drafting and model time per step."""
+    """Format each method's draft tokens, drafting time and model time per step."""
     rows = (
         [method, score.nodes_per_step, score.draft_us_per_step, score.model_ms_per_step]
         for method, score in scores.items()
@@ -207,7 +207,7 @@ Replays = Mapping[str, "ReplayResult"]
 
 
 def replay_record(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
-    """What ``--json`` prints; names stay as they are once they have shipped. ``warm`` are the files of ``--warm``."""
+    """Return the ``--json`` record of a replay. Its keys are stable. ``warm`` lists the files of ``--warm``."""
     record: dict[str, Any] = {"methods": {name: _method_record(result, curve) for name, result in results.items()}}
     record["warm"] = list(warm)
     if curve:
@@ -257,7 +257,7 @@ def _memory(result: ReplayResult) -> dict[str, Any]:
 
 
 def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
-    """A line of ``--steps``."""
+    """Return a record of ``--steps``: one method's steps in one turn."""
     from hdtool.runtime.source_names import SourceName
 
     return {
@@ -347,7 +347,7 @@ def write_report(
     *,
     quiet: bool,
 ) -> None:
-    """Write the page of a study; ``page_of`` makes it from the command line of this process and the data."""
+    """Run the replays of a study, and write the page that ``page_of`` creates from the command line and the results."""
     from hdtool.builders.evaluation.report.ablations import report_data
     from hdtool.builders.evaluation.report.pages import write_page
 
@@ -357,7 +357,7 @@ def write_report(
 
 
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
-    """The page of a benchmark, with replays of the measured answers for the figures that need them."""
+    """Write the page of a benchmark. Figures that need replays use the measured answers."""
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page
@@ -377,7 +377,7 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, 
 def _build_in_process(
     folder: Path, documents: Iterable[Document], tokenizer: TokenizerFingerprint, sources: Sequence[Source]
 ) -> None:
-    """Build a corpus index in this process."""
+    """Build a corpus index in this process, without workers."""
     from hdtool.builders.stores.build import build_corpus_index
     from hdtool.builders.stores.build_engine import LocalBuildEngine
 

@@ -1,4 +1,4 @@
-"""``hdtool serve``: our server, or vLLM's with our drafts."""
+"""``hdtool serve``: run hdtool's server, or vLLM's server with drafts from hdtool."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def serve(
 
 
 def engine_of(words: list[str]) -> str:
-    """The engine that a command line asks for."""
+    """Return the engine that a command line selects by ``--engine``."""
     engine = HDTOOL_ENGINE
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -81,7 +81,7 @@ def engine_of(words: list[str]) -> str:
 
 
 PASS_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
-"""For typer: unknown options are passed to vLLM."""
+"""Typer settings that keep unknown options, so that vLLM receives them."""
 
 
 def serve_vllm(
@@ -134,7 +134,7 @@ def serve_vllm(
 
 
 def _show(launch: Launch, *, dry_run: bool) -> None:
-    """Print the command, the server's address and a warning if it is reachable from outside."""
+    """Print the command, the server's address, and a warning if other machines can reach it."""
     command, left_out = launch.printable
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if left_out:

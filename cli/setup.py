@@ -1,4 +1,4 @@
-"""``hdtool setup``: from logs to stores, measurements and a verdict."""
+"""``hdtool setup``: build stores from logs, measure their effect, and print a verdict."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def setup(
 
 
 def _options(model: ModelConfig) -> tuple[str, ...]:
-    """The options that load the model in this way, as they are typed."""
+    """Return the command-line options that load the model with these settings."""
     typed: list[str] = []
     for one in fields(model):
         value = getattr(model, one.name)
@@ -112,7 +112,7 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
-    """What would be done, without doing it."""
+    """Print what a run would do."""
     from hdtool.builders.setup.work_folder import choose_held_out
 
     openings = stages.openings()

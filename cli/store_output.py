@@ -1,4 +1,4 @@
-"""Output of commands that build, list or show stores, and the input of builds."""
+"""Print stores for the commands that build, list or show them, and open the inputs of builds."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 TABLE_HEAD = ("name", "model", "tokenizer", "sources", "tokens", "size", "age")
 MODEL_COLUMN, SOURCES_COLUMN = TABLE_HEAD.index("model"), TABLE_HEAD.index("sources")
 MIN_CELL_WIDTH = 12
-"""Columns of a cut cell."""
+"""Smallest width to which a cell is cut, in characters."""
 COLUMN_GAP = 2
 AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 ANY_MODEL = "any"
-"""The model of a corpus index."""
+"""Shown as the model of a corpus index."""
 UNKNOWN_MODEL = "unknown"
-"""The model of a store that does not name one."""
+"""Shown as the model of a store that does not name one."""
 
 
 def store_table(items: list[StoredItem], home: str) -> str:
-    """A table cut to the width of a terminal; whole elsewhere."""
+    """Format a table of stores. On a terminal, cells are cut to fit its width."""
     if not items:
         return f"{home} holds no stores: hdtool build-model-db and hdtool build-corpus-db make them"
     rows = [TABLE_HEAD, *(_cells(item) for item in items)]
@@ -57,21 +57,21 @@ def store_table(items: list[StoredItem], home: str) -> str:
 
 
 def store_in_words(item: StoredItem) -> str:
-    """One line about a store."""
+    """Return one line with the store's name, kind, model, size and folder."""
     whose = f" of {printable(item.model.name)}" if item.model else ""
     tokens = f", {count_of(item.tokens, 'token')}" if item.tokens is not None else ""
     return f"{item.name}: {item.kind}{whose}{tokens}, {abbreviated(item.bytes)}B in {item.folder}"
 
 
 def store_record(item: StoredItem) -> dict[str, Any]:
-    """A store as ``--json`` prints it."""
+    """Return a store's ``--json`` record."""
     shown = asdict(item)
-    del shown["shared_name"]  # serves to refuse it
+    del shown["shared_name"]  # only used to reject ambiguous names
     return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
 
 
 def abbreviated(number: int) -> str:
-    """Three digits with a prefix: 1.2M."""
+    """Return a number with at most three digits and a prefix, such as 1.2M."""
     value, prefix = float(number), ""
     for larger in "kMGT":
         if value < 999.5:
@@ -105,7 +105,7 @@ def _cells(item: StoredItem) -> tuple[str, ...]:
 
 
 def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
-    """Shorten models, then sources, in rows that are too wide."""
+    """Shorten the models, then the sources, until the rows fit the width."""
     for place in (MODEL_COLUMN, SOURCES_COLUMN):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
@@ -120,7 +120,7 @@ def _cut(text: str, max_width: int) -> str:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """The number of conversations, whose tokens are all as they were written."""
+    """Check all conversations and return their number. Raises StoreError if one has changed since it was written."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))
     if whole < len(held):
@@ -132,7 +132,7 @@ def verify_conversations(store: HistoryStore) -> int:
 
 
 def history_in_words(shown: dict[str, Any]) -> list[str]:
-    """The lines that only a history store has."""
+    """Format the description of a history store as lines."""
     lines = [
         f"{shown['store']}: {shown['kind']} store, format {shown['format']}",
         f"model      {printable(shown['model'])}",
@@ -151,7 +151,7 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
-    """The build backend, open for the length of a build."""
+    """Open the build engine that the settings select, and close it on exit."""
     if config.engine == "local":
         from hdtool.builders.stores.build_engine import LocalBuildEngine
 
@@ -175,9 +175,10 @@ def open_reading(
     quiet: bool,
     on_models: Callable[[Mapping[str, int]], str | None] | None = None,
 ) -> Iterator[tuple[list[Source], Iterator[Document]]]:
-    """The sources of inputs for a kind of store, and their documents, which are read with a progress bar.
+    """Yield the sources of the inputs and an iterator over their documents, which shows a progress bar.
 
-    At the end, what could not be used is printed, and a note on the models that the records name.
+    On exit, print the records that could not be used and, if ``on_models`` returns one, a note on the models that the
+    records name.
     """
     from hdtool.builders.stores.edit_store import HistoryDocuments, history_folders
     from hdtool.data.records import RecordReader
@@ -198,7 +199,7 @@ def open_reading(
 
 
 def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
-    """What a model ranks highest after each token of its vocabulary."""
+    """Load the model, and return the tokens that it ranks highest after each token of its vocabulary."""
     from hdtool.builders.stores.build import vocabulary_rankings
     from hdtool.runtime.model.load import load
 
@@ -206,14 +207,14 @@ def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet
 
 
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
-    """Print the records that cannot be used; more than the tolerance allows are an error."""
+    """Print the records that could not be used. Raises RecordError if their share exceeds the tolerance."""
     tally.check(tolerance)
     for line in tally.left_out():
         print(line, file=sys.stderr)
 
 
 def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
-    """Print what a command built."""
+    """Print the store that a command built, as text or as JSON."""
     if as_json:
         print(json.dumps(store_description(folder, manifest), ensure_ascii=False))
         return
@@ -222,12 +223,12 @@ def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """What a store holds; the names of its counts are plurals."""
+    """Format the counts of a store. The names of the counts must be plurals."""
     return ", ".join(count_of(count, name.removesuffix("s")) for name, count in counts.items())
 
 
 def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """A store's ``--json`` output; its names are stable."""
+    """Return the ``--json`` record of a store. Its keys are stable."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

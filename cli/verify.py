@@ -1,4 +1,4 @@
-"""``hdtool verify``: checks losslessness on a model, its stores and a device."""
+"""``hdtool verify``: check that drafting is lossless for a model, its stores and a device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def verify(
         model=loaded.checkpoint,
         identified=decoding.identifies_tokenizer,
     )
-    # The answers of a check are no history of the user's.
+    # The answers of a check must not enter the user's history.
     history = history_for(decoding, loaded.target, store_set, read_only=True)
     drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
@@ -105,7 +105,7 @@ def _run_checks(
 def _report(
     loaded: Loaded, method: str, oracles: list[Oracle], checks: list[Check], explained: list[Explanation]
 ) -> dict[str, Any]:
-    """The ``--json`` output; its names are stable."""
+    """Return the ``--json`` record. Its keys are stable."""
     steps, tokens = (sum(getattr(check, name) for check in checks) for name in ("steps", "tokens"))
     return {
         "model": loaded.name,

@@ -1,4 +1,4 @@
-"""Input and shipped data: readers of prompts and records, chat templates, file formats, errors and the demo.
+"""Readers and writers of files: prompts, conversations, records, stores, results, and the demo's data.
 
 Imports nothing else of hdtool, and heavy libraries only inside functions.
 """

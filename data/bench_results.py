@@ -1,8 +1,8 @@
-"""Result folders of benchmarks: run settings, and one JSON Lines file of answers per method.
+"""Result folders of ``hdtool bench``, with the run's settings and one JSON Lines file of answers per method.
 
 A question is done once every file has its line, and lines are flushed to disk before the next question starts. After a
-kill, the files differ by at most one question and a torn line, which a resumed run truncates. Files that differ by more
-were changed by another program and are refused.
+kill, the files differ by at most one question and a torn line, which a resumed run truncates. A larger difference means
+that another program changed the files, and is an error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CHOOSE_ANOTHER_FOLDER = "choose another --out, or move that folder away to start
 
 @dataclass(frozen=True)
 class BenchRun:
-    """The settings and the environment of a run."""
+    """Settings and environment of a benchmark run."""
 
     options: dict[str, Any]
-    """Answers of runs with different options are never mixed."""
+    """Options of the command. A folder never mixes answers of runs with different options."""
     methods: tuple[str, ...]
     questions: int
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class BenchRun:
 
     @classmethod
     def read(cls, folder: Path) -> BenchRun | None:
-        """The run in a folder; None if there is none."""
+        """Read the run of a folder. Returns None if there is none, and raises ResultError if it cannot be read."""
         path = folder / RUN_FILE
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class Results:
-    """A run and the answers to the questions that every method has answered, in the order of the questions."""
+    """A run with the answers to the questions that every method has answered, in the order of the questions."""
 
     run: BenchRun
     answers: dict[str, list[AnsweredQuestion]]
@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """The results in a folder; the run may be incomplete."""
+    """Read the results in a folder, whose run may be incomplete."""
     run = BenchRun.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -84,7 +84,7 @@ def read_results(folder: Path) -> Results:
 
 
 def refuse_other_options(folder: Path, run: BenchRun, options: Mapping[str, Any]) -> None:
-    """Raise unless a run was started with these options."""
+    """Raise ResultError unless the run was started with these options."""
     for name, requested in options.items():
         if name not in run.options:
             option = f"--{name.replace('_', '-')}"
@@ -100,7 +100,7 @@ def refuse_other_options(folder: Path, run: BenchRun, options: Mapping[str, Any]
 
 
 def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
-    """Raise if there are files of answers but no run."""
+    """Raise ResultError if a folder has answer files but no run."""
     if BenchRun.read(folder) is None:
         for path in (folder / _results_file(method) for method in methods):
             if os.path.lexists(path):
@@ -109,7 +109,7 @@ def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
 
 @contextmanager
 def locked_results(folder: Path) -> Iterator[None]:
-    """Lock a folder of results for this process."""
+    """Create a folder of results if needed, and lock it. Raises ResultError if another process holds the lock."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     advice = "answers in it are kept; make room or choose another --out, and run the command again"
     with os_errors_as(ResultError, f"{folder} cannot be written", advice):
@@ -119,17 +119,17 @@ def locked_results(folder: Path) -> Iterator[None]:
 
 
 class ResultFolder:
-    """Writes answers into a locked folder."""
+    """Writer of answers into a locked folder."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Resume a run with the same settings, or start one; ``ids`` are those of all questions."""
+        """Resume a run with the same settings, or start one. ``ids`` lists the ids of all questions in order."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)
-        """The number of questions that every method has answered."""
+        """Number of questions that every method has answered."""
 
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
-        """One question, answered by every method."""
+        """Append the answers of every method to one question, and flush them to disk."""
         for method, answer in answers.items():
             append_row(
                 self.folder / _results_file(method), answer.to_json(f"{self.run.surroundings['model']}-{method}")
@@ -170,12 +170,12 @@ class ResultFolder:
 
 @dataclass(frozen=True)
 class _MethodFile:
-    """The file of one method's answers."""
+    """Answer file of one method."""
 
     path: Path
     answers: list[AnsweredQuestion]
     last: bytes
-    """The last whole line."""
+    """Last complete line, with its line end."""
     torn: bytes
 
     @classmethod
@@ -195,7 +195,7 @@ class _MethodFile:
         return cls(path, answers, last, b"")
 
     def refuse_other_questions(self, ids: Sequence[int | str]) -> None:
-        """Raise unless the lines, with the torn one, answer the first of these questions."""
+        """Raise ResultError unless the lines, the torn one included, answer the first of these questions in order."""
         done = len(self.answers)
         if [answer.question_id for answer in self.answers] != list(ids[:done]):
             raise ResultError(f"{self.path} does not hold the questions in their order: {CHOOSE_ANOTHER_FOLDER}")
@@ -210,7 +210,7 @@ class _MethodFile:
             )
 
     def cut(self, done: int) -> None:
-        """Keep the answers to ``done`` questions: all in the file, or all but the last."""
+        """Remove the torn line and, if the file holds more than ``done`` answers, its last answer."""
         cut_torn_line(self.path, (self.last if len(self.answers) > done else b"") + self.torn)
 
 

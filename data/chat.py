@@ -1,4 +1,4 @@
-"""Chat templates: render conversations and encode them as token ids."""
+"""Render conversations with chat templates and encode them as token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LINE_END = "\n"
 Variables = Mapping[str, Any]
-"""What a chat template is given beside messages and tools, such as ``enable_thinking``."""
+"""Additional variables of a chat template, such as ``enable_thinking``."""
 NO_VARIABLES: Variables = {}
 
 
@@ -26,7 +26,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """A prompt with a system message before it."""
+    """Return the prompt with a system message in front. Raises PromptError if it already has one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
@@ -57,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """The text of a prompt and its token ids, as ``encode_conversation`` makes them."""
+    """Return the text of a prompt and its token ids. Takes the arguments of ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:
@@ -82,9 +82,9 @@ def conversation_text(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> str:
-    """The text of a prompt; with ``answered``, the last message is the answer and the text includes it.
+    """Return the text of a prompt or, with ``answered``, of a conversation that ends with the answer.
 
-    Without a template, a single message is used unchanged, and each of several messages is a line.
+    Without ``chat``, a single message is returned unchanged, and several messages become one line each.
     """
     for message in messages:
         if fault := lone_surrogate(message["content"]):
@@ -96,8 +96,8 @@ def conversation_text(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """The token ids of a text; ``special`` adds the tokenizer's special tokens, such as the start of a text."""
-    # verbose=False: hdtool checks the length itself, against the context of the model.
+    """Return the token ids of a text. ``special`` adds the tokenizer's special tokens, such as the BOS token."""
+    # verbose=False: hdtool checks the length itself, against the model's context.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
@@ -109,10 +109,10 @@ def encode_answer(
     chat: bool | None = None,
     variables: Variables = NO_VARIABLES,
 ) -> list[int]:
-    """The token ids that an answer with this text would have, without the token that ends it; none for an empty text.
+    """Return the token ids that the model would generate for an answer with this text, without the token that ends it.
 
-    They may differ from those of the text alone: a tokenizer may begin a text with a space, and a template may have
-    one before an answer.
+    They may differ from the ids of the text alone, because a tokenizer may prefix a text with a space, and a template
+    may put one before the answer. An empty text gives an empty list.
     """
     if not text:
         return []
@@ -122,7 +122,7 @@ def encode_answer(
     for before, after in ((prompt_text, answer), (LINE_END, text)):
         ids = encode_text(tokenizer, before, special=not chat)
         whole = encode_text(tokenizer, before + after, special=not chat)
-        # Tokens may join the end of one text and the start of the other.
+        # A token may span the boundary between the two texts.
         if whole[: len(ids)] == ids:
             return whole[len(ids) :]
     return encode_text(tokenizer, text, special=False)
@@ -131,7 +131,10 @@ def encode_answer(
 def _rendered_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], text: str, prompt_text: str, variables: Variables
 ) -> str:
-    """The text of an answer as the chat template has it, with what it puts before it."""
+    """Return the answer as the chat template renders it, with the characters that the template puts before it.
+
+    Returns the text unchanged if the template rejects or alters it.
+    """
     try:
         answered = [*messages, {"role": "assistant", "content": text}]
         whole = _templated(tokenizer, answered, answered=True, variables=variables)

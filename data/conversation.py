@@ -1,4 +1,4 @@
-"""Conversations and their messages, parsed from hdtool's own shape and from OpenAI-style requests and responses.
+"""Parse conversations and messages in hdtool's own format and from OpenAI-style requests and responses.
 
 A request has ``messages`` (chat), ``prompt`` (completions) or ``input`` (responses). A response has ``choices``,
 ``output`` or ``content``, or is a list of streamed chunks. Headers, keys and other fields are ignored.
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """The first half of a surrogate pair, as ``U+D83D at character 3``; None if the text is valid Unicode.
+    """Return the first lone surrogate, as ``U+D83D at character 3``, or None if the text is valid Unicode.
 
-    JSON escapes and broken bytes on a command line can give one; no tokenizer accepts it.
+    JSON escapes and invalid bytes on a command line can produce one, and no tokenizer accepts it.
     """
     try:
         text.encode()
@@ -30,14 +30,17 @@ def lone_surrogate(text: str) -> str | None:
 
 
 LOGPROB_DIGITS = 4
-"""Decimal digits of log-probabilities in files."""
+"""Decimal places of log-probabilities in files."""
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity in files, because JSON has no infinity."""
+"""Replaces minus infinity in files, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rankings:
-    """A row for each token of an answer, which was chosen from it; best first."""
+    """Top-k tokens at each position of an answer, best first, with their log-probabilities.
+
+    Both arrays have shape ``[positions, k]``. Each token of the answer was chosen from the row of its position.
+    """
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -50,7 +53,7 @@ class Rankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> Rankings:
-        """Raises a ``RowError`` unless there is a row for each of so many positions."""
+        """Parse rankings. Raises RowError unless there is one row for each of ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -70,28 +73,28 @@ ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 CHAT = "chat"
 TEXT = "text"
-"""A plain text: a document, an answer or a prompt, as the command takes it."""
+"""Plain text: a document, an answer or a prompt, depending on the command."""
 QUESTIONS = "questions"
-"""Turns of the user, answered one after another, as in Spec-Bench's file of questions."""
+"""User turns that are answered one after another, as in Spec-Bench's file of questions."""
 REQUEST = "request"
-"""A request whose answer is in another row."""
+"""Request whose answer is in another row."""
 ANSWERS = "answers"
 """Answers whose questions are in other rows."""
 STOPPED = "stop"
-"""The ``finish`` of an answer that the model ended itself."""
+"""``finish`` of an answer that the model ended itself."""
 
 
 class Turn(NamedTuple):
-    """A message."""
+    """Message of a conversation, with the recorded tokens if it is an answer."""
 
     role: str
     text: str
     ids: tuple[int, ...] | None = None
-    """The tokens of an answer, with the one that ends it, if they were recorded."""
+    """Token ids of a recorded answer, including the token that ends it; None if they were not recorded."""
     finish: str = ""
-    """How a recorded answer ended: ``stop`` or a limit."""
+    """How a recorded answer ended: ``stop``, or the limit that it reached."""
     rankings: Rankings | None = None
-    """The target's best tokens at each position of a recorded answer."""
+    """The model's top-k tokens at each position of a recorded answer."""
 
     @property
     def by_model(self) -> bool:
@@ -100,24 +103,24 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation or a plain text."""
+    """Conversation, set of questions, request or plain text, depending on ``kind``."""
 
     turns: tuple[Turn, ...]
     id: str = ""
     category: str = ""
     kind: str = CHAT
     key: str = ""
-    """What questions or a request share with their answers."""
+    """Key by which questions or a request are matched with their answers in other rows."""
     max_new_tokens: int | None = None
-    """The limit of recorded answers."""
+    """Limit under which the recorded answers were generated; None if unknown."""
     prompted: int = 0
-    """The first turns that were sent to the model, its earlier answers included."""
+    """Number of turns at the start that were sent to the model, including its earlier answers."""
     model: str = field(default="", compare=False)
-    """The model that answered, as the record names it."""
+    """Model that answered, as the record names it; empty if it names none."""
 
     @property
     def answers(self) -> list[int]:
-        """The places of the model's answers: those with recorded tokens, else its turns after another role."""
+        """Indices of the model's answers: turns with recorded tokens, or else assistant turns after another role."""
         if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
@@ -126,13 +129,13 @@ class Conversation:
 
     @property
     def new_turns(self) -> tuple[Turn, ...]:
-        """The turns that earlier requests of the same conversation did not hold."""
+        """Turns that earlier requests of the same conversation did not contain."""
         earlier = [index for index, turn in enumerate(self.turns[: self.prompted]) if turn.by_model]
         return self.turns[earlier[-1] + 1 if earlier else 0 :]
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Questions or a request with their answers; raises a ``RowError`` if there are more answers than turns."""
+    """Combine questions or a request with their answers. Raises RowError if there are more answers than turns."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:
@@ -151,21 +154,21 @@ ROLE_NAMES = {
     ASSISTANT: ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call"),
     TOOL: ("tool", "function", "function_response", "observation", "ipython", "environment"),
 }
-"""Names of each role in the data sets and APIs that are read."""
+"""Names of each role in the supported data sets and APIs."""
 ROLE_BY_NAME = {name: role for role, names in ROLE_NAMES.items() for name in names}
 MESSAGE_TEXT_KEYS = ("value", "content", "text")
 CALL_KEYS = ("tool_calls", "function_call", "refusal")
-"""Keys of messages that may have no text."""
+"""Keys of messages that may lack a text."""
 REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
-"""Types of parts that are not a part of the answer."""
+"""Types of message parts that do not belong to the answer."""
 MEDIA_TYPES = ("image", "audio", "video", "file", "document")
-"""One of them is in the type of each part that is not text."""
+"""Every part that is not text has one of these words in its type."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
-"""Roles of the items of the Responses API that are no messages."""
+"""Roles of the Responses API's items that are not messages."""
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """The turns of a list of messages."""
+    """Parse a list of messages. Raises RowError if ``value``, the content of field ``name``, is not one."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
@@ -173,7 +176,7 @@ def message_turns(value: Any, name: str) -> list[Turn]:
 
 
 def _as_list(value: Any) -> Any:
-    """A list of messages that is a JSON text, or a table with a column for each key."""
+    """Decode a list of messages from JSON text or from a dict of columns. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parse_json(value)
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
@@ -200,7 +203,7 @@ def _incomplete_message_error() -> RowError:
 
 
 def role_of(name: Any) -> str:
-    """One of the four roles by any of its names."""
+    """Return the role that a name stands for. Raises RowError for an unknown name."""
     role = ROLE_BY_NAME.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {str(name)[:40]!r}: expected one of {', '.join(ROLES)}")
@@ -208,7 +211,7 @@ def role_of(name: Any) -> str:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """The text of a message; that of one that only calls a tool is empty."""
+    """Return the text of a message, or its refusal; empty for a message that only calls a tool."""
     held = [message[key] for key in MESSAGE_TEXT_KEYS if key in message]
     text = content_text(next((text for text in held if text is not None), None))
     refusal = message.get("refusal")
@@ -216,7 +219,7 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def content_text(content: Any) -> str:
-    """The text of a content: a text, null, or parts, of which images and sounds have none."""
+    """Return the text of a message's content: a string, null, or a list of parts, of which only text parts count."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -231,14 +234,14 @@ def _texts(parts: list[Any]) -> Iterator[str]:
         if part.get("type") in REASONING_TYPES:
             continue
         text = part.get("text") if part.get("text") is not None else part.get("refusal")
-        if isinstance(text, dict):  # the Assistants API keeps notes beside a text
+        if isinstance(text, dict):  # the Assistants API wraps a text together with annotations
             text = text.get("value")
         if text is not None:
             yield required_text(text, "the `text` of a message's part")
 
 
 def media_part(content: Any) -> str | None:
-    """The type of the first part of a content that is an image, a sound, a video or a file; None if there is none."""
+    """Return the type of the first image, audio, video or file part; None if there is none."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and any(media in kind for media in MEDIA_TYPES):
@@ -257,7 +260,7 @@ RESPONSE_KEYS = ("response", "response_body", "outputs", "output", "completion")
 BODY_KEYS = ("body", "json", "json_body")
 REQUEST_SYSTEM_KEYS = ("system", "instructions")
 SSE_PREFIX = "data:"
-"""The start of a line of a streamed response."""
+"""Start of each line of a streamed response."""
 
 
 def is_request(value: Any) -> bool:
@@ -275,7 +278,7 @@ def is_response(value: Any) -> bool:
 
 
 def body_of(value: Any) -> Any:
-    """The body of a request or a response, which a log may keep as text and within other fields."""
+    """Return the body of a request or a response, which a log may nest in other fields or encode as text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         value = parse_json(value)
     if isinstance(value, dict) and not is_request(value):
@@ -290,7 +293,7 @@ def _is_json(value: Any) -> bool:
 
 
 def request_turns(body: dict[str, Any]) -> list[Turn]:
-    """The turns of a request."""
+    """Parse a request into turns, the system message first."""
     system = next((content_text(body[key]) for key in REQUEST_SYSTEM_KEYS if body.get(key)), "")
     return ([Turn(SYSTEM, system)] if system else []) + _request_messages(body)
 
@@ -312,7 +315,7 @@ def _request_messages(body: dict[str, Any]) -> list[Turn]:
 
 
 def answer_turns(response: Any) -> list[Turn]:
-    """The answer of a response: none if the request failed or the response is empty."""
+    """Parse a response into the turns of the answer: none if the request failed or the response is empty."""
     if isinstance(response, str):
         text = _streamed(response) if response.lstrip().startswith(SSE_PREFIX) else response
         return [Turn(ASSISTANT, text)]
@@ -334,14 +337,14 @@ def answer_turns(response: Any) -> list[Turn]:
 
 
 def _list_turns(parts: list[Any]) -> list[Turn]:
-    """Streamed chunks, or the messages of an answer."""
+    """Parse a list of streamed chunks, or of messages."""
     if any(isinstance(part, dict) and ("choices" in part or "delta" in part) for part in parts):
         return [Turn(ASSISTANT, _joined(parts))]
     return [turn for turn in message_turns(parts, "output") if turn.by_model]
 
 
 def _choice_turns(choices: list[Any]) -> list[Turn]:
-    """The first choice that has a text; several choices are answers to one prompt."""
+    """Return the first choice that has a text, because several choices answer the same prompt."""
     texts = [_choice_text(choice) for choice in sorted(choices, key=_choice_index)]
     if not texts:
         return []
@@ -367,7 +370,7 @@ def _streamed(text: str) -> str:
 
 
 def _joined(chunks: Iterable[Any]) -> str:
-    """The text of streamed chunks, of the first choice."""
+    """Concatenate the text of streamed chunks. Of several choices, only the first counts."""
     texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):

@@ -1,4 +1,4 @@
-"""Readers of conversation files in any known format, and the writer of the canonical format."""
+"""Read conversations from files in any known format, and write them in hdtool's canonical format."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class LocatedConversation(NamedTuple):
-    """A conversation and where it is."""
+    """Conversation with its place in the inputs."""
 
     conversation: Conversation
     where: str
-    """Its file and line, for messages."""
+    """File and line, for messages."""
     source: int
-    """The number of its input."""
+    """Index of the input file."""
     row: Row
 
 
 class ConversationReader:
-    """Iterates over the conversations of inputs; requests and answers in separate rows are put together."""
+    """Reader of conversations from files. It combines requests with answers in other rows."""
 
     def __init__(self, inputs: Sequence[Path], *, tolerance: float = TOLERANCE, text_lines: bool = False) -> None:
         self.inputs = list(inputs)
@@ -58,7 +58,7 @@ class ConversationReader:
 
     @property
     def sources(self) -> list[Source]:
-        """The inputs and their hashes, for which each file is read once."""
+        """Inputs with their SHA-256 hashes. The first access reads every file."""
         from hdtool.data.stores.documents import Source
 
         for number, path in enumerate(self.inputs):
@@ -68,9 +68,9 @@ class ConversationReader:
         return [Source(str(path), self.hashes[number]) for number, path in enumerate(self.inputs)]
 
     def conversations(self) -> Iterator[LocatedConversation]:
-        """All conversations; raises at the end if too many records cannot be used."""
+        """Yield all conversations, and raise RecordError at the end if too many records cannot be used."""
         self.restart()
-        # Requests and answers in separate rows wait for their other half by its key, in their order.
+        # Requests and answers in separate rows are matched by key, in the order in which they occur.
         waiting: dict[tuple[bool, str], deque[LocatedConversation]] = defaultdict(deque)
         for located in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
             half, is_answer = located.conversation, located.conversation.kind == ANSWERS
@@ -91,7 +91,7 @@ class ConversationReader:
         self.tally.check(self._tolerance)
 
     def of_input(self, source: int) -> Iterator[LocatedConversation]:
-        """The conversations of one input, as its rows have them."""
+        """Yield the conversations of one input row by row, without combining requests and answers."""
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with input_errors_as(path), CountedFile(path) as raw:
@@ -111,11 +111,11 @@ class ConversationReader:
 
 
 ORIGIN_KEY = "converted_from"
-"""The key of the file and line that a conversation came from, by which files of ``convert`` are recognised."""
+"""Key of the file and line that a conversation came from. ``convert`` recognises its own files by it."""
 
 
 def canonical(located: LocatedConversation) -> dict[str, Any]:
-    """A conversation as a JSON object: ``id``, what is known of it, ``messages`` or what else it is, its origin."""
+    """Return the JSON object of a conversation: its id, category and model if known, its content and its origin."""
     conversation = located.conversation
     row: dict[str, Any] = {"id": conversation.id or str(located.row.number)}
     if conversation.category:
@@ -126,7 +126,7 @@ def canonical(located: LocatedConversation) -> dict[str, Any]:
 
 
 def canonical_line(located: LocatedConversation) -> bytes:
-    """A conversation as a line of a file; names that are not valid Unicode are escaped as JSON escapes them."""
+    """Encode a conversation as a line of JSON. Names that are not valid Unicode are written with JSON escapes."""
     return (json.dumps(canonical(located), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
@@ -153,7 +153,7 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
-    """The file that ``convert`` writes; only an earlier one of its own is replaced."""
+    """Return the output file of ``convert``, which only replaces files that ``convert`` wrote."""
     return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError, private=private)
 
 
@@ -168,14 +168,13 @@ def _is_canonical(path: Path) -> bool:
 
 @dataclass
 class ConversationCounts:
-    """What a file of conversations holds."""
+    """Number of conversations, turns, answers and plain texts in a file."""
 
     conversations: int = 0
     turns: int = 0
     answers: int = 0
-    """Turns of the model that answer another role."""
+    """Model turns that answer another role."""
     texts: int = 0
-    """Plain texts."""
 
     def add(self, conversation: Conversation) -> None:
         if conversation.kind == TEXT:
@@ -196,7 +195,7 @@ class ConversationCounts:
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, shown: ProgressBar) -> ConversationCounts:
-    """Write all conversations, in their order; the file appears once it is complete."""
+    """Write all conversations in order. The file appears only once it is complete."""
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():

@@ -1,8 +1,8 @@
-"""Parsers from a row of any known format to a conversation, and Spec-Bench answer rows.
+"""Parse a row of any known format into a conversation, and read and write Spec-Bench answer rows.
 
 The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all of them. Spec-Bench's scripts
 read ``choices[0]``: the texts of all turns and, one number per turn, ``decoding_steps``, ``new_tokens`` and
-``wall_time``; ``accept_lengths`` holds the tokens of every step of all turns. hdtool adds the other keys.
+``wall_time``. ``accept_lengths`` has the number of tokens of every step of all turns. hdtool adds the other keys.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ DOCUMENT_KEYS = ("text", "content")
 
 
 def prompt_answer_pair(row: dict[str, Any]) -> Conversation | None:
-    """The prompt and the answer of a row, or its text; None if it has neither."""
+    """Parse a row with a prompt and an answer, or with a text. Returns None if it has neither."""
     prompt_keys = [key for key in PROMPT_KEYS if key in row]
-    # If there is an answer, `text` usually repeats prompt and answer.
+    # In a row with an answer, `text` usually repeats the prompt and the answer.
     answers = [key for key in ANSWER_KEYS if key in row] or [key for key in DOCUMENT_KEYS if key in row][:1]
     if not prompt_keys and not answers:
         return None
@@ -65,14 +65,14 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 
 def is_collected(row: dict[str, Any]) -> bool:
-    """Return True if the ``answers`` of a row are those of ``collect``; some data sets have others."""
+    """Return True if ``collect`` wrote the ``answers`` of a row. Some data sets use the key differently."""
     answers = row.get("answers")
     ids = isinstance(answers, list) and any(isinstance(answer, dict) and "output_ids" in answer for answer in answers)
     return ids or ("answers" in row and "max_new_tokens" in row)
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """The turns with the tokens of the last answers; those before them belong to the prompt."""
+    """Attach recorded tokens to the last answers. Earlier answers belong to the prompt."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -102,36 +102,36 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class AnsweredTurn:
-    """The answer to one turn, with its measurements."""
+    """Answer to one turn of a question, with its measurements."""
 
     text: str
     output_ids: list[int]
     step_tokens: list[int]
-    """The tokens of each forward pass: accepted and bonus tokens."""
+    """Number of tokens that each forward pass yielded: the accepted ones and the bonus token."""
     seconds: float
-    """Time from prompt ids to answer ids, prefill included."""
+    """Time from the prompt's token ids to the answer's token ids, including prefill."""
     finish: str
     nodes: int = 0
-    """Draft nodes over all steps."""
+    """Number of draft tokens in all steps."""
     draft_seconds: float | None = None
     """Drafting time; None if unknown."""
     model_seconds: float | None = None
-    """Time in the model's forward pass; None if unknown."""
+    """Time in the model's forward passes; None if unknown."""
     drafted_by: list[int] = field(default_factory=list)
-    """The number of each token's source, 0 for a bonus token; empty if unknown."""
+    """Number of the source that drafted each token, 0 for a bonus token; empty if unknown."""
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Counts per source, by name."""
+    """Counts of each source, by its name."""
 
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """A question with the answers of one method to all its turns."""
+    """Question with one method's answers to all its turns."""
 
     question_id: int | str
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """The seconds of each turn in each round; the answer is that of one round."""
+    """Seconds of each turn in each round. The recorded answer comes from one of the rounds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -173,7 +173,7 @@ class AnsweredQuestion:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
-        """Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
+        """Parse a row. Raises KeyError, TypeError or ValueError if hdtool did not write it."""
         choice = first_choice(row["choices"])
         lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
         turns = tuple(
@@ -193,11 +193,11 @@ class AnsweredQuestion:
 
 
 HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
-"""The fields of a turn that hdtool adds to the format."""
+"""Fields of a turn that hdtool adds to Spec-Bench's format."""
 
 
 def first_choice(choices: Any) -> dict[str, Any]:
-    """The first of a row's ``choices``; a ``ValueError`` unless it has ``turns``, a list of texts."""
+    """Return the first of a row's ``choices``. Raises ValueError unless it has ``turns``, a list of strings."""
     choice: dict[str, Any] = choices[0] if isinstance(choices, list) and choices else {}
     turns = choice.get("turns") if isinstance(choice, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
@@ -206,12 +206,12 @@ def first_choice(choices: Any) -> dict[str, Any]:
 
 
 def question_id(name: str) -> int | str:
-    """The id as in the file of questions: Spec-Bench numbers its questions."""
+    """Convert an id to an int if it is a decimal number, as in Spec-Bench's file of questions."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 
 def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """The steps of all turns, split by turn."""
+    """Split the step lengths of a whole answer by turn; ``counts`` has the number of steps per turn."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)
@@ -228,7 +228,7 @@ SECRET_TEXTS = re.compile(r"(sk|pk|hf|gh[pousr]|xox[abp]|ey[Jj])[-_\w]{8}|bearer
 
 
 def redacted_record(value: Mapping[Any, Any]) -> str:
-    """A record as in ``id: 7, question_text: "What is a li...", api_key: hidden``."""
+    """Describe a record without its secrets, as in ``id: 7, question_text: "What is a li...", api_key: hidden``."""
     fields = [f"{_key(key)}: {_value(str(key), held)}" for key, held in list(value.items())[:MAX_KEYS_SHOWN]]
     more = len(value) - len(fields)
     return (", ".join(fields) + (f" and {more} more" if more > 0 else "")) or "nothing"
@@ -253,7 +253,7 @@ def _value(key: str, value: Any) -> str:
 
 def _text_excerpt(text: str) -> str:
     words = " ".join(text.split())
-    # A long text without a space may be a key or a token.
+    # A long text without spaces may be an API key or an access token.
     if SECRET_TEXTS.search(words) or (" " not in words[: 2 * MAX_TEXT_SHOWN] and len(words) > MAX_TEXT_SHOWN):
         return f"text of {len(text)} characters"
     return f'"{words[:MAX_TEXT_SHOWN]}..."' if len(words) > MAX_TEXT_SHOWN else f'"{words}"'
@@ -262,22 +262,22 @@ def _text_excerpt(text: str) -> str:
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 ID_KEYS = ("id", "question_id", "custom_id", "conversation_id")
 ENDPOINTS_WITHOUT_TEXT = ("embedding", "moderation", "image", "audio")
-"""Parts of the URLs of batch requests without a conversation."""
+"""Words in the URL of a batch request that holds no conversation."""
 FIRST_ERROR_STATUS = 400
-"""The first status of a failed request."""
+"""Lowest HTTP status of a failed request."""
 
 
 FORMATS_PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"
 
 
 class UnknownFormError(RowError):
-    """A row has none of the known forms."""
+    """Raised when a row has none of the known formats."""
 
     advice = f"; accepted forms: {FORMATS_PAGE}"
 
 
 def conversation_of(value: Any) -> Conversation:
-    """The conversation in a row; raises a ``RowError`` if there is none."""
+    """Parse a row into a conversation. Raises RowError if it holds none."""
     if isinstance(value, RowError):
         raise value
     conversation = _conversation_in(value)
@@ -296,7 +296,7 @@ def _with_record_names(conversation: Conversation, row: dict[str, Any]) -> Conve
 
 
 def _model_of(row: dict[str, Any]) -> str:
-    """The model that a row names, or else its request or its response."""
+    """Return the model that a row, its request or its response names; empty if none does."""
     bodies: list[Any] = [row]
     for key in ("body", *api.REQUEST_KEYS, *api.RESPONSE_KEYS):
         held = row.get(key)
@@ -312,7 +312,7 @@ def _conversation_in(value: Any) -> Conversation:
         return Conversation(tuple(message_turns(value, "messages")))
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
-    # A Parquet row has all columns of its file, some of them null.
+    # A Parquet row has all columns of its file, and unused ones are null.
     row = {key: held for key, held in value.items() if held is not None}
     for form in ROW_FORMS:
         if conversation := form(row):
@@ -323,7 +323,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """A line of a batch: its request, or the answer to it."""
+    """Parse a line of a batch file, which is a request or the answer to one."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"
@@ -355,7 +355,7 @@ def _spec_bench_answers(row: dict[str, Any]) -> Conversation | None:
 
 
 def _is_choice(choice: Any) -> bool:
-    """Return True if a choice is one of OpenAI's API."""
+    """Return True if a choice is in the format of OpenAI's API."""
     return isinstance(choice, dict) and any(key in choice for key in ("message", "delta", "text"))
 
 
@@ -379,7 +379,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """A request and its response, or one of them."""
+    """Parse a request with its response, or one of the two."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:
@@ -407,7 +407,10 @@ def _request(row: dict[str, Any]) -> list[Turn] | None:
 
 
 def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
-    """The answer in a row; a text is one if ``structured``, that is if the request is in a form of an API."""
+    """Parse the answer in a row.
+
+    A plain text counts as an answer only if ``structured``, which says that the request has the format of an API.
+    """
     for key in api.RESPONSE_KEYS:
         held = row.get(key)
         if _failed(held):
@@ -422,7 +425,7 @@ def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
 
 
 def _is_structured(held: Any) -> bool:
-    """Return True if a value is a response of an API; a text is one if it is the JSON of one."""
+    """Return True if a value is an API response, or the JSON text of one."""
     body = api.body_of(held) if not isinstance(held, str) or '"choices"' in held or '"object"' in held else None
     return api.is_response(body)
 
@@ -461,4 +464,4 @@ ROW_FORMS: tuple[Callable[[dict[str, Any]], Conversation | None], ...] = (
     _single_message,
     prompt_answer_pair,
 )
-"""Each returns None for a row of another form; the first that fits is used."""
+"""Parsers in the order in which they are tried. Each returns None for a row of another format."""

@@ -1,7 +1,7 @@
-"""User-facing errors, and install hints for missing optional packages.
+"""Errors that the user can correct, and installation commands for optional packages.
 
 Each message is one line: what was wrong, what was found, what to do next. The command line prints it and exits with
-``exit_code``. hdtool is on no package index, so hints name the packages of an extra and not the extra.
+``exit_code``. hdtool is on no package index, so the commands list the packages of an extra instead of naming it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[None]:
-    """Re-raise an ``OSError`` in this block as ``error``."""
+    """Re-raise an OSError in this block as ``error``, with the message ``fault (reason): advice``."""
     try:
         yield
     except OSError as cause:
@@ -25,22 +25,22 @@ def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[
 
 
 def error_reason(error: Exception) -> str:
-    """The message of a library's error, in one line."""
+    """Return the first line of a library's error message."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 class HdtoolError(Exception):
-    """An error that the user can correct; its message is shown unchanged."""
+    """Base class of errors that the user can correct. The message is shown unchanged."""
 
     exit_code = 1
 
 
 class PromptError(HdtoolError):
-    """A prompt, or a file of prompts, cannot be used."""
+    """Raised when a prompt or a file of prompts cannot be used."""
 
 
 class ContextError(PromptError):
-    """A prompt leaves no room in the model's context."""
+    """Raised when a prompt leaves no room for an answer in the model's context."""
 
     def __init__(self, tokens: int, limit: int) -> None:
         self.found = f"the prompt is {tokens:,} tokens long, but the model's context holds {limit:,}, answer included"
@@ -50,49 +50,49 @@ class ContextError(PromptError):
 
 
 class ModelError(HdtoolError):
-    """No such model, or none that can be loaded here."""
+    """Raised when a model does not exist or cannot be loaded on this machine."""
 
 
 class FamilyError(ModelError):
-    """The model is of a kind that cannot verify a tree of drafts."""
+    """Raised when a model's architecture cannot verify draft trees."""
 
 
 class RecordError(HdtoolError):
-    """An input of a builder, or a recorded conversation, cannot be used."""
+    """Raised when an input of a builder or a recorded conversation cannot be used."""
 
 
 class StoreError(HdtoolError):
-    """A store cannot be opened or written."""
+    """Raised when a store cannot be opened or written."""
 
 
 class HeadsError(HdtoolError):
-    """Drafting heads cannot be opened, trained or written."""
+    """Raised when drafting heads cannot be opened, trained or written."""
 
 
 class CostError(HdtoolError):
-    """A cost curve cannot be read or written."""
+    """Raised when a cost curve cannot be read or written."""
 
 
 class ResultError(HdtoolError):
-    """A folder of results cannot be read or written."""
+    """Raised when a folder of results cannot be read or written."""
 
 
 class ServeError(HdtoolError):
-    """The serving engine is not installed."""
+    """Raised when a package of the serving engine is not installed."""
 
 
 class ClusterError(HdtoolError):
-    """A cluster cannot be reached, or cannot do what it is asked for."""
+    """Raised when a cluster cannot be reached, or cannot run the build."""
 
 
 class OptionError(HdtoolError):
-    """Options that do not go together."""
+    """Raised for an option with an invalid value, or for options that contradict each other."""
 
     exit_code = 2
 
 
 def extra_requirements(extra: str) -> list[Requirement]:
-    """The requirements that an extra adds."""
+    """Return the requirements that an extra adds."""
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
@@ -100,5 +100,5 @@ def extra_requirements(extra: str) -> list[Requirement]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra, in any folder."""
+    """Return the pip command that installs an extra's packages, whatever the current folder."""
     return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in extra_requirements(extra))])

@@ -1,4 +1,4 @@
-"""Reader of GGUF headers: settings and the tensor table, which also show whether a file is complete."""
+"""Read the header of a GGUF file, which has its settings and tensor table, and check that the file is complete."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
 DOWNLOAD_AGAIN = "get the file again"
 STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Formats of numbers by their type in the file."""
+"""``struct`` formats of the number types in a file."""
 STRING_TYPE, ARRAY_TYPE = 8, 9
 MAX_ARRAY_DEPTH = 8
-"""Levels of arrays in arrays; a damaged file could nest them without end."""
+"""Maximum depth of nested arrays. A damaged file could nest them without end."""
 MAX_KEPT_NUMBERS = 16
-"""Numbers of an array that are kept; longer arrays are vocabularies."""
+"""Maximum length of an array whose numbers are kept. Longer arrays are vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class GGUFTensor:
     name: str
     numbers: int
     kind: int
-    """The quantization of its numbers."""
+    """Quantization type of the numbers."""
     offset: int
-    """Bytes after the start of the data."""
+    """Offset from the start of the data in bytes."""
     shape: tuple[int, ...] = ()
-    """As in torch: the last dimension is contiguous."""
+    """Shape as in torch, where the last dimension is contiguous."""
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
     values: dict[str, Any]
-    """Settings by name; of an array that is long or holds no numbers, its length."""
+    """Settings by name. Long arrays and arrays of strings are replaced by their length."""
     tensors: tuple[GGUFTensor, ...]
     data: int
-    """Where the data starts."""
+    """Offset of the data in the file."""
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
-        """Read a header; raises a ``ModelError`` for a file that is no GGUF file or lacks a part of its header."""
+        """Read the header of a file. Raises ModelError if it is not a GGUF file or its header is incomplete."""
         size = path.stat().st_size
         if not size:
             raise ModelError(f"{path} is empty: {DOWNLOAD_AGAIN}")
@@ -69,7 +69,10 @@ class GGUFHeader:
         return str(self.values["general.architecture"])
 
     def check_whole(self, path: Path, blocks: Mapping[int, tuple[int, int]]) -> None:
-        """Raise if the file ends before its last tensor; ``blocks`` has the numbers and bytes of each kind's blocks."""
+        """Raise ModelError if the file ends before its last tensor.
+
+        ``blocks`` has the numbers per block and the bytes per block of each quantization type.
+        """
         ends = [self.data]
         for tensor in self.tensors:
             if tensor.kind not in blocks:
@@ -100,7 +103,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Reads one value after another; past the end of the file it raises a ``struct.error``."""
+    """Sequential reader of values. It raises ``struct.error`` past the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Input files: located by path, folder, glob or hub name, and read as rows in any supported format."""
+"""Find input files by path, folder, glob or hub name, and read their rows in any supported format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_files(name: str) -> list[Path]:
-    """The files of a split of a data set, downloaded if the cache lacks them."""
+    """Return the files of a data set's split, downloading them if they are not in the cache."""
     match = HUB_DATASET_NAME.fullmatch(name.removeprefix(HUB_PREFIX))
     if match is None:
         raise RecordError(
@@ -51,7 +51,7 @@ def hub_files(name: str) -> list[Path]:
 
     try:
         split = load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
-    except Exception as error:  # datasets, huggingface_hub and the formats raise errors of many classes
+    except Exception as error:  # datasets, huggingface_hub and the file formats raise many classes of errors
         raise RecordError(
             f"{name} cannot be loaded ({error_reason(error)}): check the name and the network, or name a split as in "
             f"{HUB_PREFIX}{match['name']}:SPLIT"
@@ -72,12 +72,12 @@ FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAG
 
 
 def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
-    """The rows of a file; raises if there is none. With ``text_lines``, each line of a text is a row."""
+    """Yield the rows of a file. Raises RecordError if it has none. ``text_lines`` makes each line of a text a row."""
     stream = decompressed(raw)
     head = stream.peek(READ_BYTES)
     form = _format(raw.path, head)
     if form not in FORMAT_BY_MAGIC.values() and b"\0" in head:
-        # Such a file may be a single line of any length.
+        # A binary file may be a single line of any length.
         raise RecordError(f"{raw.path} holds binary data: give text, JSON, Parquet or a SQLite database of llm")
     row = None
     for row in ROW_READERS["text lines" if form == "text" and text_lines else form](raw, stream):
@@ -87,12 +87,12 @@ def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
 
 
 def format_ending(path: Path) -> str:
-    """The ending of a name without that of its compression."""
+    """Return the file name's suffix in lower case, ignoring ``.gz`` and ``.zst``."""
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSED_ENDINGS else path).suffix.lower()
 
 
 def holds_conversations(path: Path) -> bool:
-    """Return True if a file begins as JSON, as a server's log, or is a database of ``llm`` or an Arrow file."""
+    """Return True if a file is JSON, a server log, Parquet, Arrow, or a database of ``llm``."""
     try:
         with CountedFile(path) as raw:
             form = _format(path, decompressed(raw).peek(READ_BYTES))
@@ -144,11 +144,11 @@ ROW_READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]
 
 
 AMBIGUOUS_ENDINGS = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
-"""Endings of files that many programs write."""
+"""Suffixes that other programs use too, so that the content decides."""
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
-    """The files of names, folders, glob patterns and data sets of the hub, each once, in the order given."""
+    """Expand paths, folders, globs and hub data sets to files, in the order given and without duplicates."""
     paths_by_target: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _matching_files(os.path.expanduser(pattern)):
@@ -164,7 +164,7 @@ def _matching_files(pattern: str) -> list[Path]:
             raise RecordError(
                 f"{pattern} holds no files to read: name files, or put {', '.join(FORMAT_BY_ENDING)} in it"
             )
-    # A file name may contain the characters of a pattern.
+    # A file name may contain glob characters.
     elif os.path.exists(pattern):
         files = [Path(pattern)]
     elif not (files := sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))):
@@ -180,13 +180,13 @@ def _files_in(folder: str) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Return True if a file of a folder is read by the ending of its name; logs and databases also by their content."""
+    """Return True if a file in a folder is an input by its suffix or, for logs and databases, by its content."""
     ending = format_ending(path)
     return ending in FORMAT_BY_ENDING or (ending in AMBIGUOUS_ENDINGS and holds_conversations(path))
 
 
 def read_text(path: Path, advice: str) -> str:
-    """The text of a file that a prompt needs; the error of one without text ends with ``advice``."""
+    """Return the text of a file. Raises PromptError, ending in ``advice``, if it is not UTF-8 text."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -197,7 +197,7 @@ def read_text(path: Path, advice: str) -> str:
 
 @contextmanager
 def input_errors_as(path: Path, kind: type[HdtoolError] = RecordError) -> Iterator[None]:
-    """Word the errors of opening and reading a file."""
+    """Re-raise errors of opening, reading and decompressing a file as ``kind``, with advice."""
     try:
         yield
     except FileNotFoundError:
@@ -207,6 +207,6 @@ def input_errors_as(path: Path, kind: type[HdtoolError] = RecordError) -> Iterat
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise kind(f"{path} cannot be unpacked ({error}): fetch it again") from None
     except OSError as error:
-        if error.errno is None:  # of pyarrow, which unpacks Zstandard
+        if error.errno is None:  # raised by pyarrow, which decompresses Zstandard
             raise kind(f"{path} cannot be unpacked ({error}): fetch it again") from None
         raise kind(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None

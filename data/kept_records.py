@@ -1,7 +1,7 @@
-"""File locks, cached values and append-only JSON Lines files that survive a kill.
+"""File locks, cached values, and append-only JSON Lines files that survive a kill.
 
-A kill leaves whole lines and at most one torn line at the end. Readers never change a file; the torn line is truncated
-only once the caller has recognised it.
+A kill leaves complete lines and at most one torn line at the end. Readers never change a file, and the torn line is
+truncated only once the caller has recognised it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from hdtool.data.errors import HdtoolError
 def file_lock(
     path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None, *, seconds: float = 0
 ) -> Iterator[None]:
-    """Hold the lock file ``path``; raise ``busy`` if another holder has it, at once or after some ``seconds``.
+    """Hold the lock file ``path`` inside the block.
 
-    With ``wait``, call that instead and wait for the other holder.
-    The lock file stays in place and empty. A file with content, a link or a folder of that name is not
-    hdtool's: the error has the class of ``busy``, and the file is neither opened nor changed.
-    A folder that cannot be written raises an ``OSError``, which the caller words.
+    If another process still holds it after ``seconds``, raise ``busy`` or, if ``wait`` is given, call ``wait`` and
+    block until the lock is free. The lock file is empty and is not removed. If ``path`` is a link, a folder or a file
+    with content, it is left untouched and an error of ``busy``'s class is raised. An unwritable folder raises OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -55,9 +54,9 @@ def file_lock(
 
 
 def why_foreign_lock(path: Path) -> str | None:
-    """What shows that ``path`` is not a lock file of hdtool; ``None`` if it is one or does not exist.
+    """Return why ``path`` is not a lock file of hdtool, or None if it is one or does not exist.
 
-    Some versions of filelock truncate the file that they open, and follow links.
+    The check is needed because some versions of filelock follow links and truncate the file that they open.
     """
     try:
         status = os.lstat(path)
@@ -76,7 +75,7 @@ def lock_path(folder: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, busy: HdtoolError) -> Iterator[None]:
-    """Hold the lock of a folder; where another process has it, print a note and wait."""
+    """Hold the lock of a folder inside the block. If another process holds it, print a note and wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def wait() -> None:
@@ -88,7 +87,7 @@ def folder_lock(folder: Path, busy: HdtoolError) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside the folder; what is left in it is removed."""
+    """Create a temporary folder beside ``folder``, and remove it with its contents on exit."""
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     scratch.mkdir()
     try:
@@ -98,7 +97,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed process left of a folder; its lock must be held."""
+    """Delete the scratch folders that killed processes left beside ``folder``, whose lock the caller must hold."""
     for place in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -106,15 +105,15 @@ def remove_unfinished(folder: Path) -> None:
 T = TypeVar("T")
 
 MAX_CACHE_AGE = 24 * 3600.0
-"""Seconds after which a measurement is repeated, because the machine may have been busy."""
+"""Age in seconds after which a measurement is repeated, because the machine may have been busy at the time."""
 
 
 @dataclass(frozen=True)
 class CachedValue:
-    """A value cached in a file whose name is a hash of its circumstances.
+    """Value cached in a file that is named by the hash of its circumstances.
 
-    A file that is damaged or belongs to other circumstances is a cache miss. If the folder is not writable, every read
-    is a miss.
+    A damaged file, or one with other circumstances, is a cache miss. If the folder is not writable, every read is a
+    miss.
     """
 
     folder: Path
@@ -129,7 +128,7 @@ class CachedValue:
         return json.dumps(self.circumstances, sort_keys=True)
 
     def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
-        """The cached value as ``parse`` reads it; None if it is missing or older than ``max_age``."""
+        """Return the cached value after ``parse``, or None if it is missing or older than ``max_age`` seconds."""
         try:
             if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None
@@ -141,7 +140,7 @@ class CachedValue:
             return None
 
     def write(self, value: Any) -> None:
-        """Store a JSON-serialisable value atomically."""
+        """Store a JSON-serialisable value atomically. Does nothing if the folder is not writable."""
         row = json.dumps({"key": self._key, "value": value, "sha256": json_digest(value)})
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,9 +163,9 @@ def json_digest(value: Any) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their line ends, which a torn last line lacks; a missing file has none.
+    """Yield the lines of a file with their line ends. The last line has none if it is torn.
 
-    Anything but a regular file raises an OSError.
+    A missing file yields nothing. A folder or special file raises OSError.
     """
     try:
         mode = path.stat().st_mode
@@ -179,18 +178,18 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def is_torn(line: bytes) -> bool:
-    """Return True if a line lacks its end."""
+    """Return True if a line lacks its newline."""
     return not line.endswith(b"\n")
 
 
 def may_be_torn_start(torn: bytes, start: str) -> bool:
-    """Return True if a torn line may be the rest of a line that begins with ``start``."""
+    """Return True if a torn line may come from a line that begins with ``start``."""
     beginning = start.encode()
     return beginning.startswith(torn) or torn.startswith(beginning)
 
 
 def cut_torn_line(path: Path, torn: bytes) -> None:
-    """Remove a torn line from the end of a file; raises an OSError if the file ends in something else by now."""
+    """Remove a torn line from the end of a file. Raises OSError if the file no longer ends with that line."""
     if not torn:
         return
     with path.open("r+b") as stream:
@@ -202,7 +201,7 @@ def cut_torn_line(path: Path, torn: bytes) -> None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row and flush it to disk."""
+    """Append a row as a line of JSON, and flush it to disk."""
     with path.open("ab") as stream:
         stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
         stream.flush()

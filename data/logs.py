@@ -1,8 +1,8 @@
-"""Conversations from the logs of llama.cpp's server and vLLM, and from the database of the ``llm`` tool.
+"""Read conversations from the logs of llama.cpp's server and of vLLM, and from the database of the ``llm`` tool.
 
 llama.cpp logs carry no request id, so an answer belongs to the earliest request without one. The logged body of a
 streamed answer is empty, so its chunks, which have ids, are joined. vLLM logs prompts as rendered by the chat template
-(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some versions log the JSON
+(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``). Some versions log the JSON
 body of a request. Requests and answers are paired, and all other lines are skipped.
 
 ``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep messages as a tree: ``message_nodes``
@@ -35,7 +35,7 @@ from hdtool.data.row_readers import (
 )
 
 TEMPLATE_TURNS = (
-    # ChatML, Llama 3, Gemma: the start of a turn with its role, the text, the end.
+    # ChatML, Llama 3 and Gemma: start of a turn with its role, text, end of the turn
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
     re.compile(
         r"(?:<\|begin_of_text\|>)?<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)",
@@ -46,13 +46,13 @@ TEMPLATE_TURNS = (
 
 
 def messages_in(prompt: str) -> list[dict[str, str]] | None:
-    """The messages before the answer; None unless the whole prompt is one of the known templates."""
+    """Parse a rendered prompt into messages. Returns None unless a known template matches the whole prompt."""
     for turn in TEMPLATE_TURNS:
         matches = list(turn.finditer(prompt))
         if not matches or "".join(match[0] for match in matches) != prompt:
             continue
         messages = [{"role": match["role"], "content": match["text"]} for match in matches]
-        # The last turn is the start of the answer.
+        # The last turn is empty if it is the start of the answer.
         return messages[:-1] if not messages[-1]["content"].strip() else messages
     return None
 
@@ -62,11 +62,11 @@ LLAMA_REQUEST = re.compile(r"log_server_r\w*: request:\s+(?P<body>\{.*)")
 LLAMA_RESPONSE = re.compile(r"log_server_r\w*: response:\s*(?P<body>.*)")
 LLAMA_CHUNK = re.compile(r"(?:streamed chunk: |^)data: (?P<body>\{.*)")
 GENERATION_PATHS = ("completion", "responses", "messages", "infill")
-"""Parts of the paths of requests for text."""
+"""Words in the paths of requests that generate text."""
 
 
 class LlamaServerLog:
-    """Pairs the requests and the answers of a log."""
+    """Parser of llama.cpp's server log, which pairs requests with answers."""
 
     def __init__(self) -> None:
         self._requests: deque[tuple[int, Any]] = deque()
@@ -77,7 +77,7 @@ class LlamaServerLog:
         return b"log_server_r" in line or b"streamed chunk: " in line or line.startswith(b"data: {")
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """The exchanges that a line completes."""
+        """Parse a line, and yield the exchange that it completes, if any."""
         if status := LLAMA_STATUS.search(line):
             self._path = status["path"]
         elif request := LLAMA_REQUEST.search(line):
@@ -91,7 +91,7 @@ class LlamaServerLog:
                 self._chunks.setdefault(str(chunk.get("id")), []).append(chunk)
 
     def unanswered(self) -> Iterator[tuple[int, Any]]:
-        """The requests without an answer, with their lines."""
+        """Yield the requests without an answer, each with its line number."""
         for number, request in self._requests:
             yield number, request if isinstance(request, RowError) else {"request": request}
 
@@ -130,7 +130,7 @@ VLLM_DELTA = " (streaming delta)"
 
 
 class VllmLog:
-    """Pairs the requests and the answers of a log."""
+    """Parser of vLLM's log, which pairs requests with answers by their ids."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -144,7 +144,7 @@ class VllmLog:
         )
 
     def read(self, line: str, number: int) -> Iterator[Any]:
-        """The exchanges that a line completes."""
+        """Parse a line, and yield the exchange that it completes, if any."""
         if body := VLLM_BODY.search(line):
             self._requests[body["id"]] = number, parse_json(body["body"])
         elif prompt := VLLM_PROMPT.search(line):
@@ -158,12 +158,15 @@ class VllmLog:
             raise RowError("a line of vLLM's log that is cut off")
 
     def unanswered(self) -> Iterator[tuple[int, Any]]:
-        """The requests without an answer, with their lines."""
+        """Yield the requests without an answer, each with its line number."""
         for name, (number, request) in self._requests.items():
             yield number, {"id": name, "request": request}
 
     def _find(self, name: str) -> str | None:
-        """The id of a request by that of its answer: prompts of one request are numbered, bodies lack the start."""
+        """Return the id under which an answer's request was logged, or None.
+
+        vLLM numbers the prompts of a request, and logs the ids of request bodies without their prefix.
+        """
         return next(
             (request_id for request_id in (name, f"{name}-0", name.partition("-")[2]) if request_id in self._requests),
             None,
@@ -187,7 +190,7 @@ LOG_MARKS = re.compile(
     rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
     re.MULTILINE,
 )
-"""What the first lines of these logs contain."""
+"""Pattern in the first lines by which a log is recognised."""
 LOGGED_BODY_KEYS = (
     "messages",
     "conversations",
@@ -203,7 +206,7 @@ MAX_LINES_TRIED = 50
 
 
 def is_server_log(head: bytes) -> bool:
-    """Return True if a file without a known ending is a log, by its beginning."""
+    """Return True if the first bytes of a file are those of a server log."""
     if LOG_MARKS.search(head):
         return True
     lines = head.splitlines()[:MAX_LINES_TRIED]
@@ -211,7 +214,7 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """A row for each request; its value has a ``request``, a ``response`` or both, or is the JSON of the line."""
+    """Yield a row for each request, with a ``request``, a ``response`` or both, or with the JSON object of a line."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):
@@ -270,7 +273,7 @@ where {table}.response_id = ? order by {table}."order"
 
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """A row for each conversation, in the chat format."""
+    """Yield a row in chat format for each conversation."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
@@ -310,7 +313,7 @@ def _opened(file: Path) -> sqlite3.Connection:
     try:
         database.execute("select 1 from sqlite_master")
     except sqlite3.OperationalError:
-        # A database with a write-ahead log cannot be opened in a folder that is read-only.
+        # A database with a write-ahead log cannot be opened normally in a read-only folder.
         database.close()
         database = sqlite3.connect(f"{uri}?immutable=1", uri=True)
     except sqlite3.DatabaseError:
@@ -341,7 +344,7 @@ def _message(role: str, parts: str) -> dict[str, Any]:
 def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
     if "responses" not in tables:
         return
-    # Some versions wrote an exchange to both kinds of tables.
+    # Some versions wrote each exchange to both kinds of tables.
     known = {name for (name,) in database.execute("select id from turns")} if "turns" in tables else set()
     conversations: dict[str, list[dict[str, str]]] = {}
     rows = database.execute(
@@ -362,7 +365,7 @@ def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
 
 
 def _with_fragments(database: sqlite3.Connection, tables: set[str], table: str, name: str, text: str | None) -> str:
-    """A prompt after the fragments that were put before it."""
+    """Return a prompt with its fragments in front."""
     texts = []
     if {table, "fragments"} <= tables:
         texts = [content for (content,) in database.execute(FRAGMENTS_QUERY.format(table=table), (name,))]

@@ -1,4 +1,4 @@
-"""Output files and folders: written atomically, and never over files that hdtool did not create.
+"""Write output files atomically, and never over files that hdtool did not create.
 
 New content goes to a temporary file in the same folder, which replaces the old file once it is on disk. An interrupted
 or failed write leaves the old file unchanged. Ownership checks read at most the head of a file.
@@ -20,19 +20,19 @@ from typing import IO, Any
 from hdtool.data.errors import HdtoolError, os_errors_as
 
 MAX_JSON_BYTES = 64 << 20
-"""Upper bound of the JSON values and lines that hdtool writes."""
+"""Upper bound of the size of JSON values and lines that hdtool writes, in bytes."""
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}
-"""The metadata by which a figure is recognised."""
+"""Metadata by which hdtool recognises its own figures."""
 HTML_ENTRY = b'<meta name="generator" content="hdtool'
 MARKDOWN_ENTRY = b"<!-- hdtool report -->"
 HEAD_BYTES = 4096
-"""Bytes that hold the entries above."""
+"""Number of leading bytes that contain the marks above."""
 
 
 def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
-    """A JSON object with these keys and this format."""
+    """Return a check that a file holds a JSON object with at least these keys and with this format number."""
 
     def is_ours(path: Path) -> bool:
         row = json_object(path)
@@ -42,12 +42,12 @@ def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if it holds none."""
+    """Return the JSON object in a file, or an empty dict if it holds none."""
     return _object(path.read_bytes()) if path.stat().st_size <= MAX_JSON_BYTES else {}
 
 
 def is_json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
-    """JSON lines, the first of which has exactly these keys."""
+    """Return a check that the first line of a file is a JSON object with exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         with path.open("rb") as stream:
@@ -71,7 +71,7 @@ def is_own_markdown(path: Path) -> bool:
 
 
 def safetensors_metadata(path: Path) -> dict[str, Any]:
-    """The metadata in the header of a safetensors file; empty if it is no such file."""
+    """Return the metadata in a safetensors file's header, or an empty dict if it has none or is not such a file."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         metadata = _object(stream.read(size)).get("__metadata__") if size <= MAX_JSON_BYTES else None
@@ -92,7 +92,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 TEMPORARY_BYTES = 8
-"""Random bytes in the name of a temporary file."""
+"""Number of random bytes in the name of a temporary file."""
 TEMPORARY_ENDING = rf"[0-9a-f]{{{2 * TEMPORARY_BYTES}}}\.tmp"
 O_BINARY = getattr(os, "O_BINARY", 0)
 O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -100,20 +100,20 @@ O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file that hdtool writes as a whole."""
+    """File that hdtool writes as a whole."""
 
     path: Path
     content: str
-    """A description of the content, for messages: ``{path} is there and is not {content}``."""
+    """Description of the content, for the message ``{path} is there and is not {content}``."""
     is_ours: Callable[[Path], bool]
-    """True if hdtool wrote the file at a path, judged by what the file holds; see ``ownership``."""
+    """Function that returns True if hdtool wrote the file at a path, judged by its content."""
     error: type[HdtoolError]
     advice: str = "choose another --out, or move it away"
     private: bool = False
-    """True if only its owner may read it, whatever the umask."""
+    """If True, only the owner may read the file, whatever the umask."""
 
     def check(self) -> None:
-        """Refuse a destination that must not be replaced or cannot be written, before any work is done for it."""
+        """Raise ``error`` if the destination must not be replaced or cannot be written, before any work is done."""
         destination = self._destination()
         folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
         fault = "" if folder.is_dir() else f"{folder} is not a folder"
@@ -123,19 +123,19 @@ class OutputFile:
             raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
 
     def exists(self) -> bool:
-        """Return True if hdtool wrote this file before; a file of another origin is refused."""
+        """Return True if hdtool wrote this file before. Raises ``error`` if another program did."""
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:
-        """Replace the file by this content."""
+        """Replace the file's content."""
         with self.replaced() as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
 
     @contextmanager
     def replaced(self) -> Iterator[IO[bytes]]:
-        """Yield the stream for the new content; the file is replaced at the end of the block.
+        """Yield a stream for the new content, and replace the file at the end of the block.
 
-        A symbolic link at the destination stays, and the file that it points to is replaced.
+        If the destination is a symbolic link, the file that it points to is replaced.
         """
         with self._errors_worded():
             destination = self._destination()
@@ -147,8 +147,8 @@ class OutputFile:
                     yield stream
                     stream.flush()
                     os.fsync(descriptor)
-                    self._destination()  # another program may have put a file there in the meantime
-                    if os.name == "nt":  # where an open file cannot be renamed
+                    self._destination()  # raises if another program has put a file there in the meantime
+                    if os.name == "nt":  # Windows cannot rename an open file
                         stream.close()
                     temporary.replace(destination)
             finally:
@@ -156,7 +156,7 @@ class OutputFile:
             sync_to_disk(destination.parent)
 
     def remove(self) -> None:
-        """Delete the file if hdtool wrote it, and temporary files of killed writers."""
+        """Delete the file if hdtool wrote it, and temporary files that killed writers left."""
         with self._errors_worded():
             destination = self._destination()
             if destination.parent.is_dir():
@@ -167,7 +167,7 @@ class OutputFile:
         return os_errors_as(self.error, f"{self.path} cannot be written", self.advice)
 
     def _destination(self) -> Path:
-        """The file to replace, with links resolved; raises if hdtool did not write it."""
+        """Return the file to replace, with links resolved. Raises ``error`` if hdtool did not write it."""
         destination = Path(os.path.realpath(self.path))
         with self._errors_worded():
             ours = not _size(destination) or self.is_ours(destination)
@@ -177,12 +177,12 @@ class OutputFile:
 
 
 def temporary_names(names: str) -> re.Pattern[str]:
-    """The names of temporary files of destinations whose names match a pattern."""
+    """Return a pattern of the temporary files of all destinations whose names match the pattern ``names``."""
     return re.compile(rf"\.({names})\.{TEMPORARY_ENDING}")
 
 
 def _size(path: Path) -> int | None:
-    """The bytes of a regular file, None if there is none; anything else raises an OSError."""
+    """Return the size of a regular file, or None if nothing is there. Raises OSError for anything else."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -194,24 +194,27 @@ def _size(path: Path) -> int | None:
 
 
 def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
-    """A new file in the folder of ``destination``, open and locked; the umask takes permissions from its mode."""
+    """Create, open and lock a temporary file beside ``destination``. Returns its path and its descriptor.
+
+    The umask reduces the permissions in ``mode``.
+    """
     while True:
         path = destination.with_name(f"{_temporary_prefix(destination)}{secrets.token_hex(TEMPORARY_BYTES)}.tmp")
-        # Exclusive creation follows no link.
+        # Exclusive creation does not follow links.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | O_NOFOLLOW | O_BINARY, mode)
         _lock(descriptor, wait=True)
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
-        os.close(descriptor)  # another writer removed the file before the lock was held
+        os.close(descriptor)  # another writer removed the file before it was locked
 
 
 def _temporary_prefix(destination: Path) -> str:
-    """What the names of a file's temporary files begin with; long names are cut to what file systems allow."""
+    """Return the prefix of a file's temporary names. Long names are cut, because file systems limit their length."""
     return f".{destination.name.encode()[:150].decode(errors='ignore')}."
 
 
 def _remove_stale(destination: Path) -> None:
-    """Delete temporary files of this destination whose writers were killed."""
+    """Delete the temporary files of this destination that killed writers left."""
     name = re.compile(re.escape(_temporary_prefix(destination)) + TEMPORARY_ENDING)
     for path in destination.parent.iterdir():
         if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():
@@ -222,18 +225,18 @@ def _remove_stale(destination: Path) -> None:
 def _remove_unless_locked(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR | O_NOFOLLOW)
     try:
-        if _lock(descriptor, wait=False):  # a living writer holds the lock of its file
+        if _lock(descriptor, wait=False):  # a running writer holds the lock of its file
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file until it is closed or its process ends; whether this process holds the lock."""
+    """Lock an open file until it is closed or the process ends. Returns False if another process holds the lock."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:
-        return True  # Windows deletes no file that another process has open
+        return True  # Windows does not delete files that another process has open
     try:
         flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
     except OSError:
@@ -242,7 +245,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or a folder entry to disk; not every system supports it for folders."""
+    """Flush a file or a folder's entries to disk. For a folder, errors are ignored, as not every system supports it."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

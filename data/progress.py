@@ -1,4 +1,4 @@
-"""Progress bars and counts of usable and unusable records."""
+"""Show progress bars, and count usable and unusable records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ BAR_FORMAT = (
     "{{desc}}: {{percentage:3.0f}}%|{{bar}}| {{n_fmt}}/{{total_fmt}}{noun} "
     "[{{elapsed}}<{{remaining}}, {{rate_noinv_fmt}}{{postfix}}]"
 )
-"""How tqdm shows a bar: the rate is per second, also below one."""
+"""Format of tqdm's bar. The rate is always per second, even below one."""
 _hidden = False
 
 
 class ProgressBar:
-    """A progress bar."""
-
     def __init__(self, shown: Any) -> None:
         self._shown = shown
 
@@ -32,21 +30,21 @@ class ProgressBar:
         self._shown.update(1)
 
     def show(self, text: str) -> None:
-        """Put a text after the bar, from the next update on."""
+        """Show a text after the bar from the next update on."""
         self._shown.set_postfix_str(text, refresh=False)
 
 
 def show_bars(shown: bool) -> None:
-    """Show or hide all progress bars of this process; ``--quiet`` hides them."""
+    """Show or hide all progress bars of this process."""
     global _hidden
     _hidden = not shown
 
 
 @contextmanager
 def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[ProgressBar]:
-    """A bar that is shown only if standard error is a terminal, and not with ``quiet``.
+    """Show a bar if standard error is a terminal and ``quiet`` is False.
 
-    ``unit`` is the plural of what is counted, or "B" for bytes; without one, ``what`` is counted.
+    ``unit`` is the plural of what is counted, or "B" for bytes. Without a unit, ``what`` names what is counted.
     """
     from tqdm import tqdm
 
@@ -67,7 +65,7 @@ def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) 
 
 @contextmanager
 def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of position and total that shows a bar from its first call, when the total is known."""
+    """Yield a function of position and total. Its first call opens the bar, as the total is unknown before."""
     with ExitStack() as opened:
         bars: list[ProgressBar] = []
 
@@ -89,32 +87,32 @@ def with_progress(items: Sequence[T], what: str, *, quiet: bool = False) -> Iter
 
 MAX_BAD_SHOWN = 20
 MAX_MODELS_COUNTED = 100
-"""Distinct model names that are counted."""
+"""Maximum number of distinct model names that are counted."""
 TOLERANCE = 0.05
-"""The share of records that may be unusable, where no option sets it."""
+"""Default maximum share of unusable records."""
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number with its noun in singular or plural."""
+    """Return a number with its noun in the singular or plural."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 @dataclass
 class Tally:
-    """The counts of usable and unusable records of one or more inputs."""
+    """Counts of usable and unusable records."""
 
     good: int = 0
     bad: int = 0
     shown: list[str] = field(default_factory=list)
-    """The first unusable records: place and reason."""
+    """Places and reasons of the first unusable records."""
     first_bad: str = ""
     advice: str = ""
-    """What else helps with the first unusable record."""
+    """Additional advice on the first unusable record."""
     models: Counter[str] = field(default_factory=Counter)
-    """How many records name each model as the one that answered."""
+    """Number of records by the name of the model that answered."""
 
     def note(self, place: str, fault: Exception) -> None:
-        # Names from the record itself may hold line breaks.
+        # Names in a record may contain line breaks.
         reason = " ".join(str(fault).split())[:200]
         self.bad += 1
         if not self.first_bad:
@@ -127,7 +125,7 @@ class Tally:
             self.models[name] += 1
 
     def refuse(self, place: str, fault: Exception) -> None:
-        """Note a record that was counted as usable before."""
+        """Count a record as unusable that was counted as usable before."""
         self.good -= 1
         self.note(place, fault)
 
@@ -141,7 +139,7 @@ class Tally:
         self.models += later.models
 
     def left_out(self) -> list[str]:
-        """Lines for the user: the first unusable records, and the number of the others."""
+        """Return lines for the user: the first unusable records, and the number of further ones."""
         more = self.bad - len(self.shown)
         return [f"left out: {line}" for line in self.shown] + (
             [f"left out: {count_of(more, 'more record')}"] if more else []

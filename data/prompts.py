@@ -1,9 +1,9 @@
-"""Prompts from an option, a file or a pipe, with their tools, predicted outputs and grammars.
+"""Read prompts with their tools, predicted outputs and grammars.
 
-A text file holds one prompt per line. Of the conversations in any other input, the prompt is all up to the last
-message that the model did not write; ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a
-JSON object is what the answer will probably look like; its ``json_schema``, ``regex``, ``grammar`` or
-``response_format`` is what the answer must match, and its ``tools`` are presented by the chat template.
+A text file holds one prompt per line. In any other input, a prompt is a conversation up to the last message that the
+model did not write, and ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a JSON object is
+what the answer will probably look like, its ``json_schema``, ``regex``, ``grammar`` or ``response_format`` is what the
+answer must match, and the chat template presents its ``tools``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {..
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
-    """The tools in a JSON file: a list of them, or an object with a list ``tools``."""
+    """Read the tools in a JSON file: a list of them, or an object with a list ``tools``."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -41,7 +41,7 @@ def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def tools_of(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """The tools of a JSON value; none for null."""
+    """Validate the tools in a JSON value. Returns an empty tuple for null."""
     if value is None:
         return ()
     if not isinstance(value, list) or not all(map(_is_tool, value)):
@@ -55,11 +55,11 @@ def _is_tool(value: Any) -> bool:
 
 
 CONTENT_TYPE, TEXT_PART_TYPE = "content", "text"
-"""The types of a prediction and of its parts in OpenAI's API."""
+"""Types of a prediction and of its parts in OpenAI's API."""
 
 
 def read_prediction(path: Path) -> str:
-    """The text of a file; raises unless it holds some."""
+    """Read a predicted output from a text file. Raises PromptError if the file is empty."""
     text = read_text(path, "a prediction is UTF-8 text")
     if not text.strip():
         raise PromptError(f"{path} is empty: put the text in it that the answer will probably have, or leave it out")
@@ -67,7 +67,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """The text of a JSON value: a text, OpenAI's object with a text or a list of text parts, or null."""
+    """Return the text of a prediction in JSON: a string, OpenAI's object with a string or text parts, or null."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -91,11 +91,11 @@ def _is_part(part: Any) -> bool:
 
 RESPONSE_FORMAT = "response_format"
 MAX_GRAMMAR_BYTES = 1 << 20
-"""Bytes; a larger one takes minutes to compile."""
+"""Maximum number of characters of a grammar. Larger ones take minutes to compile."""
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written. The value names its option and its key in a prompts file."""
+    """Notation of a grammar. The value names its option and its key in a prompts file."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -103,13 +103,13 @@ class GrammarKind(StrEnum):
 
     @property
     def label(self) -> str:
-        """The kind in messages."""
+        """Name of the notation in messages."""
         return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.value, self.value)
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must match as a whole."""
+    """Grammar that the whole answer must match."""
 
     kind: GrammarKind
     text: str
@@ -123,7 +123,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that is valid by a schema, which is given as an object or as its text."""
+        """Create a grammar that accepts JSON valid under a schema, given as an object or as JSON text."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)
@@ -135,17 +135,17 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that a regular expression matches from its start to its end."""
+        """Create a grammar that accepts what a regular expression matches from start to end."""
         return cls(GrammarKind.REGEX, pattern)
 
     @classmethod
     def of(cls, text: str) -> Grammar:
-        """Text of a context-free grammar in Lark's notation, or in llama.cpp's GBNF."""
+        """Create a context-free grammar in Lark's notation or in llama.cpp's GBNF."""
         return cls(GrammarKind.GRAMMAR, text)
 
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
-    """The grammar in a file."""
+    """Read a grammar from a file."""
     from hdtool.data.input_files import read_text
 
     text = read_text(path, "give it as UTF-8 text")
@@ -156,7 +156,10 @@ def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
 
 
 def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
-    """The grammar of a row of a prompts file, by the key of a kind or by OpenAI's ``response_format``."""
+    """Return the grammar of a prompts file's row, or None.
+
+    The row gives it under the key of a ``GrammarKind`` or as OpenAI's ``response_format``, but not both.
+    """
     kinds = [kind for kind in GrammarKind if row.get(kind.value) is not None]
     response_format = _response_format_grammar(row.get(RESPONSE_FORMAT), where)
     if len(kinds) + (response_format is not None) > 1:
@@ -195,18 +198,18 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to answer, and the user's later turns."""
+    """Conversation to answer, and the user's later turns."""
 
     messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
     id: str = ""
     category: str = ""
     prediction: str = ""
-    """What the first answer will probably look like: it is drafted from, and never read by the model."""
+    """Probable text of the first answer. hdtool drafts from it, and the model never reads it."""
     grammar: Grammar | None = None
-    """What each answer must match."""
+    """Grammar that each answer must match."""
     tools: tuple[dict[str, Any], ...] = ()
-    """Functions that the model may call, as OpenAI's API has them; the chat template presents them."""
+    """Functions that the model may call, in the format of OpenAI's API. The chat template presents them."""
 
     @classmethod
     def from_text(cls, text: str, *, id: str = "", where: str = "the prompt") -> Prompt:
@@ -215,7 +218,7 @@ class Prompt:
         return cls(messages=({"role": "user", "content": text},), id=id)
 
     def conversation(self, answers: Sequence[str]) -> list[Message]:
-        """The messages after these answers: each is followed by the user's next turn, if there is one."""
+        """Return the messages with these answers, each followed by the user's next turn if there is one."""
         messages = [dict(message) for message in self.messages]
         for answer, turn in zip_longest(answers, self.later_turns[: len(answers)]):
             messages.append({"role": "assistant", "content": answer})
@@ -225,9 +228,9 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | None = None) -> list[Prompt]:
-    """All prompts of a file.
+    """Read all prompts of a file or of a data set on the hub.
 
-    Without a ``tolerance``, the first row that is none is an error. With one, such rows are counted in ``tally``.
+    Without ``tolerance``, the first unusable row raises PromptError. With it, unusable rows are counted in ``tally``.
     """
     try:
         return _prompts(path, tolerance, tally)
@@ -260,7 +263,7 @@ def _refuse_bad(tally: Tally) -> None:
 
 
 def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """The first prompts of every category, alternating between categories."""
+    """Return the first prompts of every category, alternating between categories."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -268,7 +271,7 @@ def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]
 
 
 def interleave(groups: Iterable[Sequence[Prompt]]) -> list[Prompt]:
-    """The first prompt of every group, then the second of every group, and so on."""
+    """Return the first prompt of every group, then the second of every group, and so on."""
     return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
 
 
@@ -289,7 +292,7 @@ def _prompt_of(located: LocatedConversation) -> Prompt:
 
 
 def _require_text(row: Any) -> None:
-    """Refuse a prompt with an image or a sound: the answer would not be about it."""
+    """Raise RowError if a message has an image or a sound, which the answer would ignore."""
     messages = row.get("messages") if isinstance(row, dict) else None
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and (kind := media_part(message.get("content"))):
@@ -297,7 +300,7 @@ def _require_text(row: Any) -> None:
 
 
 def _split_at_last_question(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """The conversation up to its last question, without a recorded answer to it, and the user's later turns."""
+    """Return the conversation up to its last question, without a recorded answer to it, and the user's later turns."""
     turns = list(conversation.turns)
     if conversation.kind == TEXT:
         return ({"role": USER, "content": turns[0].text},), ()
@@ -311,19 +314,19 @@ def _split_at_last_question(conversation: Conversation) -> tuple[tuple[Message, 
 
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-"""Categories that Spec-Bench pools as one task."""
+"""Categories that Spec-Bench combines into one task."""
 POOLED_TASK = "mt_bench"
 
 
 def tasks_of(categories: Sequence[str]) -> list[str]:
-    """The task of each question, by the categories of all of them."""
-    # Other sets of questions may have a category `math` too.
+    """Return the task of each question, given the categories of all questions."""
+    # A set of questions with a single one of these categories, such as `math`, is not MT-Bench.
     pooled = len(set(categories) & set(MT_BENCH)) > 1
     return [POOLED_TASK if pooled and category in MT_BENCH else category for category in categories]
 
 
 def interleave_tasks(prompts: Sequence[Prompt], per_task: int) -> list[Prompt]:
-    """The first prompts of every task, alternating between tasks; a pooled task alternates between its categories."""
+    """Return the first prompts of every task, alternating between tasks and, in a combined task, between categories."""
     groups: dict[str, list[Prompt]] = {}
     for task, prompt in zip(tasks_of([prompt.category for prompt in prompts]), prompts, strict=True):
         groups.setdefault(task, []).append(prompt)

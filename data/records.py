@@ -1,8 +1,8 @@
-"""Texts for stores and traces for replay, read from conversations, generations and plain texts.
+"""Read texts for stores and traces for replay from conversations, recorded answers and plain texts.
 
-Each turn of a conversation is a separate text. Of a request and its response, only the turns since the model's last
-answer count, because earlier requests held the others. Any conversation with an answer of the model can be replayed;
-answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an error.
+Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
+answer count, because earlier requests held the others. Any conversation with an answer of the model can be replayed,
+but answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an error.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from hdtool.data.row_readers import RowError
 
 
 class RecordPart(NamedTuple):
-    """A part of a record."""
+    """Text of a record and who wrote it."""
 
     text: str
     by_model: bool
     ids: tuple[int, ...] | None = None
-    """Its tokens, if they were recorded."""
+    """Recorded token ids; None if there are none."""
     role: str = "user"
-    """The role in a chat of a part that the model did not write."""
+    """Role in the chat, unless the model wrote the part."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Texts that belong together, each a separate document, and the number of their input."""
+    """Texts that belong together, each a separate document, and the index of their input."""
 
     texts: tuple[str, ...]
     source: int
     parts: tuple[RecordPart, ...] = ()
-    """All parts of the record in order."""
+    """All parts of the record in order, including those that do not become documents."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """A part of an input that one process reads for another."""
+    """Section of an input that one process reads for another."""
 
     texts: Sequence[str]
     tally: Tally
     consumed: int
-    """Bytes of the input up to here."""
+    """Bytes of the input read so far."""
     is_last: bool = False
     held_text: bool = False
-    """True if there were texts before ``without_texts``."""
+    """True if the portion had texts before ``without_texts``."""
 
     def without_texts(self) -> Portion:
         return replace(self, texts=(), held_text=bool(self.texts))
 
 
 class RecordReader(ConversationReader):
-    """Iterates over the records of inputs, and counts what it reads."""
+    """Reader of records from files. It counts usable and unusable ones."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = TOLERANCE) -> None:
         self.answers_only = answers_only
@@ -79,7 +79,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole(self) -> Iterator[Record]:
-        """The records with all turns, those that other requests and rows held included."""
+        """Yield the records with all turns, including those that other requests and rows contain."""
         for located in self.conversations():
             if texts := self._wanted(parts := _parts_of(located.conversation, whole=True)):
                 self._found = True
@@ -87,7 +87,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """A single input in portions of at least so many texts; another process counts them with ``take``."""
+        """Yield the only input in portions of at least ``texts`` texts. The receiver counts them with ``take``."""
         self.restart()
         held: list[str] = []
         for located in self.of_input(0):
@@ -98,7 +98,7 @@ class RecordReader(ConversationReader):
         yield Portion(held, self.tally, self.bytes_read, is_last=True)
 
     def take(self, portion: Portion) -> None:
-        """Count a portion that another process read; portions come in the order of the inputs."""
+        """Count a portion that another process read. Portions must arrive in the order of the inputs."""
         self.tally.add(portion.tally)
         self._found |= portion.held_text
         self.bytes_read = self._before + portion.consumed
@@ -106,7 +106,7 @@ class RecordReader(ConversationReader):
             self._before = self.bytes_read
 
     def finish(self) -> None:
-        """Raise if too many records cannot be used, or none can."""
+        """Raise RecordError if too many records cannot be used, or if none can."""
         self.tally.check(self._tolerance)
         if not self._found:
             what = "answers of a model" if self.answers_only else "text"
@@ -123,7 +123,10 @@ def _file_names(paths: Sequence[Path]) -> str:
 
 
 def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[RecordPart, ...]:
-    """The parts of a conversation with a text, in order; answers that a request repeats are not the model's."""
+    """Return the parts of a conversation that have a text, in order.
+
+    Answers that a request repeats do not count as written by the model.
+    """
     turns = conversation.turns if whole else conversation.new_turns
     first_answer = conversation.prompted - (len(conversation.turns) - len(turns))
     parts = ((turn, turn.by_model and index >= first_answer) for index, turn in enumerate(turns))
@@ -136,33 +139,33 @@ def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Recor
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """An answer of the model."""
+    """Answer of the model in a recorded conversation."""
 
     place: int
-    """The index of its message in the conversation."""
+    """Index of the answer's message in the conversation."""
     ids: tuple[int, ...] | None = None
-    """Its tokens, with the one that ends the turn, if they were recorded."""
+    """Recorded token ids, including the one that ends the turn; None if there are none."""
     most: int | None = None
-    """The limit of its tokens, if known; an answer of this length was cut off."""
+    """Limit of the answer's length in tokens, if known. An answer of this length was cut off."""
     rankings: Rankings | None = None
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A conversation, and which of its messages are the model's answers."""
+    """Conversation with the answers of the model that can be replayed."""
 
     id: str
     category: str
     messages: tuple[Message, ...]
     answers: tuple[RecordedAnswer, ...]
     where: str
-    """Its file and line, for messages."""
+    """File and line, for messages."""
 
 
 def read_traces(
     paths: Sequence[Path], questions: Path | None = None, *, tolerance: float = TOLERANCE, tally: Tally | None = None
 ) -> list[Trace]:
-    """All conversations of some files in order; what cannot be used is counted in ``tally``."""
+    """Read all conversations of the files in order. Unusable records are counted in ``tally``."""
     questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)
     traces: list[Trace] = []
@@ -185,7 +188,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """The questions of Spec-Bench by the keys of their answers."""
+    """Read Spec-Bench's questions, keyed like their answers."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

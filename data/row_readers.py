@@ -1,4 +1,4 @@
-"""Row readers for JSON, JSON Lines, Parquet and Arrow files, and streaming decompression."""
+"""Read rows of JSON, JSON Lines, Parquet and Arrow files, and decompress streams."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 def decompressed(raw: io.RawIOBase) -> io.BufferedReader:
-    """The content of a file, which may be compressed."""
+    """Return a stream of a file's content, decompressed if it is gzip or Zstandard."""
     stream: io.BufferedReader[Any] = io.BufferedReader(raw, READ_BYTES)
     head = stream.peek(len(ZSTD_MAGIC))
     if head.startswith(GZIP_MAGIC):
         return io.BufferedReader(gzip.GzipFile(fileobj=stream), READ_BYTES)
     if head.startswith(ZSTD_MAGIC):
-        # pyarrow, which Parquet needs anyway, has Zstandard; Python has it from 3.14 on.
+        # Python has Zstandard from 3.14 on; pyarrow, which Parquet needs anyway, has it too.
         from pyarrow import CompressedInputStream
 
         return io.BufferedReader(CompressedInputStream(stream, "zstd"), READ_BYTES)
@@ -38,16 +38,16 @@ def decompressed(raw: io.RawIOBase) -> io.BufferedReader:
 
 
 def is_compressed(stream: io.BufferedReader) -> bool:
-    """Return True if a stream of ``decompressed`` decompresses."""
+    """Return True if a stream returned by ``decompressed`` decompresses."""
     return not isinstance(stream.raw, io.RawIOBase) or isinstance(stream.raw, gzip.GzipFile)
 
 
 @contextmanager
 def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """A stream that compresses into another one as the ending of the name asks for."""
+    """Yield a stream that compresses into another one, as the suffix of ``path`` requires."""
     ending = path.suffix.lower()
     if ending == ".gz":
-        # Without a time and a name, equal content gives equal bytes.
+        # Without a timestamp and a name, equal content gives equal bytes.
         with gzip.GzipFile(filename="", fileobj=stream, mode="wb", mtime=0) as file:
             yield file  # type: ignore[misc]
     elif ending == ".zst":
@@ -60,7 +60,7 @@ def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
 
 
 class _LeftOpen(io.RawIOBase):
-    """A stream that stays open when the one that compresses into it is closed."""
+    """Wrapper that leaves a stream open when the compressor that writes to it is closed."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -76,27 +76,27 @@ UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class RowError(ValueError):
-    """The reason why a row or a text cannot be used."""
+    """Raised when a row or a text cannot be used; the message is the reason."""
 
 
 class Row(NamedTuple):
-    """A row of a file, its place, and the bytes read up to its end."""
+    """Row of a file with its place."""
 
     place: str
-    """What follows the name of the file in messages: ``:7`` or ``[6]``."""
+    """Suffix of the file name in messages, such as ``:7`` or ``[6]``."""
     value: Any
-    """The parsed value, or a ``RowError``; the rows after it are still read."""
+    """Parsed value, or a RowError if the row cannot be parsed. Later rows are still read."""
     consumed: int
     number: int = 1
-    """The line, or the place in a list, from 1."""
+    """Line number, or position in a list, from 1."""
 
 
 class CountedFile(io.RawIOBase):
-    """An input file; counts its bytes while they are read."""
+    """Input file that counts the bytes read from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: io.FileIO | None = None  # Python closes what could not be opened, too
+        self._file: io.FileIO | None = None  # Python calls close() even if opening fails
         self._file = path.open("rb", buffering=0)
         self.size = os.fstat(self._file.fileno()).st_size
         self.count = 0
@@ -117,7 +117,7 @@ class CountedFile(io.RawIOBase):
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value in a text; raises a ``RowError`` if there is none."""
+    """Parse JSON. Raises RowError if the text is not valid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_utf8(data: bytes) -> str:
-    """UTF-8 text; raises a ``RowError`` if it is none."""
+    """Decode UTF-8 text without its byte order mark. Raises RowError if it is not valid or is binary."""
     if b"\0" in data:
         raise RowError("binary data")
     try:
@@ -139,7 +139,7 @@ def decode_utf8(data: bytes) -> str:
 
 
 LOGGER_PREFIX = re.compile(r'(?:\[[^\[\]{}"]*\]|[^\[\]{}"])+(?=\{")')
-"""What a logger writes before an object: a time, a level, a name."""
+"""Prefix that a logger writes before a JSON object, such as a time, a level and a name."""
 
 
 def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
@@ -150,7 +150,7 @@ def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
 
 
 def line_value(line: bytes) -> Any:
-    """The JSON value of a line, after a prefix if there is one; a ``RowError`` instead of raising it."""
+    """Return the JSON value of a line, which may follow a logger's prefix. Returns a RowError instead of raising it."""
     try:
         text = decode_utf8(line)
         try:
@@ -166,7 +166,10 @@ def line_value(line: bytes) -> Any:
 
 
 def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """One JSON value; or JSON Lines, if the first line is a complete value and not an array."""
+    """Yield the items of a JSON array, a single JSON value, or the lines of JSON Lines.
+
+    A file whose first line is a complete value, but not an array, is read as JSON Lines.
+    """
     opening = _first_lines(stream)
     if first_byte(opening) != b"[":
         with suppress(RowError):
@@ -183,12 +186,12 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         ) from None
     rows = value if isinstance(value, list) and not is_conversation(value) else [value]
     for index, row in enumerate(rows):
-        # The file is read already; progress now counts the work on its records.
+        # The whole file has been read, so the progress shown is that of processing its records.
         yield Row(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
 
 
 def is_conversation(value: Any) -> bool:
-    """Return True if a list holds the messages of one conversation, and not one record each."""
+    """Return True if a list holds the messages of one conversation, instead of one record per item."""
     messages = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     return (
         messages
@@ -202,7 +205,7 @@ def first_byte(data: bytes) -> bytes:
 
 
 def _first_lines(stream: io.BufferedReader) -> bytes:
-    """The first line that is not blank, with the blank lines before it."""
+    """Return the first line that is not blank, with the blank lines before it."""
     opening = stream.readline()
     while opening.isspace() and (line := stream.readline()):
         opening += line
@@ -214,7 +217,7 @@ PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"\xff\xff\xff\xff"
 
 @contextmanager
 def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
-    """A file that is read from any place in it, unpacked if it is compressed, and a folder for scratch files."""
+    """Yield a seekable file, decompressed if necessary, and a folder for scratch files."""
     with tempfile.TemporaryDirectory() as scratch:
         file = path
         if is_compressed(stream):
@@ -234,11 +237,11 @@ def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         pattern = glob.escape(os.path.abspath(file))
         try:
             count = parquet.read_metadata(file).num_rows
-            # load_dataset would contact a server first, and leave a lock per file in the user's cache.
+            # load_dataset would contact a server first and leave a lock per file in the user's cache.
             rows = Dataset.from_parquet(pattern, cache_dir=scratch, streaming=True)
             for index, row in enumerate(rows):
                 yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
-        except Exception as error:  # pyarrow, fsspec and datasets raise errors of many classes
+        except Exception as error:  # pyarrow, fsspec and datasets raise many classes of errors
             raise RecordError(f"{raw.path} cannot be read as Parquet ({error_reason(error)}): fetch it again") from None
 
 

@@ -1,6 +1,6 @@
-"""hdtool: faster answers from a model of transformers, by drafting from databases, without changing its output.
+"""Faster answers from transformers models, with unchanged output, by drafting from databases.
 
-This is the public interface; every other module may change between releases. A name is imported at its first use,
+This is the public interface, and every other module may change between releases. A name is imported at its first use,
 so that ``import hdtool`` loads neither torch nor transformers.
 """
 
@@ -70,11 +70,11 @@ _PLACES = {
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.source_names",
 }
-"""The module of each public name."""
+"""Module that defines each public name."""
 
 _FOLDER = Path(__file__).parent
 if not (_FOLDER / "runtime").exists():
-    # In a checkout, the packages are beside this folder; an installation maps them into it.
+    # In a checkout, the packages are next to this folder. An installation maps them into it.
     __path__.append(str(_FOLDER.parent))
 
 

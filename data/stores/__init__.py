@@ -1,4 +1,4 @@
 """Stores on disk: manifests, files and default folders.
 
-Imports `data/errors` and the other files of `data`.
+Imports only ``data/errors`` and other files of ``data``.
 """

@@ -1,4 +1,4 @@
-"""Tokenized documents as a corpus index keeps them: concatenated, each followed by an end token.
+"""Token arrays of a corpus index: concatenated documents, each followed by an end token.
 
 The end token's id is the size of the vocabulary, so no draft crosses documents. The documents of an input are
 contiguous and in manifest order, so the counts in the manifest locate each input.
@@ -16,14 +16,14 @@ import numpy.typing as npt
 from hdtool.data.errors import StoreError
 
 TOKEN_CHUNK = 1 << 22
-"""Tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
+"""Number of tokens processed at once, so that a memory-mapped corpus is never loaded as a whole."""
 
 Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input that documents come from."""
+    """Input file of a store."""
 
     name: str
     sha256: str
@@ -31,21 +31,21 @@ class Source:
 
 @dataclass(frozen=True)
 class Document:
-    """A tokenized text and the input that it came from, by its place in the list of sources."""
+    """Tokenized text, with the index of its input in the list of sources."""
 
     ids: Sequence[int] | Tokens
     source: int = 0
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """16-bit tokens if the vocabulary and the end token fit, else 32-bit."""
+    """Return uint16 if all token ids and the end token fit into 16 bits, else uint32."""
     return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
 
 
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """The documents of a token array.
+    """Yield the documents of a token array without their end tokens.
 
-    The file may be damaged: a token above the end token, or a last document without one, is a ``StoreError``.
+    Raises StoreError if the file is damaged: if a token is above the end token, or the last document has no end token.
     """
     start = 0
     for at in range(0, len(tokens), TOKEN_CHUNK):
@@ -60,7 +60,11 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
 
 
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
-    """Stored documents with the index of their input, by the counts of the manifest."""
+    """Yield stored documents with the index of their input.
+
+    ``counts`` has the number of documents per input. Raises StoreError if their sum differs from the number of
+    documents.
+    """
     owners = (source for source, count in enumerate(counts) for _ in range(count))
     for ids in documents:
         if (source := next(owners, None)) is None:

@@ -1,6 +1,6 @@
-"""Default folders below hdtool's home, and the stores in it.
+"""Default folders in hdtool's home, and the stores in it.
 
-A folder may hold other files beside a store. Only files that a store's name and kind account for are deleted.
+A folder may hold other files beside a store. hdtool deletes only files that belong to the store by name and kind.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from hdtool.data.stores.store_files import (
 )
 
 NO_STORE = "none"
-"""The name that stands for no store, in options and settings."""
+"""Value of options and settings that stands for no store."""
 MAX_FOLDER_NAME = 200
-"""Characters of a namespace's folder name: file systems allow 255, and some of them fewer."""
+"""Maximum length of a namespace's folder name. File systems allow up to 255 characters, some of them fewer."""
 MAX_MODEL_NAME = 100
-"""Characters of a model's name in the name of a folder."""
+"""Maximum number of characters of a model's name in a folder name."""
 UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-"""Bytes that a folder name keeps; all others are percent-encoded."""
+"""Bytes that a folder name may contain. All others are percent-encoded."""
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
-"""Names that Windows reserves for devices, as far as a folder name could equal one."""
+"""Folder names that Windows reserves for devices."""
 
 
 def home() -> Path:
-    """``HDTOOL_HOME``, else the platform's folder for a program's data."""
+    """Return hdtool's home: ``HDTOOL_HOME``, or else the platform's folder for user data."""
     if chosen := os.environ.get("HDTOOL_HOME"):
         return Path(chosen).expanduser()
     from platformdirs import user_data_path
@@ -62,75 +62,75 @@ def home() -> Path:
 
 
 def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Path:
-    """The file of a model's cost curve on this machine, per device name, dtype and number of threads."""
+    """Return the file of a model's cost curve for a device, dtype and number of threads on this machine."""
     words = re.sub(r"\W+", "-", device).strip("-")
     return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
 
 
 def quick_costs_at_home() -> Path:
-    """The folder of quick measurements, which are made again after a while."""
+    """Return the folder of quick measurements, which expire."""
     return home() / "costs" / "quick"
 
 
 def proofs_at_home() -> Path:
-    """The folder of what was proved of models on this machine."""
+    """Return the folder that records which models were proved exact on this machine."""
     return home() / "proofs"
 
 
 def import_structure_at_home() -> Path:
-    """The folder of the names that the packages of transformers have."""
+    """Return the folder that caches which names transformers' packages define."""
     return home() / "imports"
 
 
 def converted_models_at_home() -> Path:
-    """The folder of models converted from GGUF files."""
+    """Return the folder of models converted from GGUF files."""
     return home() / "gguf"
 
 
 def quantized_models_at_home() -> Path:
-    """The folder of checkpoints whose weights were quantized to blocks."""
+    """Return the folder of checkpoints with block-quantized weights."""
     return home() / "quantized"
 
 
 def quantized_at_home(name: str, fingerprint: str) -> Path:
-    """The folder of a quantized checkpoint: the name is for people, the fingerprint is of its content."""
+    """Return the folder of a quantized checkpoint. The name is for readers, the fingerprint identifies the content."""
     return quantized_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
 def setups_at_home(model: str) -> Path:
-    """The folder of a model's set-ups."""
+    """Return the folder of a model's set-ups."""
     return home() / "setups" / _folder_name(model)
 
 
 def converted_at_home(name: str, fingerprint: str) -> Path:
-    """The folder of a converted model: the name is for people, the fingerprint is of the file's content."""
+    """Return the folder of a converted model. The name is for readers, and the fingerprint identifies the GGUF file."""
     return converted_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
 def _folder_name(name: str) -> str:
-    """A name for people as a part of a folder's name; different names may become equal."""
+    """Return a readable name without special characters. Different names may give the same result."""
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:MAX_MODEL_NAME]
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The folder of a tokenizer's stores of a kind; tenants have their own."""
+    """Return the folder of all stores of a kind for a tokenizer, separate for each namespace."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
 
 
 def corpus_index_at_home(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The folder of a corpus index: models with the same tokenizer share it."""
+    """Return the folder of a corpus index, which all models with the same tokenizer share."""
     return store_at_home(CORPUS_KIND, tokenizer, namespace)
 
 
 def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The folder of a model's store; a fine-tune has another one than its base, as it gives other answers."""
+    """Return the folder of a model's store. A fine-tune has its own, because it answers differently."""
     return store_at_home(MODEL_KIND, tokenizer, namespace) / model.fingerprint
 
 
 def model_stores_at_home(
     tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> list[tuple[Path, Checkpoint | None]]:
-    """The model stores of a tokenizer with their models; a store of an earlier version names none."""
+    """Return the folders of a tokenizer's model stores with their models, or None for stores that name no model."""
     folder = store_at_home(MODEL_KIND, tokenizer, namespace)
     stores = []
     for path in sorted([folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")]):
@@ -140,24 +140,25 @@ def model_stores_at_home(
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """The folder of a model's history store; models do not share it, as each repeats its own answers."""
+    """Return the folder of a model's history store. Models do not share one, because each repeats its own answers."""
     return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
 
 
 def history_of_tenant(folder: Path, tenant: str) -> Path:
-    """The folder of a tenant's history in a folder that the user named; without a tenant it is that folder."""
+    """Return a tenant's subfolder of a history folder that the user named, or that folder if ``tenant`` is empty."""
     return folder / _folder_of(tenant) if tenant else folder
 
 
 def namespace_among(names: Iterable[str]) -> str | None:
-    """The first of these names that has stores; a name that cannot be a namespace has none."""
+    """Return the first of these names that is a valid namespace and has stores, or None."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
 def has_stores(namespace: str) -> bool:
-    """Return True if any store was built for this namespace; raises if the name cannot be one.
+    """Return True if a store was built for this namespace. Raises OptionError if the name cannot be a namespace.
 
-    A history is none of these: a server that keeps one for a tenant drafts from the same stores when it starts again.
+    History stores do not count. Otherwise, a server that has kept a history for a tenant would draft from other stores
+    after a restart.
     """
     folder = _namespace(namespace)
     try:
@@ -165,16 +166,19 @@ def has_stores(namespace: str) -> bool:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        return False  # a file system with shorter names cannot hold this folder
+        return False  # the file system does not allow names of this length
 
 
 def _namespace(name: str) -> Path:
-    """The folder of a tenant's stores, which never lies outside hdtool's home."""
+    """Return the folder of a namespace's stores, which always lies inside hdtool's home."""
     return home() / "namespaces" / _folder_of(name)
 
 
 def _folder_of(name: str) -> str:
-    """The name of a namespace's folder; two namespaces never share one."""
+    """Return the folder name of a namespace. Raises OptionError if the name is empty or too long.
+
+    Different namespaces have different folder names.
+    """
     if not _is_possible(name):
         raise OptionError(
             f"namespace {name!r} cannot name a folder: its encoded name has {len(_encoded(name))} characters and must "
@@ -189,7 +193,10 @@ def _is_possible(name: str) -> bool:
 
 
 def _encoded(name: str) -> str:
-    """A folder name that is valid on every file system, and different for different names even without case."""
+    """Return a folder name that is valid on every file system.
+
+    Different names have different results, even on file systems that ignore case.
+    """
     written = "".join(
         chr(byte) if byte in UNESCAPED_BYTES else f"%{byte:02x}" for byte in name.encode("utf-8", "surrogatepass")
     )
@@ -197,7 +204,7 @@ def _encoded(name: str) -> str:
 
 
 SHOWN_FINGERPRINT_DIGITS = 8
-"""Digits of a fingerprint in the name of a store."""
+"""Number of fingerprint digits in the name of a store."""
 STORE_PATTERNS = (
     "stores/*/{kind}",
     "stores/*/{kind}/*",
@@ -207,32 +214,32 @@ STORE_PATTERNS = (
 )
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 _STORE_NAME = re.compile(f"(.*/)?({MODEL_KIND}|{CORPUS_KIND}|{HISTORY_KIND})-[0-9a-f]{{{SHOWN_FINGERPRINT_DIGITS},}}.*")
-"""What every name of a store matches, so that other paths are not looked up."""
+"""Pattern of store names. Other names are paths, and are not looked up in hdtool's home."""
 
 
 @dataclass(frozen=True)
 class StoredItem:
-    """A store at home."""
+    """Store, converted model or set-up in hdtool's home."""
 
     name: str
-    """By which it is removed: its kind and the first digits of the fingerprint that it is kept by."""
+    """Unique name by which the user selects it: its kind and the first digits of a fingerprint."""
     kind: str
     folder: Path
     changed: float
-    """When it was built or last written to, in seconds since 1970."""
+    """Time of the build or of the last write, in seconds since 1970."""
     bytes: int
     tokenizer: str | None = None
     model: Checkpoint | None = None
     tokens: int | None = None
     sources: tuple[InputShare, ...] = ()
     fault: str | None = None
-    """Why it cannot be opened."""
+    """Why it cannot be opened; None if it can."""
     shared_name: str | None = None
-    """A shorter name that it would have if no other one had it."""
+    """Short name that several items share, which is why ``name`` is longer; None if the short name is unique."""
 
 
 def stored_items() -> list[StoredItem]:
-    """All stores at home, each with a name that no other one has."""
+    """Return all stores in hdtool's home, with unique names."""
     kinds = (MODEL_KIND, CORPUS_KIND, HISTORY_KIND)
     folders = {
         path.parent
@@ -245,7 +252,7 @@ def stored_items() -> list[StoredItem]:
 
 
 def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
-    """The store of this name or in this folder; a name that several share is a ``StoreError``."""
+    """Return the item with this name or folder. Raises StoreError if there is none or if several share the name."""
     known = list(items)
     if sharing := [item for item in known if item.shared_name == name]:
         raise _ambiguous(name, sharing)
@@ -257,11 +264,14 @@ def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
 
 
 def store_folder(name: str) -> Path:
-    """The folder of that path, or else that of the store at home with that name."""
+    """Return the folder of a store that is given by its path or by its name in hdtool's home.
+
+    An unknown name is returned as a path. Raises StoreError if several stores share the name.
+    """
     folder = Path(name).expanduser()
     if folder.exists():
         return folder
-    if (home() / name / MANIFEST).is_file():  # as it is listed where several would have the same name
+    if (home() / name / MANIFEST).is_file():  # the name of a store whose short name is not unique
         return home() / name
     if not _STORE_NAME.fullmatch(name):
         return folder
@@ -277,7 +287,7 @@ def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:
 
 
 def remove_store(item: StoredItem) -> None:
-    """Delete the files of a store, the manifest first, and its folder if nothing else is in it."""
+    """Delete a store's files, the manifest first, and its folder if it is empty then."""
     folder = item.folder
     try:
         if item.kind == HISTORY_KIND:
@@ -308,7 +318,7 @@ def _remove_history(folder: Path) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder and those above it that become empty, up to hdtool's home."""
+    """Remove a folder and its parents as long as they are empty, up to hdtool's home."""
     with suppress(OSError):
         for place in (folder, *folder.parents):
             if place == home():
@@ -346,12 +356,12 @@ def _built_item(item: StoredItem) -> StoredItem:
 def _history_item(item: StoredItem, files: list[Path]) -> StoredItem:
     manifest = read_history_manifest(item.folder)
     changed = max(path.stat().st_mtime for path in files)
-    model = Checkpoint(manifest.model, manifest.model)  # a history records no name
+    model = Checkpoint(manifest.model, manifest.model)  # a history store does not record the model's name
     return replace(item, tokenizer=manifest.tokenizer.fingerprint, model=model, changed=changed)
 
 
 def with_unique_names(items: list[StoredItem]) -> list[StoredItem]:
-    """The items, named by their folders where several would have the same name."""
+    """Return the items, with their folders as names where several would have the same name."""
     names = Counter(item.name for item in items)
     return [
         item

@@ -1,4 +1,4 @@
-"""Manifests of stores and history stores: which tokenizer, model and inputs they were built from.
+"""Manifests of stores, which record the tokenizer, the model and the inputs that a store was built from.
 
 A history store is appended to, so its manifest has no counts and no checksums. Files get new names whenever they are
 rewritten, and the manifest that names them is replaced atomically.
@@ -48,22 +48,22 @@ MAX_FIELD_NAME = 64
 
 
 def mapping_field(row: Any, name: str) -> dict[str, Any]:
-    """The JSON object in a field."""
+    """Return the JSON object in a field. Raises ValueError if it is missing or has another type."""
     return _typed_field(row, name, dict, "an object")
 
 
 def list_field(row: Any, name: str) -> list[Any]:
-    """The JSON array in a field."""
+    """Return the JSON array in a field. Raises ValueError if it is missing or has another type."""
     return _typed_field(row, name, list, "a list")
 
 
 def flag_field(row: Any, name: str) -> bool:
-    """The boolean in a field."""
+    """Return the boolean in a field. Raises ValueError if it is missing or has another type."""
     return _typed_field(row, name, bool, "true or false")
 
 
 def text_field(row: Any, name: str) -> str:
-    """The text in a field; it must be valid Unicode."""
+    """Return the string in a field. Raises ValueError if it is missing, has another type, or is not valid Unicode."""
     text = _typed_field(row, name, str, "a text")
     if lone_surrogate(text):
         raise ValueError(f"{name} is not valid Unicode")
@@ -71,13 +71,13 @@ def text_field(row: Any, name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise unless the name of a field is a short identifier."""
+    """Raise ValueError unless the name of a field is a short identifier."""
     if not name.isidentifier() or len(name) > MAX_FIELD_NAME:
         raise ValueError(f"{ascii(name)[:MAX_FIELD_NAME]} is no name of a field")
 
 
 def number_field(row: Any, name: str, minimum: int = 0, maximum: int = MAX_NUMBER) -> int:
-    """The integer in a field, from ``minimum`` to ``maximum``."""
+    """Return the integer in a field. Raises ValueError unless it is from ``minimum`` to ``maximum``."""
     number = _typed_field(row, name, int, "an integer")
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} is out of range")
@@ -89,25 +89,25 @@ def _typed_field(row: Any, name: str, kind: type[T], needed: str) -> T:
         raise ValueError(f"the place of {name} holds no object")
     if name not in row:
         raise ValueError(f"{name} is missing")
-    if type(row[name]) is not kind:  # a bool is an int by inheritance
+    if type(row[name]) is not kind:  # isinstance would accept a bool as an int
         raise ValueError(f"{name} is not {needed}")
     value: T = row[name]
     return value
 
 
 STORE_FORMATS = {CORPUS_KIND: 1, MODEL_KIND: 2}
-"""The version of the layout of each kind of store."""
+"""Format version of each kind of store."""
 MAX_VOCABULARY = 2**31 - 1
-"""Tokens are stored in signed 32-bit numbers."""
+"""Maximum vocabulary size, because token ids are stored as signed 32-bit integers."""
 NUMERIC_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
 SHOWN_HASH_DIGITS = 12
-"""Digits of an input's hash that are shown."""
+"""Number of digits shown of an input's hash."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """Equal for tokenizers that give the same ids."""
+    """Identity of a tokenizer, which is equal for tokenizers that give the same ids."""
 
     fingerprint: str
     vocab_size: int
@@ -115,7 +115,7 @@ class TokenizerFingerprint:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFingerprint:
         vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-        # Tokenizers with the same vocabulary may split a text differently.
+        # Tokenizers with the same vocabulary may still split a text differently.
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
         words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
         return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
@@ -123,21 +123,21 @@ class TokenizerFingerprint:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of weights that a model is loaded from; equal for copies of them, whatever they are called."""
+    """Identity of a model's weights, which is equal for all copies of the files, whatever their names."""
 
     fingerprint: str
     name: str = field(compare=False)
-    """The model as its user named it."""
+    """Name under which the user loaded the model."""
 
     @property
     def label(self) -> str:
-        """The name and the fingerprint, in one line."""
+        """Name and fingerprint, in one line."""
         return f"{printable(self.name)} ({printable(self.fingerprint)[:40]})"
 
 
 @dataclass(frozen=True)
 class InputShare:
-    """The contribution of one input."""
+    """Contribution of one input to a store."""
 
     name: str
     sha256: str
@@ -146,12 +146,12 @@ class InputShare:
 
     @property
     def label(self) -> str:
-        """The name and the start of the hash, either of which selects the input, in one line."""
+        """Name and start of the hash, either of which selects the input, in one line."""
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_HASH_DIGITS])})"
 
 
 def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """The shares of inputs whose documents and tokens were counted while they were written."""
+    """Return the shares of the inputs. ``counted`` has the numbers of documents and tokens written for each."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
@@ -167,7 +167,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a store; reading it opens no other file."""
+    """Description of a store, which is read without opening its other files."""
 
     kind: str
     tokenizer: TokenizerFingerprint
@@ -175,9 +175,9 @@ class Manifest:
     options: dict[str, Any]
     sources: tuple[InputShare, ...]
     files: dict[str, StoredFile] = field(default_factory=dict)
-    """The files by part; their names change with every build."""
+    """Files by part. Their names change with every build."""
     model: Checkpoint | None = None
-    """The model whose answers a model store holds, if known."""
+    """Model whose answers a model store holds; None if unknown."""
 
     @property
     def format(self) -> int:
@@ -189,7 +189,7 @@ class Manifest:
 
     @property
     def holds_rankings_alone(self) -> bool:
-        """True if a model store was built without answers: all parts but its rankings are empty."""
+        """True if a model store was built without answers, so that only its rankings are not empty."""
         return not self.counts["documents"] and "rankings" in self.files
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
-        """The manifest in a JSON object; a ``ValueError`` describes any damage."""
+        """Parse a manifest. Raises ValueError with a description of any damage."""
         kind = text_field(row, "kind")
         if kind not in STORE_PARTS:
             raise ValueError(f"kind is none of {', '.join(STORE_PARTS)}")
@@ -238,7 +238,7 @@ def _model_of(row: Any) -> Checkpoint:
 
 
 def _options_of(row: Any) -> dict[str, Any]:
-    """The options of a build; unknown ones are kept."""
+    """Validate the options of a build. Unknown options are kept."""
     options = mapping_field(row, "options")
     for name in options:
         check_name(name)
@@ -262,7 +262,7 @@ def _counts_of(row: Any) -> dict[str, int]:
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
-    """The files by part: the parts of the kind, with names that hdtool gives."""
+    """Validate the files by part. Raises ValueError for unknown parts and for names that hdtool never gives."""
     files = mapping_field(row, "files")
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):
@@ -279,14 +279,14 @@ def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[s
 
 HISTORY_FORMAT = 1
 DEFAULT_SOURCE = "answers"
-"""The source of conversations unless another one is given."""
+"""Default source of conversations."""
 HISTORY_FILES = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
-"""The parts of a history store, with the endings of their files."""
+"""Parts of a history store, with the suffixes of their files."""
 LMDB_LOCK_ENDING = "-lock"
-"""LMDB keeps its readers in a file with this ending."""
+"""Suffix of the file in which LMDB registers its readers."""
 BUILD_DIGITS = re.compile("[0-9a-f]{8}")
 MAX_HISTORY_BYTES = 1 << 33
-"""Places of the ring have numbers below 2**31."""
+"""Maximum size of a history store, so that positions in its ring stay below 2**31."""
 LOCK_TIMEOUT = 10
 """Seconds to wait for the lock of a folder."""
 
@@ -297,14 +297,14 @@ _HISTORY_FILE = re.compile(
 
 @dataclass(frozen=True)
 class HistoryManifest:
-    """The description of a history store."""
+    """Description of a history store."""
 
     tokenizer: TokenizerFingerprint
     model: str
-    """The fingerprint of the model that gave the answers."""
+    """Fingerprint of the model that gave the answers."""
     most_bytes: int
     size: int
-    """Places of the ring."""
+    """Number of token positions in the ring, a power of two."""
     build: str
     """Eight hexadecimal digits in the names of the files."""
 
@@ -323,7 +323,7 @@ class HistoryManifest:
 
     @classmethod
     def from_json(cls, row: Any) -> HistoryManifest:
-        """The manifest in a JSON object; a ``ValueError`` describes any damage."""
+        """Parse a manifest. Raises ValueError with a description of any damage."""
         tokenizer, options, files = (mapping_field(row, name) for name in ("tokenizer", "options", "files"))
         vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
         size = number_field(options, "size", 2, MAX_HISTORY_BYTES)
@@ -346,13 +346,13 @@ def new_build() -> str:
 
 
 def manifest_stamp(path: Path | str) -> tuple[int, int]:
-    """Differs when the manifest at a path was replaced; raises an OSError if there is none."""
+    """Return a value that changes when the manifest at this path is replaced. Raises OSError if there is none."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
 
 def read_history_manifest(folder: Path) -> HistoryManifest:
-    """The manifest of a history store; anything else there raises a ``StoreError``."""
+    """Read the manifest of a history store. Raises StoreError for any other folder."""
     path = folder / MANIFEST
     try:
         row = json.loads(manifest_bytes(folder, "history store", "name the folder of one"))
@@ -380,7 +380,7 @@ def _advice(folder: Path) -> str:
 def require_history(
     manifest: HistoryManifest, folder: Path, tokenizer: TokenizerFingerprint, model: str | None = None
 ) -> None:
-    """Raise unless a history store is of this tokenizer and, if given, of this model."""
+    """Raise StoreError unless a history store has this tokenizer and, if given, this model."""
     if manifest.tokenizer != tokenizer:
         raise StoreError(
             f"{folder} holds answers in another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
@@ -395,7 +395,10 @@ def require_history(
 
 
 def is_new_history(folder: Path) -> bool:
-    """Return True if a history store may be created in a folder; other files there are a ``StoreError``."""
+    """Return True if a history store may be created in a folder, and False if the folder already has a manifest.
+
+    Raises StoreError if the folder holds other files.
+    """
     if not os.path.lexists(folder):
         return True
     if not folder.is_dir():
@@ -407,24 +410,24 @@ def is_new_history(folder: Path) -> bool:
 
 
 def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
-    """Delete the files of a history store that its manifest does not name: replaced ones and those of killed commands.
+    """Delete files that the manifest does not name: replaced files, and leftovers of killed commands.
 
-    Readers keep the files that they have opened. The caller holds the lock of the folder.
+    Readers can still use the files that they have opened. The caller must hold the folder's lock.
     """
     for path in history_leftovers(folder, manifest):
-        # Where an open file cannot be deleted, a later command deletes it.
+        # If the system cannot delete an open file, a later command does it.
         with suppress(FileNotFoundError, PermissionError):
             path.unlink()
 
 
 def history_leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
-    """The files of a history store that its manifest does not name."""
+    """Return the files of a history store that its manifest does not name."""
     others = (name for name in os.listdir(folder) if _HISTORY_FILE.fullmatch(name) and manifest.build not in name)
     names = (*others, *(name for name in os.listdir(folder) if NEW_MANIFEST.fullmatch(name)))
     return [folder / name for name in names if is_regular(folder / name)]
 
 
 def history_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold the lock of a folder, for making files anew; wait for another holder."""
+    """Hold the folder's lock while files are created. Wait up to ``LOCK_TIMEOUT`` seconds, then raise StoreError."""
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
     return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT)

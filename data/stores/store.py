@@ -1,7 +1,7 @@
-"""Reading and building a store: a folder of flat files that a manifest names, with sizes and checksums.
+"""Read and build a store: a folder of flat files that a manifest names, with sizes and checksums.
 
 The manifest is replaced atomically once all files are written. Until then the old store stays complete, and readers
-keep the files that they have opened. A build deletes the files of killed builds and leaves all other files alone.
+can still use the files that they have opened. A build deletes the files of killed builds and leaves all others alone.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ __all__ = [
 
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 MAX_OPEN_ATTEMPTS = 10
-"""Attempts to open a store that is replaced again and again."""
+"""Maximum number of attempts to open a store that other processes keep replacing."""
 
 T = TypeVar("T")
 
 
 def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
-    """The manifest of a store; with ``check`` its files must exist in their full size."""
+    """Read the manifest of a store. With ``check``, raise StoreError unless all files exist in full size."""
     return read_store(folder, lambda manifest: manifest, check=check)
 
 
 def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
-    """The result of ``read`` for a store's manifest; repeated if the store is replaced meanwhile.
+    """Return the result of ``read`` for a store's manifest, and retry if the store is replaced meanwhile.
 
-    ``read`` opens files and raises a ``StoreError`` if it cannot.
+    ``read`` opens files, and raises StoreError if it cannot.
     """
     for _ in range(MAX_OPEN_ATTEMPTS):
         text = manifest_bytes(folder)
@@ -89,7 +89,10 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 
 
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
-    """The manifest in these bytes, which can be used."""
+    """Parse a manifest. Raises StoreError if it is damaged or has another format.
+
+    With ``check``, all files must exist in full size.
+    """
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -128,7 +131,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
 
 
 def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
-    """Raise unless a store is of this kind and, if given, of this tokenizer."""
+    """Raise StoreError unless a store has this kind and, if given, this tokenizer."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:
@@ -141,9 +144,9 @@ def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: Tokeni
 
 
 def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files whose checksums do not match; reads every byte."""
+    """Return the names of files whose checksums do not match. Reads every byte."""
     with ExitStack() as opened:
-        # Reading takes long, and the store may be replaced meanwhile: open all files first.
+        # Open all files first, because reading takes long and the store may be replaced meanwhile.
         streams = [(file, opened.enter_context(_stream_of(folder / file.name))) for file in manifest.files.values()]
         return [file.name for file, stream in streams if _hash_of(stream) != file.sha256]
 
@@ -165,11 +168,11 @@ def file_checksum(path: Path) -> str:
 
 
 FolderCheck = Callable[[Path], None]
-"""Raises if the store in a folder must stay."""
+"""Function that raises StoreError if the store in a folder must not be replaced."""
 
 
 class StoreBuild:
-    """A store under construction; an old store in the folder stays until ``commit``."""
+    """Store under construction. An old store in the folder stays in place until ``commit``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -177,22 +180,25 @@ class StoreBuild:
         self._parts: dict[str, Path] = {}
 
     def path(self, part: str) -> Path:
-        """The new, empty file for a part."""
+        """Return the file of a part, which the first call creates empty."""
         if part not in self._parts:
             self._parts[part] = self.scratch(part)
         return self._parts[part]
 
     def scratch(self, part: str) -> Path:
-        """A new, empty file with the name of a part that is deleted when the build ends."""
+        """Create an empty file that is named like a part and deleted when the build ends."""
         path = self.folder / part_name(part, self._digits)
         create_empty(path)
         return path
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Replace the manifest atomically, so that the written files become the store."""
+        """Replace the manifest atomically, which makes the written files the store.
+
+        Returns the manifest with sizes and checksums.
+        """
         for path in self._parts.values():
             sync_to_disk(path)
-        with ThreadPoolExecutor() as pool:  # reading and hashing release the interpreter lock
+        with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
             hashes = pool.map(file_checksum, self._parts.values())
         checksums = zip(self._parts.items(), hashes, strict=True)
         files = {part: StoredFile(path.name, path.stat().st_size, digest) for (part, path), digest in checksums}
@@ -200,7 +206,7 @@ class StoreBuild:
         model = manifest.model and replace(manifest.model, name=recorded_name(manifest.model.name))
         whole = replace(manifest, files=files, sources=sources, model=model)
         row = whole.to_json()
-        parse_manifest(self.folder, json.dumps(row).encode(), check=False)  # check that it can be read
+        parse_manifest(self.folder, json.dumps(row).encode(), check=False)  # raises if it cannot be read back
         if os.path.lexists(self.folder / MANIFEST) and not holds_manifest(self.folder):
             raise StoreError(f"{self.folder / MANIFEST} was written by another program meanwhile: choose another place")
         write_manifest(self.folder, self._digits, row)
@@ -208,15 +214,16 @@ class StoreBuild:
 
 
 def recorded_name(name: str) -> str:
-    """The name of an input as manifests record it: bytes that are not valid text are escaped."""
+    """Return an input's name as manifests record it, with invalid bytes escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 @contextmanager
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
-    """Build a store at ``folder`` while no other process does; on any error, an old store there stays as it was.
+    """Build a store in ``folder`` under its lock. On any error, an old store there stays unchanged.
 
-    ``check`` raises if the store in the folder must stay. It is called while no other process can replace that store.
+    ``check`` raises if the store in the folder must not be replaced. It is called under the lock, so that no other
+    process can replace that store afterwards.
     """
     check_destination(folder)
     try:
@@ -241,7 +248,7 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
 
 
 def refuse_replacing(folder: Path) -> None:
-    """Raise if a store is there, whether it can be read or not."""
+    """Raise StoreError if a folder holds a store, readable or not."""
     if not holds_manifest(folder):
         return
     try:
@@ -256,7 +263,10 @@ def refuse_replacing(folder: Path) -> None:
 
 
 def require_unchanged(manifest: Manifest) -> FolderCheck:
-    """Raise unless the store is still the one that a new store is made from: changes since would be lost."""
+    """Return a check that a store still has this manifest.
+
+    A command that rewrites a store would otherwise lose the changes that another one has made since.
+    """
 
     def check(folder: Path) -> None:
         if not (folder / MANIFEST).exists() or read_manifest(folder, check=False) != manifest:
@@ -266,11 +276,11 @@ def require_unchanged(manifest: Manifest) -> FolderCheck:
 
 
 def sweep_store(folder: Path) -> None:
-    """Delete the files of builds that the manifest does not name: leftovers of killed builds and replaced files."""
+    """Delete build files that the manifest does not name: leftovers of killed builds, and replaced files."""
     kept: set[str] = set()
     if os.path.lexists(folder / MANIFEST):
         try:
             kept = {file.name for file in read_manifest(folder, check=False).files.values()}
         except StoreError:
-            return  # of another format, or damaged: its files go once a new manifest is there
+            return  # damaged or of another format: a later sweep deletes its files, once the manifest is replaced
     delete_leftovers(folder, kept)

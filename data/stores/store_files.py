@@ -1,7 +1,7 @@
-"""Files of stores: their names, and which of them hdtool may delete.
+"""Names of store files, which decide what hdtool may delete.
 
-Only regular files with the name of a build are ever deleted, and a folder that holds other files and no store is not
-built into.
+hdtool deletes only regular files named like those of a build, and does not build into a folder that holds other files
+and no store.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hdtool.data.output_files import sync_to_disk
 MANIFEST = "manifest.json"
 LOCK_FILE = ".lock"
 MODEL_KIND, CORPUS_KIND = "model", "corpus"
-"""The kinds of stores that are built."""
+"""Kinds of stores that are built from inputs."""
 HISTORY_KIND = "history"
-"""The kind of a history store, whose files no build names or replaces; see ``history_manifest.py``."""
+"""Kind of a history store, which is appended to and never built; see ``HistoryManifest``."""
 STORE_PARTS = {
     CORPUS_KIND: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
     MODEL_KIND: {
@@ -36,11 +36,11 @@ STORE_PARTS = {
         "phrases": "bin",
     },
 }
-"""The parts of each kind of store, with the endings of their files."""
+"""Parts of each kind of store, with the suffixes of their files."""
 OPTIONAL_PARTS = {CORPUS_KIND: {}, MODEL_KIND: {"rankings": "bin"}}
-"""Parts that only some stores of a kind have."""
+"""Parts that a store may lack."""
 FORMER_PARTS = {MODEL_KIND: {"entries": "mdb"}}
-"""Parts of stores of earlier formats, which the next build there deletes."""
+"""Parts of earlier formats, which the next build in the folder deletes."""
 PART_ENDINGS = {
     part: ending
     for parts in (STORE_PARTS, OPTIONAL_PARTS, FORMER_PARTS)
@@ -48,39 +48,38 @@ PART_ENDINGS = {
     for part, ending in kind.items()
 }
 MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
-"""The fields of a manifest."""
 MIN_OWN_FIELDS = 5
-"""A JSON object with at least so many of these fields is a damaged manifest of hdtool's."""
+"""Minimum number of manifest fields for which a JSON object counts as a damaged manifest of hdtool."""
 
 _BUILD = "[0-9a-f]{8}"
-"""Eight hexadecimal digits, drawn for each build."""
+"""Pattern of a build's eight random hexadecimal digits."""
 _PART_NAME = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
 NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
-"""Names of manifests that are not in their place yet."""
+"""Pattern of the names of manifests that have not replaced the old one yet."""
 
 
 def part_name(part: str, build: str) -> str:
-    """The file name of a part in the build with these digits."""
+    """Return the file name of a part. ``build`` is the build's hexadecimal digits."""
     if part not in PART_ENDINGS:
         raise ValueError(f"a store has no part {part}: known are {', '.join(PART_ENDINGS)}")
     return f"{part}-{build}.{PART_ENDINGS[part]}"
 
 
 def is_part_name(part: str, name: str) -> bool:
-    """Return True if ``name`` is a file name that some build gives to ``part``."""
+    """Return True if a build could have given this name to a file of ``part``."""
     return bool(_PART_NAME.fullmatch(name)) and name.startswith(f"{part}-")
 
 
 def create_empty(path: Path) -> None:
-    """Create an empty file at a path where nothing exists, not even a link."""
+    """Create an empty file. Raises FileExistsError if anything exists at the path, even a link."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
-    """The content of the manifest in a folder; raises a ``StoreError`` if it has none."""
+    """Return the content of the manifest in a folder. Raises StoreError if there is none."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would block
+        if path.exists() and not path.is_file():  # reading a named pipe would block
             raise StoreError(f"{path} is not a file: name the folder of a {needed}")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -90,9 +89,9 @@ def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one
 
 
 def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
-    """Replace the manifest in a folder in one step; the caller holds the lock of the folder."""
+    """Replace the manifest in a folder atomically. The caller must hold the folder's lock."""
     new = folder / f"{MANIFEST}-{build}"
-    new.unlink(missing_ok=True)  # of a process that was killed
+    new.unlink(missing_ok=True)  # a killed process may have left one
     try:
         with open(new, "x", encoding="utf-8", newline="\n") as stream:
             stream.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")
@@ -104,17 +103,17 @@ def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
 
 
 def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
-    """Delete the files of all builds but those named ``kept``."""
+    """Delete the files of all builds, except the names in ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
         if name not in kept and (_PART_NAME.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):
-            # Where an open file cannot be deleted, a later build deletes it.
+            # If the system cannot delete an open file, a later build does it.
             with suppress(FileNotFoundError, PermissionError):
                 path.unlink()
 
 
 def check_destination(folder: Path) -> None:
-    """Raise unless a build may write to ``folder``: it is new, empty, or holds a store or leftovers of a build."""
+    """Raise StoreError unless a build may write to ``folder``: if it is new or empty, or has a store or leftovers."""
     with os_errors_as(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
             if holds_history(folder):
@@ -127,14 +126,14 @@ def check_destination(folder: Path) -> None:
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Return True if ``manifest.json`` belongs to a store, even if damaged or of another format."""
+    """Return True if ``manifest.json`` belongs to a store, even if it is damaged or has another format."""
     path = folder / MANIFEST
     if not is_regular(path):
         return False
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        # It is too damaged to read; files of a build beside it show that it was a store's.
+        # The manifest is too damaged to read, but files of a build beside it show that it belongs to a store.
         return any(_PART_NAME.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
@@ -143,7 +142,7 @@ def holds_manifest(folder: Path) -> bool:
 
 
 def holds_history(folder: Path) -> bool:
-    """Return True if the manifest in a folder is that of a history store."""
+    """Return True if the manifest in a folder belongs to a history store."""
     path = folder / MANIFEST
     try:
         row = json.loads(path.read_text(encoding="utf-8")) if is_regular(path) else None
@@ -153,12 +152,12 @@ def holds_history(folder: Path) -> bool:
 
 
 def printable(name: str) -> str:
-    """A name from a file system or a manifest, for one line of a terminal."""
+    """Escape unprintable characters in a name from a file system or a manifest, so that it fits on one line."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> None:
-    """Raise if a folder holds more than its lock, new manifests, and parts whose names have this form."""
+    """Raise StoreError if a folder holds more than its lock, new manifests, and files whose names match ``parts``."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
         is_own = (parts.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path)
@@ -170,7 +169,7 @@ def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> Non
 
 
 def is_regular(path: Path) -> bool:
-    """Return True if a regular file is there, and not a link."""
+    """Return True if the path is a regular file, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Models whose weights compressed-tensors packs, as a checkpoint has them."""
+"""Checkpoints with weights packed by compressed-tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 GROUP = 16
-"""Columns of a weight that share a scale, where groups do."""
+"""Number of columns that share a scale in schemes with groups."""
 SCHEMES = ("W4A16", "W8A8")
-"""Weights of 4 bits, or of 8 bits with inputs of 8 bits."""
+"""4-bit weights with 16-bit inputs, and 8-bit weights with 8-bit inputs."""
 
 
 def save_compressed(model: PreTrainedModel, scheme: str, folder: Path) -> None:
-    """Quantize the layers of a model to the nearest numbers, and save it."""
+    """Quantize the layers of a model by rounding to nearest, and save the checkpoint."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,

@@ -1,4 +1,4 @@
-"""Decoding in tests: ways to choose tokens, and whole answers."""
+"""Decode whole answers with various sampling settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def said(steps: list[Step]) -> list[int]:
 
 
 def answered(batch: Loop[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
-    """The tokens of an answer, and the number of prompt tokens that were not read."""
+    """Return the tokens of an answer, and the number of prompt tokens taken from the prefix cache."""
     request = Request(0, prompt, Sampler(SamplingConfig(), prompt), NoDraft(), owner=owner)
     outcomes = [batch.add(request)]
     while len(batch):

@@ -1,4 +1,4 @@
-"""Tiny models of the families that are described beside Llama, right and wrong ones."""
+"""Tiny models of the families in ``FAMILIES`` other than Llama, with correct and wrong descriptions."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
 }
-"""With recurrent layers or short convolutions. Heads of 80 are computed in wide columns and narrow ones."""
+"""Models with recurrent layers or short convolutions. Heads of width 80 are computed in wide and in narrow columns."""
 
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -220,11 +220,11 @@ VARIED_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gemma4_unified": lambda: random_model("Gemma4UnifiedText", **GEMMA4, attention_k_eq_v=True),
 }
-"""With heads that differ from layer to layer."""
+"""Models whose head width differs between layers."""
 
 
 def model_of(name: str) -> Any:
-    """A model whose norms, sinks, biases, decays, skips and factors matter."""
+    """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
     model = (MODELS | HYBRID_MODELS | VARIED_MODELS)[name]().eval()
     for part, buffer in model.named_buffers():
@@ -240,7 +240,7 @@ def model_of(name: str) -> Any:
 
 
 def target_of(name: str) -> Target:
-    """A model with compiled matmuls and experts, in the library's code."""
+    """Create a target with compiled matmuls and experts, which otherwise runs transformers' code."""
     model = model_of(name)
     model.generation_config.eos_token_id = None
     compile_linear_layers(model)
@@ -249,7 +249,7 @@ def target_of(name: str) -> Target:
 
 
 def compiled_of(name: str) -> Target:
-    """A model that is wholly compiled."""
+    """Create a target that is compiled as a whole."""
     target = target_of(name)
     target.compiled = compile_cpu(target)
     assert target.compiled
@@ -259,7 +259,10 @@ def compiled_of(name: str) -> Target:
 def assert_right(
     model: Any, target: Target, sizes: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = (40, 3, 75)
 ) -> None:
-    """Trees of a batch, after contexts shorter and longer than windows, and accepted paths that move."""
+    """Assert that batches of trees have the logits of plain passes.
+
+    The contexts are shorter and longer than the sliding windows, and accepted paths are moved in the cache.
+    """
     cache = target.allocate(len(lengths))
     contexts = [prompt_of(length) for length in lengths]
     for slot, context in enumerate(contexts):
@@ -282,7 +285,7 @@ def assert_right(
 
 
 def _experts_of(name: str, **changes: Any) -> ExpertKind:
-    """The experts of a family, described wrongly."""
+    """Return the description of a family's experts with changes that make it wrong."""
     known = FAMILIES[name].experts
     assert known
     return replace(known, **changes)
@@ -315,7 +318,7 @@ WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
     "another sum of shares": ("glm4_moe", {"experts": _experts_of("glm4_moe", added=0.1)}),
 }
-"""For engines that compute experts; on a GPU, they are the library's."""
+"""For engines that compute experts themselves. On a GPU, transformers computes them."""
 
 
 def a_new_attribute(model: Any) -> None:
@@ -332,7 +335,7 @@ def a_module_more(model: Any) -> None:
 
 def a_class_of_another_package(model: Any) -> None:
     class Own(Gemma3MLP):
-        """As remote code brings it."""
+        """Class outside transformers, as remote code defines it."""
 
     model.model.layers[1].mlp.__class__ = Own
 
@@ -364,13 +367,13 @@ def positions_by_length(model: Any) -> None:
 
 
 def of_the_same_name(module: Module, **methods: Any) -> type:
-    """A class as a release may change it."""
+    """Return a subclass with the same name and module, like a class that a new release of transformers has changed."""
     own = type(module)
     return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
 
 
 def another_norm(model: Any) -> None:
-    """Too little for a comparison of logits in 16 bits."""
+    """Change a norm by too little for a comparison of 16-bit logits to notice."""
     norm = model.model.layers[1].self_attn.k_norm
     plain = type(norm).forward
     norm.__class__ = of_the_same_name(norm, forward=lambda self, rows: 1.001 * plain(self, rows))

@@ -1,4 +1,4 @@
-"""Longer groups of scenarios on a simulated CUDA device: families in all ways to decode, bfloat16, grammars, methods.
+"""Long scenarios on a simulated CUDA device: families with every sampling setting, bfloat16, grammars and methods.
 
 ``python -m tests.support.device_long_scenarios GROUP,... [ARGUMENT ...]``
 """
@@ -36,11 +36,11 @@ from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 
 LENGTHS = 5, 40, 17, 70
-"""The lengths of the prompts of a batch."""
+"""Prompt lengths of a batch."""
 SLOTS = 3
 SCHEMAS = "sentiment", "tool choice"
 NEARLY_FULL = prompt_of(480)
-"""A prompt after which the context of the models ends within an answer."""
+"""Prompt that leaves less room in the models' context than an answer needs."""
 METHODS = "ar", "pld", "lade", "sam", "suffix", "hd-paper", "hd", "logitspec", "tr", "racer", "hd+logitspec"
 NO_STORES = StoresConfig("none", "none")
 ON_DEVICE = ModelConfig(device="cuda:0", dtype="float32")
@@ -49,7 +49,7 @@ Answers = dict[str, Any]
 
 
 def families(*names: str) -> Answers:
-    """Every way to choose tokens, with several drafters, heads, a batch and a continued conversation."""
+    """Answer with every sampling setting, with several drafters and heads, in a batch, and in a second turn."""
     expected = {name: answers_on_cpu(model_of(name)) for name in names}
     install()
     found = {name: answers_on_device(model_of(name), expected[name]) for name in names}
@@ -70,7 +70,7 @@ def second_prompt(answer: list[int]) -> list[int]:
 
 
 def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
-    """The answers by each drafter; what is drafted must not show in them."""
+    """Return the answers with each drafter, which must not depend on the drafts."""
     DEVICE.counts.clear()
     target = Target(on_device(model))
     was_captured = target.captures
@@ -88,7 +88,7 @@ def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
 
 
 def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | None]]:
-    """Heads come last: from then on, the target watches hidden states."""
+    """Yield drafters by name. Heads come last, because they make the target record hidden states from then on."""
     yield "none", None
     yield "lying drafter", liar(truth)
     yield "hd", hierarchy()
@@ -98,7 +98,7 @@ def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | 
 
 
 def batched(target: Target, *, drafts: bool) -> Answers:
-    """Answers to several prompts in few slots."""
+    """Answer several prompts in fewer slots."""
     answers: Answers = defaultdict(list)
     prompts = {f"slot {length}": prompt_of(length) for length in LENGTHS}
     requests = (
@@ -111,7 +111,7 @@ def batched(target: Target, *, drafts: bool) -> Answers:
 
 
 def bfloat16(*names: str) -> Answers:
-    """Answers in bfloat16, and by how much the logits prefer the CPU's token where the device's is another one.
+    """Return how much the logits prefer the CPU's token where the device chooses another one in bfloat16.
 
     In this precision, near ties depend on the shape of a matmul.
     """
@@ -129,7 +129,7 @@ def bfloat16(*names: str) -> Answers:
 
 
 def gap_at_difference(model: PreTrainedModel, expected: list[int], found: list[int]) -> float:
-    """The distance of the logits of the first tokens that differ, in standard deviations of all logits there."""
+    """Return the gap between the logits of the first tokens that differ, in standard deviations of the logits there."""
     for place, (token, other) in enumerate(zip(expected, found, strict=True)):
         if token != other:
             logits = plain_logits(model, PROMPT + expected[:place]).float()
@@ -138,7 +138,7 @@ def gap_at_difference(model: PreTrainedModel, expected: list[int], found: list[i
 
 
 def grammars() -> Answers:
-    """Answers of the toy model to a schema, greedy and sampled, one by one and in a batch."""
+    """Answer with a JSON schema by the toy model, greedy and sampled, one by one and in a batch."""
 
     def answered(model: ModelConfig, method: str, temperature: float, batch: int) -> list[str]:
         decoding = DecodeConfig(method, 60, draft_tokens=12 if method == "hd" else None, batch_size=batch)
@@ -159,7 +159,7 @@ def grammars() -> Answers:
 
 
 def methods() -> Answers:
-    """Every method that needs neither stores nor heads, up to a full context too, and ``generate`` of the library."""
+    """Answer with every method that needs no stores or heads, also up to a full context, and with ``generate``."""
     model = model_of("llama")
 
     def answered(target: Target, drafter: Drafter | None) -> Answers:

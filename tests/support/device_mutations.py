@@ -1,6 +1,6 @@
-"""Faults of device code that are put into hdtool on purpose: what a simulated device must notice.
+"""Faults that are put into hdtool's device code on purpose, which the simulated device must detect.
 
-This is the only place that knows names inside the captured steps.
+Only this file knows names inside the captured steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Undo = Callable[[], None]
 
 
 def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Undo:
-    """Put ``made`` of an attribute in its place; the returned function puts it back."""
+    """Replace an attribute by ``made(attribute)``. Returns a function that restores it."""
     usual = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     setattr(owner, name, made(usual))
     return lambda: setattr(owner, name, usual)

@@ -1,4 +1,4 @@
-"""Runs scenarios of a simulated CUDA device in processes of their own."""
+"""Run scenarios of the simulated CUDA device in separate processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ needs_no_cuda = pytest.mark.skipif(
     reason="a device is simulated on Linux, in a build of torch without CUDA",
 )
 LONGEST = 900
-"""Seconds after which a process is taken to hang."""
+"""Timeout of a process in seconds."""
 
 
 @cache
 def scenarios(home: Path, *arguments: str, module: str = "device_scenarios") -> dict[str, Any]:
-    """What groups of scenarios printed, in a process of their own that all tests share."""
+    """Run groups of scenarios in a new process, and return what it printed. The result is cached for all tests."""
     environment = {**os.environ, "HDTOOL_HOME": str(home), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-m", f"tests.support.{module}", *arguments],

@@ -1,4 +1,4 @@
-"""Decodes with quantized weights on a simulated CUDA device, in a process of its own; see ``device_scenarios.py``.
+"""Decode with quantized weights on a simulated CUDA device, in a separate process; see ``device_scenarios.py``.
 
 ``python -m tests.support.device_quantized torchao|compressed SCHEME ...``
 """
@@ -23,11 +23,11 @@ from tests.support.simulated_cuda.install import install, on_device
 
 INT4 = torch.int4  # type: ignore[attr-defined]
 GROUP = 16
-"""Columns of a weight that share a scale."""
+"""Number of columns of a weight that share a scale."""
 
 
 def schemes() -> dict[str, Any]:
-    """Configurations of torchao."""
+    """Return torchao's configurations by name."""
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
@@ -45,7 +45,7 @@ def schemes() -> dict[str, Any]:
 
 
 def quantized(scheme: Any) -> PreTrainedModel:
-    """A model whose layers are quantized, but not its output layer, as by transformers."""
+    """Return a model with quantized layers and an unquantized output layer, as transformers quantizes."""
     from torchao.quantization import quantize_
 
     def is_in_layer(module: Module, name: str) -> bool:
@@ -57,12 +57,12 @@ def quantized(scheme: Any) -> PreTrainedModel:
 
 
 def torchao(*names: str) -> dict[str, Any]:
-    """Answers of a model on the CPU and on the device, by the scheme of its weights."""
+    """Answer on the CPU and on the device with torchao's weights, by scheme."""
     return answered({name: quantized(scheme) for name, scheme in schemes().items() if name in names})
 
 
 def compressed(*names: str) -> dict[str, Any]:
-    """The same with checkpoints of compressed-tensors, which unpacks weights in the first pass."""
+    """Answer on the CPU and on the device with compressed-tensors, which unpacks weights in the first pass."""
     from compressed_tensors.offload import remove_dispatch
 
     models = {}
@@ -71,12 +71,12 @@ def compressed(*names: str) -> dict[str, Any]:
             save_compressed(copy.deepcopy(model_of("llama")), name, Path(folder))
             loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         loaded(torch.tensor([PROMPT]))
-        models[name] = remove_dispatch(loaded)  # weights that move to another device by themselves
+        models[name] = remove_dispatch(loaded)  # otherwise weights move to another device by themselves
     return answered(models)
 
 
 def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
-    """Answers by each of these models, greedy and sampled, without drafts and with them."""
+    """Answer with each model, greedy and sampled, with and without drafts."""
     expected = {name: [plain(model, sampling) for sampling in (GREEDY, SAMPLED)] for name, model in models.items()}
     install()
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Decodes on a simulated CUDA device, in a process of its own, and prints as JSON what happened.
+"""Decode on a simulated CUDA device, in a separate process, and print the results as JSON.
 
 ``python -m tests.support.device_scenarios GROUP,... [ARGUMENT ...]``. A group is a function of this file.
 """
@@ -51,9 +51,9 @@ GREEDY, SAMPLED = SamplingConfig(), SAMPLINGS["T 0.7"]
 DEEPER = 4
 NODES = 24
 SLOTS = 5, 30, 12
-"""Lengths of the prompts of a batch."""
+"""Prompt lengths of a batch."""
 LONG = 1024
-"""Positions of a cache that are more than an answer needs."""
+"""Cache size in positions that exceeds what an answer needs."""
 
 
 def hierarchy() -> Drafter:
@@ -61,7 +61,7 @@ def hierarchy() -> Drafter:
 
 
 def plain(model: PreTrainedModel, sampling: SamplingConfig, prompt: list[int] = PROMPT) -> list[int]:
-    """The answer of a model on the CPU, without drafts."""
+    """Return the answer of a model on the CPU, without drafts."""
     return said(run(Target(model), prompt, sampling, MOST))
 
 
@@ -73,9 +73,9 @@ def watched(
     prompt: list[int] = PROMPT,
     most: int = MOST,
 ) -> dict[str, Any]:
-    """An answer on the device, and what the device did in each step that captured nothing.
+    """Answer on the device, and return the device's events in each step that captured nothing.
 
-    A step is what happens between two tokens that the caller gets: it waits for a pass and starts the next one.
+    A step lasts from one token that the caller receives to the next: it waits for a pass and starts another one.
     """
     before = DEVICE.counts.events[CAPTURE]
     sampler, tokens, events, sizes = Sampler(sampling, prompt), [], [], []
@@ -83,7 +83,7 @@ def watched(
         tokens += step.tokens
         sizes.append(len(step.tokens))
         events.append(Counter(DEVICE.counts.events))
-    steps = [after - before for before, after in pairwise(events[:-1])]  # the last one starts no pass
+    steps = [after - before for before, after in pairwise(events[:-1])]  # the last step starts no pass
     return {
         "tokens": tokens,
         "steps": [step for step in steps if not step[CAPTURE]],
@@ -95,7 +95,7 @@ def watched(
 
 
 def deeper(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A random model of the same family with so many layers."""
+    """Create a random model of the same family with ``layers`` layers."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     if kinds := getattr(config, "layer_types", None):
@@ -106,7 +106,7 @@ def deeper(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def answers(*families: str) -> dict[str, Any]:
-    """Answers in several ways, on the CPU and on the device, and the kernels of models of two depths."""
+    """Answer in several ways on the CPU and on the device, and count the kernels of models of two depths."""
     expected = {
         family: {
             "plain": plain(model_of(family), GREEDY),
@@ -120,7 +120,7 @@ def answers(*families: str) -> dict[str, Any]:
 
 
 def watched_batch(target: Target) -> dict[str, Any]:
-    """Answers with drafts in one batch, and what the device did in each pass that captured nothing."""
+    """Answer a batch with drafts, and return the device's events in each pass that captured nothing."""
     prompts = {f"slot {length}": prompt_of(length) for length in SLOTS}
     requests = (Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy()) for slot, prompt in prompts.items())
     tokens: dict[str, list[int]] = {slot: [] for slot in prompts}
@@ -133,7 +133,7 @@ def watched_batch(target: Target) -> dict[str, Any]:
 
 
 def told() -> dict[str, Any]:
-    """What helps to explain a test that fails."""
+    """Return faults and frequent events, which help to explain a failing test."""
     counts = DEVICE.counts
     lines = [f"{number} of {kind}, at {line}" for (kind, line), number in counts.lines.most_common(20)]
     return {"faults": list(counts.faults), "lines": lines}
@@ -169,7 +169,7 @@ def liar(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
 
 
 def captures() -> dict[str, Any]:
-    """Captures until the first answer begins, with a measured budget, and within answers."""
+    """Count the captures before the first answer and within answers, with a measured budget."""
     install()
     earlier = DEVICE.counts.events[CAPTURE]
     target = Target(on_device(model_of("llama")))
@@ -180,7 +180,7 @@ def captures() -> dict[str, Any]:
 
 
 def sampled() -> dict[str, Any]:
-    """Answers by tokens that are drawn in several ways, and with penalties; with drafts, and without."""
+    """Answer with every sampling setting, with and without drafts."""
     model = model_of("llama")
     samplings = SAMPLINGS | {"T 1, top-k 50": SamplingConfig(temperature=1.0, top_k=50, seed=4)}
     expected = {name: plain(model, sampling) for name, sampling in samplings.items()}
@@ -194,7 +194,7 @@ def sampled() -> dict[str, Any]:
 
 
 def heads() -> dict[str, Any]:
-    """An answer with drafts of heads, whose passes are captured, too."""
+    """Answer with drafts of heads, whose passes are captured too."""
     model = model_of("llama")
     expected = plain(model, GREEDY)
     install()
@@ -204,7 +204,7 @@ def heads() -> dict[str, Any]:
 
 
 def mtp() -> dict[str, Any]:
-    """An answer with drafts of an MTP layer, whose passes are captured, too."""
+    """Answer with drafts of an MTP layer, whose passes are captured too."""
     model = model_of("llama")
     expected = plain(model, GREEDY)
     install()
@@ -230,7 +230,7 @@ def hidden_without_extents() -> dict[str, Any]:
 
 
 def without_recovery() -> dict[str, Any]:
-    """What is captured by a torch that cannot capture after a failure, of models that can be captured or not."""
+    """Count what is captured if torch cannot capture after a failure, for models that can be captured or not."""
     models = {name: model_of(name) for name in ("llama", "falcon")}
     expected = {name: plain(model, GREEDY) for name, model in models.items()}
     install()
@@ -247,7 +247,7 @@ def without_recovery() -> dict[str, Any]:
 
 
 class WholeCache:
-    """A pass that reads the whole cache instead of an extent, so that its steps do not depend on lengths."""
+    """Pass that reads the whole cache instead of an extent, so that its steps do not depend on lengths."""
 
     reads_extent = False
 
@@ -259,7 +259,7 @@ class WholeCache:
 
 
 def reserved() -> dict[str, Any]:
-    """Captures of a pass without extents: until it is loaded, and in answers that are longer than a short cache."""
+    """Count the captures of a pass without extents, after loading and in answers that outgrow a short cache."""
     model = model_of("llama")
     model.config.max_position_embeddings = 4096
     long = prompt_of(40) * 13
@@ -287,7 +287,7 @@ def reserved() -> dict[str, Any]:
 
 
 class Adapter(Module):
-    """A matmul of low rank beside a layer, as LoRA has."""
+    """Low-rank matmul beside a layer, as in LoRA."""
 
     def __init__(self, base: Linear, device: torch.device) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ CHANGES = add_adapter, replace_parameter, replace_data, overwrite_weight
 
 
 def changes() -> dict[str, Any]:
-    """Answers before and after a change of the model, on the CPU and on the device."""
+    """Answer before and after a change of the model, on the CPU and on the device."""
 
     def answered_twice(target: Target, change: Callable[[Any], None]) -> dict[str, Any]:
         before = said(run(target, PROMPT, GREEDY, MOST))
@@ -349,9 +349,9 @@ def changes() -> dict[str, Any]:
 
 
 def mutations() -> dict[str, Any]:
-    """What shows of a fault that is put into hdtool: other tokens, a fault of the device, no captures, more waits."""
+    """Return the symptoms of each fault that is put into hdtool."""
     model = model_of("llama")
-    model.config.max_position_embeddings = 4096  # so that a cache can grow
+    model.config.max_position_embeddings = 4096  # lets a cache grow
     prompts = PROMPT, prompt_of(45)
     expected = [plain(model, sampling, prompt) for prompt in prompts for sampling in (GREEDY, SAMPLED)]
     install()
@@ -362,13 +362,16 @@ def mutations() -> dict[str, Any]:
 def symptoms(
     model: PreTrainedModel, prompts: Sequence[list[int]], expected: Sequence[list[int]], mutation: Callable[[], Undo]
 ) -> dict[str, Any]:
-    """Those of a mutation after loading, where a model would be refused, or run without captures, because of it."""
+    """Return the symptoms of a fault: other tokens, faults of the device, no captures, more waits.
+
+    The fault is put in after loading, which would otherwise refuse the model or run it without captures.
+    """
     target, tokens, most_waits = Target(model), [], 0
     DEVICE.counts.clear()
     undo = mutation()
     try:
         for number, (prompt, greedy) in enumerate(zip(prompts, expected[::2], strict=True)):
-            target.cache.reserve(LONG << number)  # other memory for the second prompt, and as much of it is read
+            target.cache.reserve(LONG << number)  # new memory for the second prompt, which is read in full
             drafter = liar(greedy, prompt)
             found = watched(target, GREEDY, drafter, prompt=prompt), watched(target, SAMPLED, prompt=prompt)
             tokens += [answer["tokens"] for answer in found]
@@ -388,7 +391,7 @@ def symptoms(
 
 
 def basics() -> dict[str, Any]:
-    """What the device itself does with the order of work, and with memory."""
+    """Return how the device orders its work, and what its memory holds."""
     install()
     DEVICE.counts.clear()
     host = torch.zeros(2, pin_memory=True)
@@ -414,7 +417,7 @@ def basics() -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    """Two graphs of one pool, of which the second one leaves nothing of what the first one computed."""
+    """Capture two graphs in one pool, of which the second overwrites what the first has computed."""
     pool, number = torch.cuda.graph_pool_handle(), torch.ones(1, device="cuda:0")
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first, pool=pool):
@@ -440,7 +443,10 @@ Groups = dict[str, Callable[..., dict[str, Any]]]
 
 
 def main(groups: Groups, arguments: Sequence[str]) -> None:
-    """Print what groups found, whose names are the first argument; Triton cannot compile for the device."""
+    """Print the results of the groups named in the first argument.
+
+    Triton is disabled, because it cannot compile for the simulated device.
+    """
     torch.set_num_threads(1)
     sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""A server with the interface of the Hugging Face hub, for the models in a folder."""
+"""HTTP server with the interface of the Hugging Face hub, which serves models from a folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ REFUSED = {
     "busy": (429, ""),
     "down": (503, ""),
 }
-"""Status and error code of a model by its owner's name."""
+"""HTTP status and error code for the models of each of these owners."""
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves ``OWNER/MODEL`` from the folder of that name."""
+    """HTTP server that serves the model ``OWNER/MODEL`` from the subfolder of that name."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.sent: list[str] = []
-        """The files that were sent, each as often as it was."""
+        """Names of the files sent, with repetitions."""
 
     @property
     def address(self) -> str:

@@ -1,4 +1,4 @@
-"""As much of llama-cpp-python as a benchmark calls, for a model whose answers are given."""
+"""Fake llama-cpp-python with predefined answers, limited to what benchmarks call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answers = Mapping[tuple[int, ...], Sequence[int]]
 
 
 class Lookup:
-    """Drafts what followed the last token before."""
+    """Drafter that copies the tokens after the first earlier occurrence of the last token."""
 
     def __init__(self, num_pred_tokens: int) -> None:
         self.num_pred_tokens = num_pred_tokens
@@ -26,7 +26,7 @@ class Lookup:
 
 
 class Llama:
-    """Continues the prompts of ``answers``; keeps the KV cache of the last prompt until it is reset."""
+    """Model that answers the prompts of ``answers``, and keeps the KV cache of the last prompt until ``reset``."""
 
     answers: Answers
     made: list[Llama]
@@ -34,9 +34,9 @@ class Llama:
     def __init__(self, path: str, **options: Any) -> None:
         self.path, self.options = path, options
         self.reused: list[int] = []
-        """Tokens of each prompt that were still in the KV cache."""
+        """Number of tokens of each prompt that were still in the KV cache."""
         self.passes: list[int] = []
-        """Tokens of each pass of the last answer, as far as they were taken."""
+        """Number of tokens that each pass of the last answer yielded, as far as the caller consumed them."""
         self._cached: list[int] = []
         self.made.append(self)
 
@@ -71,7 +71,7 @@ SYSTEM_INFO = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | BMI2 =
 def install(
     monkeypatch: pytest.MonkeyPatch, answers: Answers, system_info: str = SYSTEM_INFO, *, offloads: bool = False
 ) -> list[Llama]:
-    """Make it importable, with the features of ``system_info``; returns the models that will be made."""
+    """Make the package importable, with these CPU features. Returns the list to which models are added."""
     found: list[Llama] = []
     made = type("Llama", (Llama,), {"answers": answers, "made": found})
     package, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")

@@ -1,4 +1,4 @@
-"""As much of OpenVINO GenAI as a benchmark calls, for a model whose answers are given."""
+"""Fake OpenVINO GenAI with predefined answers, limited to what benchmarks call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Answers = Mapping[tuple[int, ...], Sequence[int]]
 
 
 class Pipeline:
-    """Answers the prompts of ``answers``; with prompt lookup, a pass brings two tokens."""
+    """Pipeline that answers the prompts of ``answers``. With prompt lookup, each pass yields two tokens."""
 
     answers: Answers
     made: list[Pipeline]
@@ -42,7 +42,7 @@ class Pipeline:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[Pipeline]:
-    """Make it importable; returns the pipelines that will be made."""
+    """Make the packages importable. Returns the list to which pipelines are added."""
     found: list[Pipeline] = []
     contents: dict[str, dict[str, Any]] = {
         "openvino": {"Tensor": lambda array: array},

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, in float32: the oracle that nothing can be downloaded for."""
+"""Tiny random float32 models of many families, which need no download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 97
 WINDOW = 24
-"""Sliding windows this short bite within a tree as well as within a prompt."""
+"""Sliding window short enough to take effect within a tree as well as within a prompt."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 512,
-    "initializer_range": 0.5,  # lively: a tamer model says one token over and over
+    "initializer_range": 0.5,  # with a smaller range, a model repeats one token
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -33,7 +33,7 @@ ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 def random_model(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
-    """A random model of the class of a configuration, in the common shape but for some settings."""
+    """Create a random model from a configuration class, in the common shape with changed settings."""
     settings = {key: value for key, value in {**SHAPE, **changes}.items() if key not in without}
     config = getattr(transformers, f"{name}Config")(**settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -156,7 +156,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         ssm_state_size=8,
         n_groups=1,
         chunk_size=8,
-        time_step_min=1e-9,  # the library limits the step to this in passes of several tokens alone
+        time_step_min=1e-9,  # transformers applies this limit only in passes of several tokens
     ),
     "falcon_h1": lambda: random_model("FalconH1", **MAMBA, mamba_d_ssm=64),
     "mamba2": lambda: random_model("Mamba2", num_heads=8, state_size=8, n_groups=1, chunk_size=8),
@@ -171,7 +171,7 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "lfm2": lambda: random_model("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
 }
-"""Models with recurrent layers or short convolutions; Jamba's cannot go on from a state in a pass of several tokens."""
+"""Models with recurrent layers or short convolutions. Jamba's cannot read several tokens after a saved state."""
 FAMILIES |= HYBRIDS
 
 IN_DOUBLE = sorted(
@@ -179,12 +179,12 @@ IN_DOUBLE = sorted(
     - set(HYBRIDS)
     - {"gemma2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "codegen", "gptj", "llama4"}
 )
-"""Families that compute in float64 throughout; the others have parts that know float32 and less."""
+"""Families that compute in float64 throughout. Parts of the others compute in float32 or less."""
 
 
 @cache
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same random model of a family in every run; nothing in it ends an answer."""
+    """Create a random model of a family, with equal weights in every run and without tokens that end an answer."""
     torch.manual_seed(sum(map(ord, family)))
     model = FAMILIES[family]()
     model.to(dtype)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tiny models of the kind that is compiled, computed by the library's code and by compiled code."""
+"""Tiny models that hdtool compiles, run by transformers' code and by compiled code."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TREE = DraftTree.of(3, [5, 8, 13, 21, 34, 55], [-1, 0, 0, 2, -1, 4])
 
 
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give models shapes that our products and vectors take."""
+    """Give tiny models the sizes that compiled matmuls and vector kernels support."""
     for name, size in {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.3}.items():
         monkeypatch.setitem(families.SHAPE, name, size)
 
 
 def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    """A model in float32 with random norms and biases, of numbers that the dtype holds."""
+    """Create a float32 model with random norms and biases, whose values ``dtype`` can represent."""
     torch.manual_seed(1)
     model: Any = KINDS[kind]()
     for name, weight in model.named_parameters():
@@ -51,7 +51,7 @@ def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
 
 
 def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Target, Target]:
-    """The model with compiled linear layers in the library's code, and wholly in compiled code."""
+    """Return a target with compiled linear layers in transformers' code, and one that is compiled as a whole."""
     targets = []
     for _ in range(2):
         model = model_of(kind, dtype)
@@ -79,7 +79,7 @@ def logits_of(target: Target, context: list[int], tree: DraftTree = TREE) -> tor
 
 
 def after(target: Target, context: list[int], *, room: int = 64) -> OneSequence:
-    """A sequence of its own that holds a context."""
+    """Return a new sequence that has read a context."""
     one = OneSequence(target)
     one.prefill(context, room=room)
     return one

@@ -1,4 +1,4 @@
-"""GGUF files with tiny random weights and the tokenizer of the demo model, written as llama.cpp writes them."""
+"""GGUF files with tiny random weights and the demo model's tokenizer, in the layout of llama.cpp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of a layer's weights in the file and in transformers."""
+"""Names of a layer's weights in a GGUF file, with their names in transformers."""
 
 
 @cache
@@ -59,7 +59,7 @@ def tiny_llama(seed: int = 0, **changed: Any) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(8)  # random logits of the usual size are too even to tell models apart
+            weight.mul_(8)  # with smaller weights, logits are too even to tell models apart
     return model
 
 
@@ -71,10 +71,10 @@ def write_gguf(
     divisors: np.ndarray[Any, Any] | None = None,
     settings: Mapping[str, int | str] | None = None,
 ) -> Path:
-    """Write a model; ``kind`` is the format of its matrices, and ``settings`` are added to those of the file.
+    """Write a model with matrices in the format ``kind``.
 
-    The library cannot quantize to all formats: in others, matrices are random.
-    ``divisors`` are those of the rotary frequencies.
+    The library gguf cannot quantize to every format. In the others, the matrices are random. ``settings`` are added to
+    the file's metadata, and ``divisors`` divide the rotary frequencies.
     """
     writer = GGUFWriter(path, "llama")
     add_settings(writer, model.config)
@@ -102,9 +102,9 @@ EXPERT_LAYER = {
 
 
 def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
-    """Write a Qwen3-MoE with its experts, and all other matrices but the routers, in a format.
+    """Write a Qwen3-MoE with its matrices in the format ``kind``, except the routers.
 
-    transformers takes the width of experts for that of the smallest Qwen3-MoE.
+    transformers assumes the expert width of the smallest Qwen3-MoE.
     """
     torch.manual_seed(0)
     shape = {
@@ -141,7 +141,7 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
 
 def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
     if kind.name.endswith("_K") or kind.name == "IQ4_NL":
-        # IQ4_NL has numbers up to 127: larger scales give attention scores of hundreds, which magnify rounding.
+        # IQ4_NL has numbers up to 127. Larger scales would give attention scores of hundreds, which magnify rounding.
         scale = 0.001 if kind.name == "IQ4_NL" else 0.01
         return some_matrix(NAMES[kind.name], len(weight), weight.shape[1], len(weight), scale).blocks.numpy()
     return quantize(weight, kind)
@@ -164,7 +164,7 @@ def _weights(model: LlamaForCausalLM) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """The rows in the order of llama.cpp, which rotates neighbours instead of halves."""
+    """Reorder the rows as llama.cpp does, which rotates neighbouring rows instead of halves."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
@@ -172,7 +172,7 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
 def add_settings(
     writer: GGUFWriter, settings: Any, key_value_heads: list[int] | None = None, epsilon: float | None = None
 ) -> None:
-    """Add what families have in common; ``key_value_heads`` are those of each layer where layers differ."""
+    """Add the metadata that families share. ``key_value_heads`` has one number per layer if the layers differ."""
     writer.add_name("tiny")
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
@@ -196,7 +196,7 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def add_tokenizer(writer: GGUFWriter, size: int | None = None) -> None:
-    """Add the tokenizer of the demo model, with unused tokens up to a size."""
+    """Add the demo model's tokenizer, padded with unused tokens to ``size``."""
     tokenizer = vocabulary()
     added = {one["id"] for one in tokenizer["added_tokens"]}
     tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])

@@ -1,4 +1,4 @@
-"""Random drafting heads, and the slow way to compute what they say."""
+"""Random drafting heads, and a slow reference implementation of their logits."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SEQUENTIAL = {
 
 
 def random_heads(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> ParallelHeads:
-    """Heads of random weights, all of which matter."""
+    """Create parallel heads with random numbers in all weights."""
     heads = random_kind(config, shape, seed, size)
     assert isinstance(heads, ParallelHeads)
     return heads
 
 
 def random_kind(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, size: float = 0.3) -> Heads:
-    """As ``random_heads``, of any kind; an MTP layer without draft vocabulary has no output layer yet."""
+    """Create random heads of any kind. An MTP layer without a draft vocabulary has no output layer yet."""
     torch.manual_seed(seed)
     heads = ARCHITECTURES[config.kind](shape, config)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def random_kind(config: HeadsConfig, shape: HeadsShape = SHAPE, seed: int = 0, s
 
 
 def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float = 0.3) -> SavedHeads:
-    """Random heads of a target, and a static tree for them."""
+    """Create random heads for a target, with a static tree."""
     target.watch_hidden()
     every = replace(config, draft_vocabulary=None)
     like = new_heads(target.model, target.hidden.rows_of(0).shape[-1], target.config.vocab_size, every)
@@ -78,7 +78,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
 
 
 def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
-    """Logits ``[rows, heads, tokens]`` after every row, or only the ``last``, number by number."""
+    """Compute logits ``[rows, heads, tokens]`` number by number, after every row or only after the ``last``."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
     states = hidden.double().numpy()
@@ -104,7 +104,7 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bo
 
 
 def slowly_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Numbers:
-    """Logits of heads that draft token by token, after accepted tokens and a path: all are embedded."""
+    """Compute the logits of heads that draft token by token, after embedded accepted tokens and an embedded path."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
     states, read, ahead = (part.double().numpy() for part in (hidden, tokens, path))

@@ -1,4 +1,4 @@
-"""Processes that append to a history store."""
+"""Append to a history store from other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hdtool.runtime.stores.history_store import HistoryStore
 
 
 def write(folder: Path, name: int, count: int, size: int) -> None:
-    """Append answers that begin with a name and their number; a line is printed after each."""
+    """Append answers that begin with ``name`` and their number. Prints a line before the first and after each."""
     store = HistoryStore(folder)
     print("begun", flush=True)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Triton's kernels on a CPU, by its interpreter, which tests/conftest.py chooses."""
+"""Run Triton kernels on a CPU with Triton's interpreter, which tests/conftest.py enables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
-    """In this block the kernels of passes on CUDA run on a CPU, whatever the device."""
+    """Run the kernels of CUDA passes on a CPU inside this block, whatever the device."""
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
         from hdtool.runtime.engines.cuda import fused_pass
@@ -20,7 +20,7 @@ def interpreted_kernels() -> Iterator[None]:
 
         def everywhere(device: torch.device) -> TritonOperations:
             made = TritonOperations(device)
-            made._processors = 8  # several splits of the keys
+            made._processors = 8  # splits the keys into several parts
             return made
 
         for module in (fused_pass, captured_passes):

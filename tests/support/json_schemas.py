@@ -1,4 +1,4 @@
-"""Thirty JSON schemas of the kinds that programs ask language models for."""
+"""Thirty JSON schemas like those that applications use with language models."""
 
 from __future__ import annotations
 

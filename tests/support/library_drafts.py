@@ -1,4 +1,4 @@
-"""The drafts of transformers' own assisted generation and of hdtool, by the length of the context."""
+"""Record the drafts of transformers' assisted generation and of hdtool, by the length of the context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Drafts = dict[int, list[int]]
 
 
 def drafts_of_library(monkeypatch: pytest.MonkeyPatch, generator: Any) -> Drafts:
-    """What a candidate generator of the library drafts from now on."""
+    """Record what a candidate generator of transformers drafts from now on."""
     found: Drafts = {}
     drafts = generator.get_candidates
 
@@ -24,7 +24,7 @@ def drafts_of_library(monkeypatch: pytest.MonkeyPatch, generator: Any) -> Drafts
 
 
 def best_chains(drafter: Any) -> Drafts:
-    """The best tokens, one after the other, that a trained drafter proposes from now on; it drafts chains alone."""
+    """Record the chain of best tokens that a trained drafter proposes from now on, and draft that chain only."""
     found: Drafts = {}
     propose, draft, context = drafter.trained.propose, drafter.draft, list[int]()
 

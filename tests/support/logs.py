@@ -1,4 +1,4 @@
-"""Runs ``convert`` on a log, for the tests of inputs."""
+"""Run ``convert`` on a log, for tests of inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OK = {"choices": [{"message": ANSWER}]}
 RESPONSES = (
     "create table responses (id text, conversation_id text, prompt text, system text, response text, datetime_utc text)"
 )
-"""The table of `llm` up to version 0.31."""
+"""Table of ``llm`` up to version 0.31."""
 
 
 def said(answer: str, *before: dict[str, str]) -> list[dict[str, str]]:
@@ -30,7 +30,7 @@ def said(answer: str, *before: dict[str, str]) -> list[dict[str, str]]:
 
 
 def converted(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[Any], list[str]]:
-    """The exit code, the rows of the file that ``convert`` wrote, and the lines of standard error."""
+    """Convert a file. Returns the exit code, the rows that ``convert`` wrote, and the lines of standard error."""
     out = path.with_name("converted.jsonl")
     code = run(["convert", str(path), "--out", str(out), "--quiet", *options])
     printed = capfd.readouterr()

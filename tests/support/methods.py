@@ -1,4 +1,4 @@
-"""The methods that draft for the embedded demo model."""
+"""Methods that can draft for the embedded demo model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hdtool.runtime.config import METHODS
 from hdtool.runtime.config.decoding import DRAFT_MODEL
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
-"""Methods with heads that are shipped with it."""
+"""Methods whose heads ship with the demo model."""
 WITHOUT_MODEL = tuple(name for name, method in METHODS.items() if not method.trained or name in SHIPPED)
 OF_DEMO = tuple(name for name in METHODS if name in WITHOUT_MODEL or METHODS[name].trained == DRAFT_MODEL)
-"""Those and the methods with a draft model, which may be the model itself."""
+"""Methods of ``WITHOUT_MODEL``, and methods with a draft model, which can be the demo model itself."""
 
 
 def drafter_for(method: str) -> str | None:
-    """The draft model that a method needs."""
+    """Return the draft model that a method needs, or None."""
     return str(demo.MODEL) if METHODS[method].trained == DRAFT_MODEL else None

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with multi-token-prediction layers, named as the published ones of each type are."""
+"""Tiny random checkpoints with multi-token-prediction layers, named as in the published checkpoints of each type."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ TYPES = (
     "ernie4_5_moe",
     "longcat_flash",
 )
-"""Types whose published checkpoints have such layers, or whose classes of the library expect them."""
+"""Types whose published checkpoints have MTP layers, or whose classes in transformers expect them."""
 WITH_STATES = "inkling_text"
-"""A type whose layers keep states of convolutions."""
+"""Type whose layers keep convolution states."""
 PARTS = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
-"""Names of the parts around a single layer in checkpoints of the Qwen kind, by those of the library."""
+"""Names of the parts around a single MTP layer in Qwen's checkpoints, by their names in transformers."""
 OUTER = {"post_norm": "shared_head.norm."}
-"""And where the layers follow those of the model."""
+"""Names in checkpoints whose MTP layers follow the model's layers, where they differ from transformers' names."""
 
 
 def with_mtp(kind: str, folder: Path, number: int = 1) -> PreTrainedModel:
-    """A model that was loaded from a checkpoint with this number of layers."""
+    """Load a model from a new checkpoint with ``number`` MTP layers."""
     model = tiny_model(kind)
     text: Any = model.config.get_text_config(decoder=True)
     if hasattr(text, "num_mtp_layers"):
@@ -63,7 +63,7 @@ def with_mtp(kind: str, folder: Path, number: int = 1) -> PreTrainedModel:
 
 
 def add_layers(folder: Path, model: Any, layers: Any) -> None:
-    """Add the layers of the library to the checkpoint of a model."""
+    """Add MTP layers of transformers to a model's checkpoint."""
     own = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
     tensors = load_file(folder / SINGLE_FILE)
     tensors |= {_stored_as(name, model): tensor.contiguous() for name, tensor in own.items()}
@@ -71,7 +71,7 @@ def add_layers(folder: Path, model: Any, layers: Any) -> None:
 
 
 def _stored_as(name: str, model: Any) -> str:
-    """The name in a checkpoint of a tensor of the library's MTP layers."""
+    """Return the checkpoint's name for a tensor of transformers' MTP layers."""
     _, layer, part, rest = name.split(".", 3)
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if any(re.search(pattern, "mtp.layers.0.x") for pattern in patterns):

@@ -1,4 +1,4 @@
-"""Tiny random multimodal models, which these tests ask about text alone."""
+"""Tiny random multimodal models, which the tests prompt with text only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VISION: dict[str, Any] = {
     "image_size": 16,
 }
 IMAGE = 95
-"""The token in whose place an image would stand."""
+"""Token that stands for an image."""
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 LAYERS = ["sliding_attention", "full_attention"]
 TEXT: dict[str, dict[str, Any]] = {
@@ -34,12 +34,12 @@ TEXT: dict[str, dict[str, Any]] = {
     "internvl": {"model_type": "qwen2"},
     "gemma3": {"sliding_window": WINDOW, "layer_types": LAYERS},
 }
-"""What the text part of each type has beside the common shape."""
+"""Settings of each type's text model, in addition to the common shape."""
 
 
 @cache
 def multimodal_model(kind: str) -> PreTrainedModel:
-    """A random model of a type, equal in every run; nothing in it ends an answer."""
+    """Create a random model of a type, with equal weights in every run and without tokens that end an answer."""
     torch.manual_seed(sum(map(ord, kind)))
     vision = {**VISION, **({"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {})}
     if kind == "internvl":

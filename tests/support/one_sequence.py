@@ -1,4 +1,4 @@
-"""One sequence on a target, step by step, for tests that look at single passes."""
+"""Decode one sequence step by step, for tests of single passes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hdtool.runtime.tree import DraftTree
 
 
 class OneSequence:
-    """A target with a cache for one sequence."""
+    """Target with a cache for one sequence."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.cache = target, target.allocate()
         self.verified = Verified(torch.empty(0))
-        """The outcome of the last pass."""
+        """Result of the last pass."""
         self.cached_tokens = 0
-        """Tokens that `read_on` did not read again."""
+        """Number of tokens that ``read_on`` took from the cache."""
 
     @property
     def length(self) -> int:
-        """Accepted tokens."""
+        """Number of accepted tokens."""
         return self.cache.slots[0].length
 
     def prefill(self, context: Sequence[int], start: int = 0, *, room: int = 64) -> torch.Tensor:
-        """Read a context after the first ``start`` tokens; the logits ``[1, vocabulary]`` after it."""
+        """Read a context, except its first ``start`` tokens, and return the logits ``[1, vocabulary]`` after it."""
         self.target.notice_changes()
         self.verified = self.target.prefill(self.cache, 0, context, start, room=room)
         return self.verified.logits
 
     def read_on(self, prompt: Sequence[int], *, room: int = 64) -> torch.Tensor:
-        """Read a prompt from where it differs from the context; the logits ``[1, vocabulary]`` after it."""
+        """Read a prompt from where it differs from the context, and return the logits ``[1, vocabulary]`` after it."""
         self.target.notice_changes()
         reader = PromptReader(self.target, self.cache, 0, prompt, room)
         reader.begin(PrefixCache())
@@ -44,7 +44,7 @@ class OneSequence:
         return verified.logits
 
     def verify(self, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> torch.Tensor:
-        """The logits of the root and each node; ``verified`` has what was wanted beside them."""
+        """Return the logits of the root and each node. ``verified`` has the other outputs that ``want`` asks for."""
         self.verified = self.target.verify(self.cache, [tree], [want])[0]
         self.target.wait()
         return self.verified.logits

@@ -1,4 +1,4 @@
-"""What everything is compared with: the plain library, asked in the plainest way."""
+"""Reference results from transformers: greedy ``generate``, and logits of a pass without a cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support.families import VOCABULARY
 
 
 def prompt_of(length: int) -> list[int]:
-    """A random prompt, the same one for the same length."""
+    """Return a random prompt, which depends only on its length."""
     ids: list[int] = torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     return ids
 
 
 def generated(model: Any, prompt: list[int], most: int, **options: Any) -> list[int]:
-    """What ``model.generate`` says, greedy unless told otherwise."""
+    """Return the answer of ``model.generate``, greedy unless the options say otherwise."""
     asked = torch.tensor([prompt], device=model.device)
     options = {"do_sample": False} | options
     said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=most, **options)
@@ -25,17 +25,17 @@ def generated(model: Any, prompt: list[int], most: int, **options: Any) -> list[
 
 
 def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    """The logits after ``ids``, computed from nothing but them."""
+    """Return the logits after ``ids``, computed without a cache."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits
 
 
 def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal within rounding, judged against how far the logits spread.
+    """Assert that logits are equal within rounding, relative to their standard deviation.
 
-    A wrong mask or position moves them by tenths of their spread. In float64 nothing but the order
-    of sums may differ; in float32 the same shows some ten thousand times as large.
+    A wrong mask or position changes logits by tenths of it. In float64, only the order of sums may differ; in float32,
+    such differences are about ten thousand times as large.
     """
     tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-3
     distance = (found - expected).abs().max() / expected.std()

@@ -1,4 +1,4 @@
-"""Random blocks in the formats of GGUF files and of torchao, their numbers by ``gguf`` and by numpy, and matmuls."""
+"""Random blocks in formats of GGUF and torchao, with reference values from ``gguf`` and numpy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAMES = {one.name: one for one in ALL_FORMATS}
 SCALES: dict[str, tuple[int, ...]] = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "MXFP4": (0,)}
 SCALES |= {"int8": (0,), "int4": (0, 4)}
-"""Where a block has numbers in float16, in float32 for torchao, or an exponent in 8 bits for MXFP4."""
+"""Offsets in a block of float16 scales, of float32 scales for torchao, or of the 8-bit exponent for MXFP4."""
 LONGEST_BLOCK = 256
 
 
 def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0, scale: float = 0.01) -> PackedMatrix:
-    """A matrix with random bits, and with scales of this standard deviation."""
+    """Create a matrix with random bits, and with scales of this standard deviation."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (outs * columns // format.numbers, format.bytes), dtype=np.uint8)
     for first in SCALES[format.name]:
@@ -38,7 +38,7 @@ def set_scales(blocks: npt.NDArray[np.uint8], format: BlockFormat, first: int, s
 
 
 def _stored(format: BlockFormat, scales: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Numbers as a format has them; MXFP4 has the next lower power of 2, and what is larger than all is the largest."""
+    """Convert scales to the format's type. For MXFP4, round down to a power of two and clip to the largest."""
     if format.name != "MXFP4":
         return np.asarray(scales, np.float32 if format in (INT8, INT4) else np.float16)
     size = np.nan_to_num(np.abs(np.asarray(scales, np.float64)), nan=np.inf)
@@ -56,7 +56,7 @@ def expected(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
 
 
 def int8_linear(input: torch.Tensor, panels: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``torch.nn.functional.linear`` with a contiguous float32 input, which is rounded to 8 bits."""
+    """Multiply like ``torch.nn.functional.linear``, with a contiguous float32 input that is rounded to 8 bits."""
     return multiply(int8_matmul_of(panels.format.kind).address, panels.data_ptr(), panels.shape, input, bias)
 
 

@@ -1,4 +1,4 @@
-"""Processes in tests: the command as a shell starts it, and waiting that ends when the process ends."""
+"""Start commands as a shell does, and wait for them without hanging if they end early."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 HDTOOL = [sys.executable, "-m", "hdtool.cli"]
 LONGEST = 120.0
-"""Seconds after which a process is taken to hang, on a machine that does much else."""
+"""Timeout in seconds, for a busy machine."""
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    """A process whose output is read; it hears Ctrl-C, which what a shell starts in the background ignores."""
+    """Start a process with captured output that reacts to Ctrl-C, which a shell's background processes ignore."""
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c, **options
     )
@@ -27,7 +27,7 @@ def hear_ctrl_c() -> None:
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """The lines of standard error up to one with these words; fails if the process ends before it prints them."""
+    """Return the lines of standard error up to one with these words. Fails if the process ends before."""
     assert process.stderr
     stuck = Timer(LONGEST, process.kill)
     stuck.start()
@@ -43,7 +43,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def wait_until(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
-    """Until something has happened or the process has succeeded; fails if it fails or hangs before."""
+    """Wait until ``done`` returns True or the process succeeds. Fails if the process fails or times out."""
     deadline = time.monotonic() + LONGEST
     while not done():
         if process.poll() is not None:

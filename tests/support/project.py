@@ -1,4 +1,4 @@
-"""The project as files."""
+"""Paths of the project's source files."""
 
 from __future__ import annotations
 

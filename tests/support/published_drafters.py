@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of published kinds of drafters, for a target."""
+"""Tiny random checkpoints of published drafter architectures, for a target."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfi
 from tests.support.families import SHAPE, VOCABULARY
 
 DRAFTED = 40
-"""Tokens that a tiny EAGLE-3 drafter can draft."""
+"""Size of a tiny EAGLE-3 drafter's draft vocabulary."""
 HEADS, KEY_HEADS, HEAD, MLP = 4, 2, 8, 48
 
 
 def let_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.23 makes no configuration whose layers all read the keys and values of others."""
+    """Allow configurations whose layers all read the keys and values of others, which transformers 5.23 rejects."""
     modes = Gemma4TextConfig.kv_sharing_modes.fget  # type: ignore[attr-defined]
 
     def every(config: Any) -> Any:
@@ -31,7 +31,7 @@ def let_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def eagle3(folder: Path, model: PreTrainedModel, *, speculators: bool = False, **changes: Any) -> Path:
-    """A checkpoint as the original writes it, or as vLLM's speculators do."""
+    """Write an EAGLE-3 checkpoint in the original format, or in the format of vLLM's speculators."""
     torch.manual_seed(5)
     width = int(model.config.get_text_config().hidden_size)
     layer = {
@@ -71,7 +71,7 @@ def eagle3(folder: Path, model: PreTrainedModel, *, speculators: bool = False, *
 
 
 def dflash(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
-    """A checkpoint in the layout of transformers."""
+    """Write a DFlash checkpoint in the layout of transformers."""
     text = model.config.get_text_config()
     torch.manual_seed(6)
     config = MuseGlimmerAssistantConfig(
@@ -83,7 +83,7 @@ def dflash(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
 
 
 def assistant(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
-    """An assistant of a Gemma 4."""
+    """Write an assistant of a Gemma 4 model."""
     text = model.config.get_text_config()
     torch.manual_seed(7)
     own = text.to_dict() | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -94,6 +94,6 @@ def assistant(folder: Path, model: PreTrainedModel, **changes: Any) -> Path:
     config = Gemma4AssistantConfig(text_config=own, backbone_hidden_size=text.hidden_size, **changes)
     made = Gemma4AssistantForCausalLM(config).eval()
     with torch.no_grad():
-        made.lm_head.weight[3:] *= 0.1  # some drafts are accepted by chance
+        made.lm_head.weight[3:] *= 0.1  # favours three tokens, so that some drafts are accepted by chance
     made.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Quantized layers in plain torch, with the arithmetic of libraries that need not be installed."""
+"""Quantized layers in plain torch, with the arithmetic of libraries that may not be installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Linear, Module, Parameter
 
 
 class Int8Layer(Module):
-    """Weights of 8 bits with a scale a row, as all of them have; activations as its heirs say."""
+    """Linear layer with 8-bit weights and a scale per row. Subclasses round the activations."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Int8Layer(Module):
 
 
 class OneScale(Int8Layer):
-    """All activations of a pass share a scale: torchao's ``granularity=PerTensor()``."""
+    """Layer whose activations share one scale per pass, as with torchao's ``granularity=PerTensor()``."""
 
     def rounded(self, rows: Tensor) -> Tensor:
         return _rounded(rows, rows.abs().amax())
@@ -41,7 +41,7 @@ class ScalePerRow(Int8Layer):
 
 
 class LlmInt8(Int8Layer):
-    """Columns in which any row has an outlier are multiplied unrounded for all rows: LLM.int8() of bitsandbytes."""
+    """Layer that rounds no column with an outlier in any row, as LLM.int8() of bitsandbytes does."""
 
     threshold = 6.0
 
@@ -63,7 +63,7 @@ def _rounded(rows: Tensor, largest: Tensor) -> Tensor:
 
 
 def quantized(model: Any, kind: type[Int8Layer]) -> Any:
-    """The model with all layers inside its blocks quantized."""
+    """Return the model with all linear layers inside its blocks quantized."""
     for name, layer in list(model.named_modules()):
         if type(layer) is Linear and "layers" in name:
             model.set_submodule(name, kind(layer))

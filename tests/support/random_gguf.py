@@ -1,4 +1,4 @@
-"""GGUF files of models of any size with random weights, to measure with."""
+"""GGUF files of random models of any size, for measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENTION = "full_attention"
 
 
 def write_random_gguf(path: Path, settings: LlamaConfig | Lfm2Config, kind: str, embedding: str) -> Path:
-    """Write a model with random blocks; ``embedding`` is the format of the embedding, which is the output layer too."""
+    """Write a model with random blocks. ``embedding`` is the format of the tied embedding and output layer."""
     writer = GGUFWriter(path, settings.model_type)
     add = _add_lfm2 if isinstance(settings, Lfm2Config) else _add_llama
     matrices, vectors = add(writer, settings)
@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def _add_llama(writer: GGUFWriter, settings: Any) -> tuple[Shapes, Shapes]:
-    """Add the settings; the shapes of the layers' matrices, and of what is kept in float32."""
+    """Add the metadata. Returns the shapes of the layers' matrices, and those of the tensors in float32."""
     add_settings(writer, settings)
     width, layers = settings.hidden_size, range(settings.num_hidden_layers)
     matrices = {
@@ -81,7 +81,7 @@ def _mlp(settings: Any) -> Shapes:
 
 
 def _random(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """The bytes of a matrix in the format of a tensor."""
+    """Return the bytes of a random matrix in a tensor format."""
     if kind == "BF16":
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[1] ** 0.5
         return np.asarray(numbers.bfloat16().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""The drafting policy in plain Python: slow, obvious, and what the compiled one is compared with."""
+"""Slow and simple implementation of the drafting policy, with which the compiled one is compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
-# The policy in numbers, written down once more: a constant that changes in the compiled code fails the tests.
+# The constants of the compiled policy are repeated here, so that changing one there fails the tests.
 LONGEST_MATCH, PLACES, PLACES_BELOW = 32, 64, 16
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-"""The longest match of each order."""
+"""Longest match length of each order."""
 TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
 LONGEST_PREFIX = 4
 LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
@@ -34,10 +34,14 @@ PRIORS = {
     HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
     LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
 }
-"""By the row of the shortest order: orders, remainder and its decay, weights of evidence that names few and many."""
+"""Initial weights of each source, keyed by its first row in the weight table.
+
+The values are the number of orders, the remainder of unanimous evidence and its decay per size, and the weights of
+evidence with few and with many distinct tokens.
+"""
 SIZES, STRENGTH, EMA_WINDOW, UNSEEN, NEGLIGIBLE = 8, 20.0, 100.0, 1 / 32_000, 1e-6
 GAINS = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-"""Of candidates that neighboring rankings name, by kind."""
+"""Factors for candidates that neighboring rankings name, by the binary magnitude of their share."""
 RECENCY = (
     (0.42, 0.47, 0.37, 0.93),
     (0.51, 0.72, 1.13, 1.13),
@@ -52,7 +56,7 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
     (0.70, 0.61, 0.68, 0.95),
 )
-"""Gains by the number of binary digits of the distance, 0 for none, and by probability."""
+"""Factors by the bit length of the distance to the last occurrence, 0 if there is none, and by range of probability."""
 NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
 DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
 WORTH_A_SEARCH = 5.0
@@ -60,7 +64,7 @@ WORTH_A_SEARCH = 5.0
 Counts = dict[int, int]
 Row = tuple[int, int]
 Ranking = tuple[tuple[int, ...], Counts]
-"""The last tokens it follows, and its tokens and shares."""
+"""Tail of tokens that a ranking follows, and the share of each ranked token in thousandths."""
 NO_RANKING: Ranking = ((), {})
 
 
@@ -83,28 +87,28 @@ class Node:
     source: int = 0
     known: int = 0
     searched: set[int] = field(default_factory=set)
-    """Orders at which the corpus was asked; those of a child are searched for within these."""
+    """Orders at which the corpus was searched, which limit the orders of the children."""
     alike: list[tuple[int, int]] = field(default_factory=list)
-    """Places in the conversation, and how many tokens before them match."""
+    """Matches in the conversation: index of the next token, and length of the match."""
     capped: set[int] = field(default_factory=set)
-    """Those of them that were looked for because the others were too long for short orders."""
+    """Matches in ``alike`` that were found by a search for shorter ones. They count as short, whatever their length."""
     shortest: int = 1
-    """All matches of so many tokens have been looked for."""
+    """Length from which all matches have been searched."""
     told: list[tuple[list[int], int]] = field(default_factory=list)
-    """Places in answers of the history."""
+    """Matches in earlier answers: tokens of the answer, and index of the next token."""
     longest: list[tuple[int, int]] = field(default_factory=list)
-    """Where the text goes on after its matches of the longest order, if all of them were read."""
+    """Corpus positions after the matches of the longest order, if all of them were read."""
 
 
 class SlowHierarchy:
-    """The same levels, weights and tree, by brute force over the context and the stores' own documents."""
+    """Brute-force drafter with the levels, weights and trees of the compiled hierarchy."""
 
     def __init__(
         self, model: ModelStore | None, corpus: CorpusIndex | None, letters: str, seed: int | None = None
     ) -> None:
         self.seed = seed
-        self.last: Counts = {}  # the share of each candidate, in millionths
-        self.near: list[dict[int, int]] = []  # the kind of each token that is named at a place
+        self.last: Counts = {}  # share of each candidate in millionths
+        self.near: list[dict[int, int]] = []  # kind of each token that the rankings of a position name
         self.kept: dict[Row, Ranking] = {}
         self.letters, use_context = letters, "C" in letters
         self.weight = prior_weights()
@@ -112,17 +116,20 @@ class SlowHierarchy:
         self.model, self.use_context = model, use_context
         self.context: list[int] = []
         self.history: list[tuple[list[int], int]] = []
-        """Earlier answers after the last tokens of their prompts, whose number is beside them."""
+        """Earlier answers, each after the last tokens of its prompt, and the number of those tokens."""
         self.answering: tuple[list[int], int] = [], 0
         self.shards: list[list[int]] = []
         self.end = corpus.end if corpus else 0
-        self.samples: dict[int, int] = {}  # of the root, by order: what was read for a draft is not read again
+        self.samples: dict[int, int] = {}  # samples at the root by order, fixed until the context changes
         if corpus:
             for token, tokens, *_ in corpus.shards.places.tolist():
                 self.shards.append(corpus.tokens[token : token + tokens].tolist())
 
     def ask_context(self, node: Node, order: int) -> Evidence | None:
-        """The matches of a node; where they are too long for an order, shorter ones are looked for."""
+        """Count the tokens that follow the matches of at least this order.
+
+        If the known matches are too long for it, shorter ones are searched.
+        """
         if not self.use_context:
             return None
         if node.shortest > 1 and order == min(2, node.shortest - 1):
@@ -130,10 +137,10 @@ class SlowHierarchy:
             new = [(at, length) for at, length in shorter if length < node.shortest or not node.alike]
             node.alike = [*node.alike, *new][:PLACES]
             node.shortest = 1
-            # They count as short, however long they are.
+            # They count as short matches, whatever their length.
             node.capped = {at for at, _ in new}
         orders = [(at, min(2, order_of(n)) if at in node.capped else order_of(n)) for at, n in node.alike]
-        # Among equals the order counts: the longest match first.
+        # Insertion order breaks ties, so the longest match comes first.
         orders.sort(key=lambda place: -place[1])
         counts = Counter(self.context[at] for at, of in orders if of >= order)
         total = sum(counts.values())
@@ -141,7 +148,10 @@ class SlowHierarchy:
         return Evidence(level, SourceName.CONTEXT, counts, total, 3 * size_of(total) + 2) if total else None
 
     def look_up(self, node: Node) -> None:
-        """A child keeps those places of its parent that go on with it; without any, and at the root, the latest."""
+        """Find the matches of a node. The root, and a child without any, search for the latest ones.
+
+        Other children keep those matches of their parent that continue with their token.
+        """
         if node.above:
             node.shortest = node.above.shortest + 1
             node.alike = [
@@ -168,7 +178,7 @@ class SlowHierarchy:
         return length
 
     def ask_history(self, node: Node, order: int) -> Evidence | None:
-        """What followed at the places in earlier answers."""
+        """Count the tokens that follow the matches in earlier answers."""
         if "H" not in self.letters or order < 2:
             return None
         counts = Counter[int]()
@@ -189,7 +199,7 @@ class SlowHierarchy:
             for at in range(len(answer) - 1, linked - 1, -1)
             if alike_in(answer, at, node.context) >= 2
         ]
-        # Places in the answer that is being given are passed over: the context has them.
+        # Matches in the current answer are skipped, because the context contains them.
         return [place for place in places[: 2 * wanted] if place[0] is not self.answering[0]][:wanted]
 
     def ask_model(self, node: Node, order: int) -> Evidence | None:
@@ -205,7 +215,10 @@ class SlowHierarchy:
         return Evidence(MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
-        """Followers of all places that the last tokens have, or of as many as are read, evenly spread."""
+        """Count the tokens that follow the last ``order`` tokens in the corpus, at all matches or at ``most`` of them.
+
+        The matches that are read are evenly spread.
+        """
         follows = False
         if node.above:
             above = node.above
@@ -252,7 +265,7 @@ class SlowHierarchy:
         return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure)
 
     def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
-        """What stands in the rows of logits, each behind the root or a node."""
+        """Update the rankings from the logits of the root and each node."""
         if "R" in self.letters:
             self._look_round(nodes[1:], logits[1:], len(accepted.path))
         rows = [0, *(node + 1 for node in accepted.path)]
@@ -275,7 +288,7 @@ class SlowHierarchy:
                 self.kept[row_of(tail)] = tail, said
 
     def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
-        """What was thought at the places behind the new root, each node heard as far as it was likely."""
+        """Combine the rankings of each depth after the new root, weighted by the probabilities of their nodes."""
         shares = [Counter[int]() for _ in range(NEIGHBOR_PLACES)]
         for node, row in zip(nodes, logits, strict=True):
             if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_PLACES:
@@ -292,7 +305,7 @@ class SlowHierarchy:
         ]
 
     def _weigh_recency(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
-        """The chance of each candidate times the gain of its recency, unless its position is ranked; the sum stays."""
+        """Scale probabilities by recency, keeping their sum. Positions with a neighboring ranking stay unchanged."""
         if not self.use_context or not chances or node.depth < len(self.near):
             return chances
         gained = {
@@ -304,14 +317,14 @@ class SlowHierarchy:
         return {token: chance * scale for token, chance in gained.items()}
 
     def _distance(self, node: Node, token: int) -> int:
-        """How long ago the conversation had a token; 0 if it never did."""
+        """Return the distance to the last occurrence of a token in the conversation; 0 if there is none."""
         before = self.context[:-1]
         return (
             len(node.context) - max(at for at, other in enumerate(before) if other == token) if token in before else 0
         )
 
     def _agree(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
-        """The chance of each candidate, which is more where a neighboring ranking names it."""
+        """Raise the probabilities of candidates that a neighboring ranking names, keeping their sum."""
         named = self.near[node.depth] if node.depth < len(self.near) else {}
         if not chances:
             return {}
@@ -322,7 +335,7 @@ class SlowHierarchy:
     def expand(
         self, node: Node, least: float, floor: float
     ) -> tuple[dict[int, dict[int, float]], dict[int, float], list[Evidence]]:
-        """The parts of the chance of each candidate, by source; its chance; and all evidence."""
+        """Return the parts of each candidate's probability by source, the probabilities, and all evidence."""
         parts: dict[int, dict[int, float]] = {}
         evidences: list[Evidence] = []
         left_open = 1.0
@@ -375,7 +388,7 @@ class SlowHierarchy:
         return parts, chances, evidences
 
     def _draw(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
-        """The chance of each candidate given its time in the exponential race, if the answer is sampled."""
+        """Weight probabilities by the candidates' times in the exponential race, if the answer is sampled."""
         if self.seed is None or not chances:
             return chances
         uniforms = ExponentialRace(self.seed).uniforms(len(node.context), max(chances) + 1)
@@ -411,7 +424,7 @@ class SlowHierarchy:
             nodes.append(node)
 
     def hear(self, token: int) -> None:
-        """One step of expectation maximisation, and the token is part of the context."""
+        """Update the weights with one step of expectation maximisation, and append the token to the context."""
         *_, evidences = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)
         explained, left_open = [], 1.0
         for evidence in evidences:
@@ -447,7 +460,7 @@ class SlowHierarchy:
 
 
 def order_of(length: int) -> int:
-    """The order of a match: its length up to 8, then by ranges of lengths."""
+    """Return the order of a match: its length up to 8, then one order per range of lengths."""
     return next(order for order, longest in enumerate(LEVELS, start=1) if length <= longest)
 
 
@@ -463,12 +476,12 @@ def token_at(answer: list[int], at: int) -> int:
 
 
 def tail_of(context: list[int], order: int) -> tuple[int, ...]:
-    """Before the start there is nothing, which counts as a token of its own."""
+    """Return the last ``order`` tokens, padded with -1 before the start of the context."""
     return tuple([*[-1] * order, *context][-order:])
 
 
 def row_of(tail: tuple[int, ...]) -> Row:
-    """Strangers may share a row; then only the later one is kept."""
+    """Return the table row of a tail. Tails may share a row, which then holds the later ranking only."""
     mixed = 0
     for token in reversed(tail):
         mixed = (mixed ^ (token + 1) % 2**64) * 0x9E3779B97F4A7C15 % 2**64
@@ -477,7 +490,7 @@ def row_of(tail: tuple[int, ...]) -> Row:
 
 
 def prior_weights() -> Any:
-    """The weights that a drafter begins with, by order and bucket."""
+    """Return the initial weights of a drafter, by order and bucket."""
     weight = np.zeros((ORDERS, 3 * SIZES))
     for first, (orders, remainder, decay, few, many) in PRIORS.items():
         for size in range(SIZES):

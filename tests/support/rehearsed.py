@@ -12,7 +12,7 @@ from hdtool.runtime.model.static_steps import Run
 
 
 class Direct:
-    """Calls the function itself: the same shapes and tensors on any device."""
+    """Recorder that returns the function itself, so that it runs on any device."""
 
     def record(self, run: Run) -> Run:
         return run
@@ -26,7 +26,7 @@ def direct(device: torch.device) -> Direct:
 
 
 class Rehearsed(Direct):
-    """Runs while it records, as graphs are recorded, and counts what it has recorded."""
+    """Recorder that also runs the function while recording it, as CUDA graphs do, and counts the recordings."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -39,7 +39,7 @@ class Rehearsed(Direct):
 
 
 class Replayed(Direct):
-    """Repeats the recorded operations on the same memory, as a graph does, whatever became of the model since."""
+    """Recorder that repeats recorded operations on the same memory, as CUDA graphs do, even if the model changes."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -70,5 +70,5 @@ class Tape(TorchDispatchMode):
             if func._schema.is_mutable:
                 continue
             for old, new in zip(tree_leaves(found), tree_leaves(made), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # equal addresses mean a view
                     old.copy_(new)

@@ -1,4 +1,4 @@
-"""A scratch folder with all that commands need: a tiny model, inputs, stores, and the commands that write."""
+"""Scratch folder with a tiny model, inputs and stores, and the commands that write files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ("lists", "tuples", "dictionaries", "sets", "strings", "numbers")
 
 @dataclass(frozen=True)
 class Scratch:
-    """The places of a scratch folder."""
+    """Paths in a scratch folder."""
 
     root: Path
 
@@ -40,7 +40,7 @@ class Scratch:
 
     @property
     def answers(self) -> Path:
-        """What a model said, as ``collect`` writes it and ``replay`` reads it."""
+        """Recorded answers, which ``collect`` writes and ``replay`` reads."""
         return self.inputs / "answers.jsonl"
 
     @property
@@ -48,7 +48,7 @@ class Scratch:
         return self.inputs / "corpus.txt"
 
     def store(self, kind: str, name: str) -> Path:
-        """``one`` and ``two`` hold an input each, ``both`` holds both."""
+        """Return the folder of a store. ``one`` and ``two`` hold one input each, and ``both`` holds both inputs."""
         return self.root / "stores" / kind / name
 
     def copied_to(self, folder: Path) -> Scratch:
@@ -57,7 +57,7 @@ class Scratch:
 
 
 def new_scratch(root: Path) -> Scratch:
-    """Everything, made anew."""
+    """Create a scratch folder with all its contents."""
     scratch = Scratch(root)
     scratch.inputs.mkdir(parents=True)
     _save_model(scratch.model)
@@ -83,7 +83,7 @@ def _chat(word: str, number: int) -> dict[str, object]:
 
 
 def _save_model(folder: Path) -> None:
-    """A random Llama with the demo's tokenizer."""
+    """Save a random Llama with the demo's tokenizer."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     config = LlamaConfig(

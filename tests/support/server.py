@@ -1,4 +1,4 @@
-"""``hdtool serve`` as users start it, on a free port of this machine."""
+"""Run ``hdtool serve`` in a process, as users do, on a free port."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 300.0
-"""Seconds until a start is given up; the first one compiles the drafters."""
+"""Timeout of a start in seconds. The first start compiles the drafters."""
 
 
 ALWAYS_DRAFTS = ("--draft-tokens", "16")
-"""By default, times measured at the start decide whether drafts pay; on a busy machine they may say no."""
+"""Options that make the server draft. By default, timings at the start decide, which a busy machine may distort."""
 
 
 class RunningServer:
-    """A server until the end of the block."""
+    """Context manager that runs a server."""
 
     def __init__(self, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self._log, self._options = log, options
@@ -61,7 +61,7 @@ class RunningServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def stop(self) -> int:
-        """Send SIGTERM; the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -73,7 +73,7 @@ class RunningServer:
         method: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """The status and the JSON of a response; ``body`` is sent as it is if it is bytes, else as JSON."""
+        """Return the status and the JSON or text of a response. A ``body`` other than bytes is sent as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
             connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers or {}))

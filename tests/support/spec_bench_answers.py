@@ -1,4 +1,4 @@
-"""Answers of a benchmark, made by hand."""
+"""Benchmark answers with given steps and times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
 
 
 def turn_of(steps: Sequence[int], seconds: float, first: int = 0, **known: object) -> AnsweredTurn:
-    """A turn of so many tokens in each step: they count up from ``first``."""
+    """Create a turn whose steps have these numbers of tokens. The token ids count up from ``first``."""
     output_ids = list(range(first, first + sum(steps)))
     return AnsweredTurn(f"{output_ids}", output_ids, list(steps), seconds, "stop", **known)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Small stores of given documents."""
+"""Build small stores from given documents."""
 
 from __future__ import annotations
 

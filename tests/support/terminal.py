@@ -1,4 +1,4 @@
-"""A command in a real pseudo-terminal, and the screen that a user would see."""
+"""Run a command in a pseudo-terminal, with the screen that a user would see."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.support.processes import hear_ctrl_c
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
 PATIENCE = 180
-"""Seconds until a wait fails; a busy machine takes a minute to start a command."""
+"""Default timeout in seconds. A busy machine needs a minute to start a command."""
 BRACKETED_PASTE = 2004
-"""The mode of a terminal that marks pastes."""
+"""Terminal mode in which pastes are marked."""
 
 
 class _Screen(pyte.Screen):
-    """A screen that answers where its cursor is, as terminals do, and counts prompts of the line editor."""
+    """Screen that answers cursor queries as terminals do, and counts prompts of the line editor."""
 
     answer: Callable[[str], None]
     prompts = 0
 
     def set_mode(self, *modes: int, **options: Any) -> None:
-        # The editor asks for bracketed pastes whenever it begins to read.
+        # The editor enables bracketed paste whenever it begins to read.
         self.prompts += BRACKETED_PASTE in modes
         super().set_mode(*modes, **options)
 
@@ -37,7 +37,7 @@ class _Screen(pyte.Screen):
 
 
 class Terminal:
-    """An ``hdtool`` command with a keyboard and a screen."""
+    """``hdtool`` command with a keyboard and a screen."""
 
     def __init__(self, arguments: Sequence[str], *, columns: int = 80, rows: int = 24, **environment: str) -> None:
         self.screen = _Screen(columns, rows)
@@ -66,7 +66,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """The lines on the screen, without spaces at their ends."""
+        """Lines on the screen, without trailing spaces."""
         return [line.rstrip() for line in self.screen.display]
 
     @property
@@ -74,14 +74,14 @@ class Terminal:
         return "\n".join(self.lines)
 
     def wait(self, holds: Callable[[], object], seconds: float = PATIENCE) -> None:
-        """Update the screen until something holds on it."""
+        """Update the screen until ``holds`` returns True. Fails after the timeout."""
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, f"never seen; the screen:\n{self.text}"
             self.update(0.05)
 
     def update(self, seconds: float) -> None:
-        """Show what the command prints during this time."""
+        """Show what the command prints within this time."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -96,7 +96,7 @@ class Terminal:
         self.wait(lambda: text in self.text)
 
     def is_at_prompt(self) -> bool:
-        """Whether the line of the cursor is an empty prompt."""
+        """Return True if the cursor is at an empty prompt."""
         return self.lines[self.screen.cursor.y] == ">" and self.screen.cursor.x == 2
 
     def enter(self, keys: str = "") -> None:
@@ -104,13 +104,13 @@ class Terminal:
         self.ended_by(f"{keys}\r")
 
     def ended_by(self, keys: str) -> None:
-        """Send keys that end the prompt, or an answer, and wait for the next prompt."""
+        """Send keys that end the prompt or an answer, and wait for the next prompt."""
         before = self.screen.prompts
         self.send(keys)
         self.wait(lambda: self.screen.prompts > before and self.is_at_prompt())
 
     def close(self) -> int | None:
-        """End the command; its exit code."""
+        """Wait until the command ends, and return its exit code."""
         self.process.expect(pexpect.EOF)
         self.process.close()
         code: int | None = self.process.exitstatus

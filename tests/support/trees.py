@@ -1,4 +1,4 @@
-"""Random draft trees, for properties and for drafters that know nothing."""
+"""Random draft trees for property tests, and a drafter of random trees."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hdtool.runtime.tree import ROOT, DraftTree
 
 @st.composite
 def trees(draw: st.DrawFn, vocabulary: int, most: int = 20) -> DraftTree:
-    """Any tree: chains, stars, bushes, twins; a parent stands before its children, nothing else holds."""
+    """Generate any tree in which a parent precedes its children, including chains, stars and equal siblings."""
     tokens = draw(st.lists(st.integers(0, vocabulary - 1), max_size=most))
     parents = [draw(st.integers(ROOT, node - 1)) for node in range(len(tokens))]
     return DraftTree.of(draw(st.integers(0, vocabulary - 1)), tokens, parents)
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
-    """The nodes from the root down to ``node``: the slow way that everything else is compared with."""
+    """Return the nodes from the root to ``node``, as a simple reference for faster code."""
     path: list[int] = []
     while node != ROOT:
         path.append(node)
@@ -36,9 +36,9 @@ def tokens_to(tree: DraftTree, node: int) -> list[int]:
 
 
 class LyingDrafter:
-    """Drafts random trees that now and then hold the truth, and much else besides.
+    """Drafter of random trees with right and wrong tokens.
 
-    ``truth`` is what the target will say after the prompt; lies are what acceptance must see through.
+    ``truth`` is the answer that the target will give. The target must reject the other tokens.
     """
 
     def __init__(self, prompt_length: int, truth: Sequence[int], vocabulary: int, seed: int, most: int = 12) -> None:

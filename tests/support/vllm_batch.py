@@ -1,4 +1,4 @@
-"""A batch of requests as vLLM hands it to its drafter."""
+"""Batch of requests, as vLLM passes it to its drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, LONGEST, TOKENS = 8, 256, 6
 
 
 class Engine:
-    """Rows of tokens as in vLLM: tokens of old requests remain after the lengths."""
+    """Token rows as in vLLM, in which tokens of earlier requests remain after a row's length."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self.drafter = drafter
@@ -28,7 +28,7 @@ class Engine:
         self.requests: list[list[int]] = []
 
     def drafts(self, ready: list[bool] | None = None) -> list[list[int]]:
-        """Drafts after a step that has sampled one token of each request that is ``ready``."""
+        """Return the drafts after a step that sampled one token for each request that is ``ready``."""
         for row, tokens in enumerate(self.requests):
             self.contexts[row, : len(tokens)] = tokens
             self.lengths[row] = len(tokens)
@@ -49,7 +49,7 @@ def engine(
 def worker_config(
     additional: Any = None, tokenizer: str = MODEL, served: str = MODEL, *, model: str = MODEL, **parallel: int
 ) -> Any:
-    """The configuration that vLLM passes to a drafter in one of its workers."""
+    """Return the configuration that vLLM passes to a drafter in one of its workers."""
     described = SimpleNamespace(
         tokenizer=tokenizer, tokenizer_revision=None, trust_remote_code=False, served_model_name=served, model=model,
         revision=None, max_model_len=256, get_vocab_size=lambda: 4096,
@@ -66,5 +66,5 @@ def worker_config(
 
 
 def worker(*arguments: Any, **options: Any) -> HierarchyProposer:
-    """A proposer as one of vLLM's workers makes it."""
+    """Create a proposer as one of vLLM's workers does."""
     return HierarchyProposer(worker_config(*arguments, **options))

@@ -1,5 +1,5 @@
-"""A sweep over every type of model that generates text: tiny random models, and what hdtool answers with them.
+"""Sweep over all model types that generate text, which tests hdtool on tiny random models.
 
 ``python -m tests.sweep [TYPE ...]`` checks types and prints a line for each; ``--page`` writes the table of the docs.
-A type that no rule knows is built by the general ones, so that a new release of the library is swept as it is.
+A type without a special rule is built by the general rules, so that the sweep covers new releases of transformers.
 """

@@ -1,4 +1,4 @@
-"""The command: checks types, prints a line for each, and writes the table of the docs."""
+"""Check model types, print a line for each, and write the table of the docs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def summary(results: list[Result]) -> str:
-    """How many types have which verdict, and pass which check."""
+    """Count the types per verdict, and the types that pass each check."""
     verdicts = Counter(result.verdict for result in results)
     passed = Counter(name for result in results for name, found in result.checks.items() if found == SAME)
     lines = [f"{number:4} {verdict}" for verdict, number in verdicts.most_common()]

@@ -1,4 +1,4 @@
-"""All ways to decode with a tiny model of one type, held to what ``generate`` of the library answers."""
+"""Decode with a tiny model of one type in every way, and compare the answers with ``generate`` of transformers."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from tests.sweep.types import auto_class
 
 GREEDY = SamplingConfig()
 SHORT, LONG = prompt_of(45), prompt_of(150)
-"""The second prompt is longer than every window of a tiny model."""
+"""Prompts. The second one is longer than every window of a tiny model."""
 BATCH = prompt_of(12), SHORT, prompt_of(80)
 MOST, FEWER = 40, 24
-"""Tokens of an answer."""
+"""Maximum number of tokens of an answer."""
 NEAR_TIE = 1e-3
-"""The distance of two logits, in standard deviations, between which rounding in float32 may decide."""
+"""Gap between two logits, in standard deviations, below which float32 rounding may decide."""
 
 
 def drafts_trees(target: Target) -> bool:
-    """Whether a target verifies trees; one that does not verifies chains alone."""
+    """Return True if a target verifies trees. Otherwise it verifies chains only."""
     return target.takes_trees
 
 
 def check(kind: str, *, captures: bool = False) -> Result:
-    """Everything about one type; never raises."""
+    """Run all checks of one type. Never raises."""
     result, begun = Result(kind), time.monotonic()
     try:
         _Checks(result, captures=captures).run()
@@ -61,7 +61,7 @@ def check(kind: str, *, captures: bool = False) -> Result:
 
 
 def short(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     return f"{type(error).__name__}: {' '.join(error_reason(error).split())[:160]}"
 
 
@@ -89,7 +89,7 @@ class _Checks:
         result.verdict = WRONG if wrong else TREES if drafts_trees(target) else CHAINS
 
     def _built(self) -> Any:
-        """The tiny model; None for a type that is no decoder, or not installed whole."""
+        """Return the tiny model, or None if the type is not a decoder."""
         result = self._result
         if result.kind in OTHERS:
             result.verdict, result.reason = OTHER, OTHERS[result.kind]
@@ -107,7 +107,7 @@ class _Checks:
         return model
 
     def _asked(self, model: Any) -> bool:
-        """Whether the library answers; notes how well it agrees with itself."""
+        """Return True if transformers generates an answer, and note how consistent its answers are."""
         result = self._result
         try:
             self._short, self._long = generated(model, SHORT, MOST), generated(model, LONG, MOST)
@@ -130,7 +130,7 @@ class _Checks:
         return True
 
     def _refused(self, model: Any) -> None:
-        """What hdtool says to a model with which the library does not answer."""
+        """Note how hdtool refuses a model with which transformers cannot answer."""
         try:
             Target(model)
         except HdtoolError as error:
@@ -139,7 +139,7 @@ class _Checks:
             self._result.checks["object"] = f"fails: {short(error)}"
 
     def _refused_elsewhere(self, model: Any) -> None:
-        """By the hook and from a folder, too, and with an error of hdtool."""
+        """Check that the generate hook and loading from a folder refuse the model with an error of hdtool too."""
         liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
         with saved(model) as folder:
             ways: dict[str, Callable[[], object]] = {
@@ -157,7 +157,7 @@ class _Checks:
                     self._result.checks[name] = "not refused"
 
     def _looked_up(self, model: Any) -> None:
-        """By prompt lookup of the library."""
+        """Compare prompt lookup of transformers with its plain decoding."""
         try:
             found = generated(model, SHORT, FEWER, prompt_lookup_num_tokens=4)
             self._result.lookup = SAME if found == self._short[:FEWER] else "other tokens"
@@ -222,7 +222,7 @@ class _Checks:
                     self._result.checks["sampled"] = SAME if found == plain else f"other tokens at {name}"
 
     def _loaded(self, model: Any) -> None:
-        """By a folder, as the command line loads it."""
+        """Check loading from a folder, as the command line does it."""
         with saved(model) as folder:
 
             def answered() -> list[int]:
@@ -240,22 +240,22 @@ class _Checks:
             self._result.compiled = self._compiled_without_windows()
 
     def _compiled_without_windows(self) -> bool:
-        """Whether code of hdtool computes a model of the type that attends to everything, as many checkpoints do."""
+        """Return True if hdtool compiles a model of the type without sliding windows, which many checkpoints lack."""
         try:
             with saved(tiny_model(self._result.kind, windows=False)) as folder:
                 return load(ModelConfig(str(folder), dtype="float32")).target.compiled is not None
-        except Exception:  # no model of the type does
+        except Exception:  # the type has no model without windows
             return False
 
     def _reloads(self, folder: Path) -> bool:
-        """Whether the library gives the same answer with what it saved."""
+        """Return True if transformers gives the same answer after saving and loading."""
         try:
             return bool(generated(auto_class(self._result.kind).from_pretrained(folder), SHORT, MOST) == self._short)
         except Exception:
             return False
 
     def _captured(self, model: Any) -> None:
-        """On a simulated CUDA device, without Triton; nothing else runs in this process afterwards."""
+        """Check on a simulated CUDA device, without Triton. Nothing else can run in this process afterwards."""
         from tests.support.simulated_cuda.install import install, on_device
 
         sys.modules["hdtool.runtime.engines.cuda.triton_operations"] = None  # type: ignore[assignment]
@@ -266,7 +266,7 @@ class _Checks:
                 self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
             liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
             found = said(run(target, SHORT, GREEDY, FEWER, drafter=liar))
-        except Exception as error:  # the device lacks some operations
+        except Exception as error:  # the simulated device lacks some operations
             self._result.captured = ""
             self._result.notes.append(f"not simulated: {short(error)}")
         else:
@@ -300,7 +300,7 @@ def _answer(
 
 
 def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], found: list[int]) -> str:
-    """Where two answers part, and how close the two tokens are in the logits of a pass without a cache."""
+    """Describe where two answers differ, and the gap between the two tokens' logits in a pass without a cache."""
     if len(found) < len(truth) and found == truth[: len(found)]:
         return f"ends after {len(found)} tokens"
     place = next(place for place, pair in enumerate(zip(truth, found, strict=False)) if pair[0] != pair[1])
@@ -313,14 +313,14 @@ def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], fou
 
 
 def reason_of_refusal(error: Exception) -> str:
-    """What a message says beside the type."""
+    """Return the reason in an error message, without the model's type."""
     text = " ".join(str(error).split())
     return text.partition("cannot be used: ")[2] or text
 
 
 @contextmanager
 def saved(model: Any) -> Iterator[Path]:
-    """A folder of a model, with a tokenizer."""
+    """Save a model with a tokenizer in a temporary folder."""
     with TemporaryDirectory(prefix="hdtool-sweep-") as name:
         folder = Path(name)
         model.save_pretrained(folder)
@@ -330,7 +330,7 @@ def saved(model: Any) -> Iterator[Path]:
 
 
 def warm_up() -> None:
-    """Import and compile here what every type needs, before processes are made from this one."""
+    """Import and compile what every type needs before forking this process."""
     torch.set_num_threads(1)
     model = tiny_model("llama")
     target = Target(model)

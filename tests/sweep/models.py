@@ -1,4 +1,4 @@
-"""A tiny random model of any type."""
+"""Create a tiny random model of any type."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.sweep.special import SPECIAL, merged
 from tests.sweep.types import auto_class, configuration_class
 
 LARGEST = 30_000_000
-"""Parameters of a model that is taken to be tiny."""
+"""Maximum number of parameters of a tiny model."""
 LIVELY, TRIES = 6, 3
-"""Different tokens of an answer, and how often weights are enlarged for them."""
+"""Minimum number of different tokens in an answer, and how often weights may be scaled up to reach it."""
 
 
 class NotBuiltError(Exception):
-    """No tiny model of a type could be made."""
+    """Raised when no tiny model of a type can be created."""
 
 
 def small_config(kind: str, *, windows: bool = True) -> PreTrainedConfig:
@@ -30,7 +30,7 @@ def small_config(kind: str, *, windows: bool = True) -> PreTrainedConfig:
 
 
 def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
-    """A random model of a type, equal in every run; nothing in it ends an answer."""
+    """Create a random model of a type, with equal weights in every run and without tokens that end an answer."""
     config, made = small_config(kind, windows=windows), auto_class(kind)
     try:
         _check_size(made, config)
@@ -54,7 +54,10 @@ def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
 
 @torch.inference_mode()
 def _embed_padding(model: PreTrainedModel) -> None:
-    """Give padding tokens, which answers here contain, a vector: for zeros, all keys of an indexer score alike."""
+    """Give padding tokens a nonzero embedding.
+
+    Answers here contain them, and with zeros, an indexer would give all keys equal scores.
+    """
     for module in model.modules():
         if isinstance(module, Embedding) and module.padding_idx is not None and len(module.weight) > 1:
             row = module.padding_idx
@@ -63,13 +66,13 @@ def _embed_padding(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _enliven(model: PreTrainedModel) -> None:
-    """Enlarge weights of a model that says the same again and again."""
+    """Scale up the weights of a model that keeps repeating the same tokens."""
     prompt = prompt_of(45)
     for _ in range(TRIES):
         try:
             if len(set(generated(model, prompt, 16))) >= LIVELY:
                 return
-        except Exception:  # the check of the type reports it
+        except Exception:  # the type's check reports the error
             return
         for module in model.modules():
             if isinstance(module, Linear | Embedding) and not module.weight.is_meta:
@@ -84,7 +87,7 @@ def _check_size(made: Any, config: PreTrainedConfig) -> None:
 
 
 def _stand_in(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """In the place of a part for images whose library is not installed; text does not pass through it."""
+    """Return a replacement for an image model whose library is not installed. Text does not pass through it."""
 
     class NoPart(PreTrainedModel):
         config_class = config

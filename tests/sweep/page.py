@@ -1,4 +1,4 @@
-"""The table of all types in the page of model families."""
+"""Write the table of all types into the docs' page of model families."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ TITLES = {
     NOT_BUILT: "Not checked",
     OTHER: "Types that are no decoders",
 }
-"""The headings, by verdict, in the order of the page."""
+"""Headings by verdict, in the order of the page."""
 WITH_COLUMNS = TREES, CHAINS
 COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": "sampled"}
-"""Checks whose failure the page names, and how it calls them."""
+"""Checks whose failure the page shows, with their names there."""
 TYPE = re.compile(r"`([^`]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
 LONGEST = 160
-"""Characters of a reason."""
+"""Maximum length of a reason in characters."""
 
 
 def write(results: Iterable[Result], page: Path = PAGE) -> None:
-    """Put the table between its marks; the page keeps its prose."""
+    """Replace the table between its marks, and leave the rest of the page unchanged."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -41,7 +41,7 @@ def write(results: Iterable[Result], page: Path = PAGE) -> None:
 
 
 def table(results: list[Result]) -> str:
-    """All groups, each with its types in the order of the alphabet."""
+    """Return all groups, with the types of each in alphabetical order."""
     groups = {verdict: [one for one in results if one.verdict == verdict] for verdict in TITLES}
     counts = "; ".join(f"{len(found)} {_words(verdict)}" for verdict, found in groups.items() if found)
     lines = [f"{len(results)} types of `transformers` {transformers.__version__}: {counts}.", ""]
@@ -57,7 +57,7 @@ def _words(verdict: str) -> str:
 
 
 def _group(verdict: str, results: list[Result]) -> Iterator[str]:
-    """A row for all types that have the same in every column but the last, which names them."""
+    """Yield a row for all types that agree in every column except the last, which lists them."""
     with_columns = verdict in WITH_COLUMNS
     titles = ["compiled on CPUs", "captured on GPUs", "prompt lookup of `transformers`", "fails"]
     yield from _head([*(titles if with_columns else ["reason"]), "types"])
@@ -87,7 +87,7 @@ def _lookup(found: str) -> str:
 
 
 def reason_for_page(result: Result) -> str:
-    """Why a type is refused, or which checks it fails, in one line without measured numbers."""
+    """Return in one line why a type is refused or which checks it fails, without measured numbers."""
     failed = "; ".join(f"{name}: {found}" for name, found in result.checks.items() if found != SAME)
     reason = result.reason.removeprefix("this one ") or failed
     reason = re.sub(r" \(its logits are off by [^)]*\)|/\S*hdtool-sweep-\S*", "", reason).partition(". Use generate")[0]
@@ -95,7 +95,7 @@ def reason_for_page(result: Result) -> str:
 
 
 def verdicts_of(page: Path = PAGE) -> Mapping[str, str]:
-    """What the page says about each type."""
+    """Return the page's verdict about each type."""
     text = page.read_text(encoding="utf-8")
     titles = {title: verdict for verdict, title in TITLES.items()}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What the sweep found out about one type."""
+"""Result of the sweep for one type."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 
 TREES, CHAINS, REFUSED, WRONG = "exact", "chains only", "refused", "WRONG"
 NOT_BUILT, FAILS, OTHER = "cannot be built", "needs more", "no decoder"
-"""``FAILS``: the library itself answers no prompt of text alone."""
+"""Verdicts without a check. ``FAILS`` means that transformers itself cannot answer a prompt of text only."""
 VERDICTS = TREES, CHAINS, REFUSED, WRONG, FAILS, NOT_BUILT, OTHER
 SAME = "same"
 
 
 @dataclass
 class Result:
-    """The verdict about a type, its reason, and each check by name."""
+    """Verdict about a type, its reason, and the outcome of each check by name."""
 
     kind: str
     verdict: str = ""
     reason: str = ""
     checks: dict[str, str] = field(default_factory=dict)
-    """``SAME``, or what was found instead."""
+    """``SAME``, or a description of the difference or error."""
     captured: str = ""
-    """Whose pass a simulated CUDA device captured; empty if none."""
+    """"hdtool" or "transformers", whose pass a simulated CUDA device captured; empty if neither."""
     lookup: str = ""
-    """``SAME``, or what prompt lookup of the library does instead."""
+    """``SAME``, or how prompt lookup of transformers deviates."""
     compiled: bool = False
     notes: list[str] = field(default_factory=list)
-    """What the library itself does."""
+    """Observations about transformers itself."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def line(self) -> str:
-        """One line for the terminal."""
+        """Return the result as one line for the terminal."""
         failed = "; ".join(f"{name}: {found}" for name, found in self.checks.items() if found != SAME)
         passes = [*(["compiled"] if self.compiled else []), *([f"captured: {self.captured}"] if self.captured else [])]
         lookup = f"prompt lookup: {self.lookup}" if self.lookup not in ("", SAME) else ""

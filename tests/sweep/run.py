@@ -1,4 +1,4 @@
-"""Each type in a process of its own, so that one that crashes or hangs ends nothing else."""
+"""Check each type in a separate process, so that a crash or hang does not end the sweep."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.sweep.checks import check, warm_up
 from tests.sweep.result import WRONG, Result
 
 LIMIT = 90.0
-"""Seconds for one type."""
+"""Timeout of a type in seconds."""
 
 
 def sweep(kinds: Iterable[str], *, captures: bool = False) -> Iterator[Result]:
-    """The results of types, one after another."""
+    """Yield the results of types one after another."""
     _quiet()
     warm_up()
     for kind in kinds:
@@ -38,7 +38,7 @@ def _quiet() -> None:
 
 
 def _alone(kind: str, captures: bool) -> Result:
-    """The result of a process that begins as a copy of this one, with all libraries loaded."""
+    """Check a type in a fork of this process, which has all libraries loaded."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(sender, kind, captures))
@@ -59,7 +59,7 @@ def _alone(kind: str, captures: bool) -> Result:
 
 
 def _work(sender: Connection, kind: str, captures: bool) -> None:
-    silent = os.open(os.devnull, os.O_WRONLY)  # what libraries print of each model
+    silent = os.open(os.devnull, os.O_WRONLY)  # silences what libraries print about each model
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     sender.send(check(kind, captures=captures).as_dict())
@@ -70,7 +70,7 @@ def _end_of(code: int | None) -> str:
 
 
 def use_own_home(home: Path) -> None:
-    """Keep nothing of what is measured for the user."""
+    """Use a separate home, so that measurements are not kept for the user."""
     os.environ["HDTOOL_HOME"] = str(home)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not sys.platform.startswith("linux"):

@@ -1,4 +1,4 @@
-"""Small settings for the configuration of any type, by the names of its attributes."""
+"""Create small settings for the configuration of any type, by the names of its attributes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.families import VOCABULARY, WINDOW
 
 HIDDEN, HEAD = 64, 16
 LAYERS = 3
-"""Layers of a type whose layers are all alike; others have one of each kind at least."""
+"""Number of layers of types whose layers are all alike. Others have at least one layer of each kind."""
 MOST_LAYERS = 6
 LARGEST_ID = 1000
-"""Tokens of images and the like are no tokens of text."""
+"""Offset of image and other special tokens, so that they do not occur in text."""
 
 RULES: tuple[tuple[str, int], ...] = (
     (r"vocab_size$|^unpadded_vocab_size$|^vocab_size_per_layer_input$", VOCABULARY),
@@ -30,7 +30,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"^index_topk_blocks$", 2),
     (r"experts$|^zero_expert_num$", 4),
     (r"^index_kpool$", 4),
-    (r"^index_n_heads$", 32),  # with few heads many keys score 0, and their order tells which of these are read
+    (r"^index_n_heads$", 32),  # with few heads, many keys score 0, and their order decides which ones are read
     (r"^base_channels$", 32),
     (r"^hidden_sizes$", 16),
     (r"^num_filters$", 4),
@@ -54,14 +54,14 @@ RULES: tuple[tuple[str, int], ...] = (
      r"|input_hidden_size|vision_hidden_size|audio_hidden_size|encoder_hidden_size|projector_hidden_size|mm_hidden_size"
      r"|projection_hidden_size|num_embeddings_hidden|attention_dim|model_dim|proj_dim)$", HIDDEN),
 )  # fmt: skip
-"""The largest value of an integer whose name matches; the first rule that matches holds."""
+"""Maximum of integers by pattern of their names. The first pattern that matches applies."""
 LAYER_COUNTS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|depth|num_blocks|encoder_layers|decoder_layers|layers|resampler_depth"
     r"|num_hidden_blocks|num_decoder_layers|num_encoder_layers|xattn_layers|num_layers_per_stack|perceiver_depth)$"
 )
 TOKEN_ID = re.compile(r"^(?!mask).*(token|pad|start|end|newline|boi|eoi|user|image|video|audio).*_?(id|index|ids)$")
 OF_OTHER_INPUT = re.compile(r"vision|audio|image|encoder|codec|vq|speech|token2wav|talker|dit_|perceiver|qformer")
-"""Parts of a model that text does not pass through; one layer each is enough."""
+"""Parts of a model that text does not pass through, which get one layer each."""
 OF_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 KEPT = frozenset(
     ("id2label", "label2id", "model_type", "architectures", "transformers_version", "dtype", "problem_type")
@@ -74,18 +74,18 @@ UNSET = {
     "num_experts_per_tok": 2,
     "sliding_window": WINDOW,
 }
-"""Values of attributes without a default that some classes need."""
+"""Values of attributes that some classes need and that have no default."""
 LATENT = "kv_lora_rank"
-"""With latent attention, each head has a key and a value of its own."""
+"""Attribute of latent attention, in which each head has a separate key and value."""
 SECTIONS = "mrope_section"
 LIVELY = {"initializer_range": 0.3, "init_std": 0.3, "embed_init_std": 0.3}
-"""A tamer model says one token over and over."""
+"""Large initial weights. With smaller ones, a model repeats one token."""
 SWITCHES = {"tie_word_embeddings": False, "use_cache": True, "is_decoder": True, "use_sliding_window": True}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def small_settings(config: PreTrainedConfig, *, is_text: bool = True) -> dict[str, Any]:
-    """What to construct a small configuration of the same class with, given one with the defaults."""
+    """Return the arguments of a small configuration, given a default one of the same class."""
     stated, own = config.to_dict(), vars(config)
     found: dict[str, Any] = {}
     lists, length = _per_layer(stated)
@@ -117,7 +117,7 @@ def small_settings(config: PreTrainedConfig, *, is_text: bool = True) -> dict[st
 
 
 def _mix_windows(config: PreTrainedConfig, found: dict[str, Any]) -> None:
-    """Layers with a window and layers without one, where a class has both and its defaults only one kind."""
+    """Use layers with and without a window if a class supports both and its defaults have only one kind."""
     kinds: Sequence[str] = found.get("layer_types") or []
     if len(set(kinds)) != 1 or kinds[0] not in (FULL, SLIDING) or not _has_windows(type(config)):
         return
@@ -128,7 +128,7 @@ def _mix_windows(config: PreTrainedConfig, found: dict[str, Any]) -> None:
 
 
 def without_windows(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without sliding windows, so that a model attends to everything."""
+    """Return settings without sliding windows, so that a model attends to all positions."""
     found = dict(settings)
     for name, value in settings.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -141,17 +141,17 @@ def without_windows(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_windows(made: type[PreTrainedConfig]) -> bool:
-    """Whether the models of a configuration know layers with a window."""
+    """Return True if the models of a configuration support layers with a window."""
     file = Path(inspect.getfile(made))
     models = file.with_name(file.name.replace("configuration_", "modeling_"))
     return models.exists() and f'"{SLIDING}"' in models.read_text(encoding="utf-8")
 
 
 def _unusual(part: PreTrainedConfig) -> dict[str, Any]:
-    """What a part states that is not the default of its class."""
+    """Return the values of a part that differ from its class's defaults."""
     try:
         usual = type(part)().to_dict()
-    except Exception:  # one that has no defaults
+    except Exception:  # the class has no defaults
         return {}
     plain = int | float | str | bool
     return {
@@ -162,7 +162,7 @@ def _unusual(part: PreTrainedConfig) -> dict[str, Any]:
 
 
 def small_value(name: str, value: Any) -> Any:
-    """A small value of an attribute; the same object where none is needed."""
+    """Return a small value for an attribute, or the value itself if it is small enough."""
     if name in OF_SPECIAL_TOKENS:
         return OF_SPECIAL_TOKENS[name]
     for fixed in (LIVELY, SWITCHES):
@@ -182,7 +182,7 @@ def small_value(name: str, value: Any) -> Any:
 
 
 def _per_layer(stated: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], int]:
-    """The lists with an entry for each layer, and the number of layers."""
+    """Return the lists with an entry per layer, and the number of layers."""
     number = next((value for name, value in stated.items() if LAYER_COUNTS.match(name) and isinstance(value, int)), 0)
     number = number or len(stated.get("layers_block_type") or ())
     lists: dict[str, Sequence[Any]] = {
@@ -196,7 +196,7 @@ def _per_layer(stated: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], int]:
 
 
 def _per_layer_config(of_layers: dict[Any, dict[str, Any]], kept: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Overrides of single layers, for those that are kept."""
+    """Return the overrides of the layers that are kept."""
     found = {}
     for place, layer in enumerate(kept):
         if overrides := of_layers.get(layer, of_layers.get(str(layer))):
@@ -205,7 +205,7 @@ def _per_layer_config(of_layers: dict[Any, dict[str, Any]], kept: Sequence[int])
 
 
 def _kept_layers(kinds: Sequence[tuple[Any, ...]], *, is_text: bool) -> list[int]:
-    """The layers of a small model: the first one of each kind, and more where they are few."""
+    """Return the layers of a small model: the first of each kind, and more if there are few kinds."""
     first: dict[str, int] = {}
     for layer, kind in enumerate(kinds):
         first.setdefault(repr(kind), layer)
@@ -215,7 +215,7 @@ def _kept_layers(kinds: Sequence[tuple[Any, ...]], *, is_text: bool) -> list[int
 
 
 def _fit_rope(config: PreTrainedConfig, found: dict[str, Any], *, is_text: bool) -> None:
-    """Sections and factors of rotary positions for the small heads."""
+    """Adapt sections and factors of rotary embeddings to small heads."""
     rope = config.to_dict().get("rope_parameters")
     if not isinstance(rope, dict) or not rope:
         return
@@ -242,7 +242,7 @@ def _rope_of(rope: dict[str, Any], head: int) -> dict[str, Any]:
 
 
 def sections_of(sections: Sequence[int], half: int) -> list[int]:
-    """Sections in about the same proportion whose sum is ``half``."""
+    """Scale sections to the sum ``half``, in roughly the same proportion."""
     scaled = [size * half // sum(sections) for size in sections]
     scaled[0] += half - sum(scaled)
     return scaled

@@ -1,11 +1,11 @@
-"""What the general rules do not know about single types."""
+"""Settings of types for which the general rules are not enough."""
 
 from __future__ import annotations
 
 from typing import Any
 
 DROP: Any = object()
-"""Instead of a value: leave the attribute to the class."""
+"""Marker for attributes that are left to the class's default."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 SHARED = {
@@ -14,7 +14,7 @@ SHARED = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 64,
 }
-"""Layers that read the keys and values of earlier ones."""
+"""Layers that read the keys and values of earlier layers."""
 GEMMA3N = SHARED | {"intermediate_size": [128] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 COMPASS = {"rope_parameters": {kind: ROTARY | {"mrope_section": [4, 2, 2]} for kind in (FULL, SLIDING)}}
@@ -44,9 +44,9 @@ QWEN4 = {
     "split_ngram_parts": 1,
 }
 ERNIE = {"rope_parameters": ROTARY | {"mrope_section": [3, 3, 2]}}
-"""Its sections for height and width must be alike."""
+"""Sections for height and width must be equal."""
 UNUSED_WINDOW = {"sliding_window": None}
-"""For classes whose layers have no window and whose caches take the attribute for one."""
+"""For classes whose layers have no window, but whose caches use the attribute as one."""
 THINKER = {"vision_start_token_id": 1002, "vision_end_token_id": 1003}
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
 }
-"""Changes of the settings that the rules give, by type."""
+"""Changes to the settings from the general rules, by type."""
 
 OTHERS = {
     "pi0": "answers with movements of a robot",
@@ -114,11 +114,11 @@ OTHERS = {
     "gemma4_unified_assistant": "drafts for gemma4_unified from its keys and values",
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "answers in speech, too: its thinker is a type of its own"),
 }
-"""Types that do not answer alone."""
+"""Types that cannot answer a prompt on their own."""
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Settings with changes, also of those of their parts."""
+    """Return settings with changes, which are merged recursively."""
     found = dict(settings)
     for name, value in changes.items():
         if value is DROP:

@@ -1,4 +1,4 @@
-"""The types of models that the installed library generates text with."""
+"""Model types with which the installed transformers generates text."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CLASSES: dict[str, Any] = {
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": AutoModelForImageTextToText,
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES": AutoModelForMultimodalLM,
 }
-"""The auto classes, in the order in which hdtool asks them."""
+"""Auto classes in the order in which hdtool tries them."""
 WHOLE_FIRST = tuple(CLASSES)[1:] + tuple(CLASSES)[:1]
 
 
 def every_type() -> list[str]:
-    """The names of all types, sorted."""
+    """Return the sorted names of all types."""
     return sorted({kind for mapping in CLASSES for kind in getattr(modeling_auto, mapping, {})})
 
 
 def auto_class(kind: str) -> Any:
-    """The auto class of a type's checkpoints: that of the whole model where there is one of its text part, too."""
+    """Return the auto class of a type's checkpoints, preferring the whole model's class to its text part's."""
     return CLASSES[next(mapping for mapping in WHOLE_FIRST if kind in getattr(modeling_auto, mapping, {}))]
 
 

@@ -1,4 +1,4 @@
-"""What the device did, counted by kind and by the line of the project that asked for it."""
+"""Count events of the device by kind, and by the line of the project that caused them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ REPLAYED = "kernel in a replay"
 REPLAY = "replay"
 CAPTURE = "capture"
 COPY_IN, COPY_OUT = "pinned copy in", "pinned copy out"
-"""Copies between pinned memory and the device that the host does not wait for."""
+"""Copies between pinned memory and the device, for which the host does not wait."""
 STAGED = "pageable copy in"
-"""A copy from memory that is not pinned, which the driver copies first, while the host waits for the driver only."""
+"""Copy from pageable memory. The driver copies it to a buffer first, and the host waits only for that."""
 WAIT = "wait: "
-"""What begins the name of each wait of the host for the device; the reason follows."""
+"""Prefix of events in which the host waits for the device, followed by the reason."""
 
 OWN = str(Path(__file__).parent)
 LIBRARY = "transformers/"
 
 
 class DeviceError(RuntimeError):
-    """What a CUDA device refuses, or what would read or write the wrong memory."""
+    """Raised for what a CUDA device rejects, and for what would access the wrong memory."""
 
 
 class Counts:
-    """Counters of a device; tests read and clear them."""
+    """Counters of a device, which tests read and clear."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
         self.lines: Counter[tuple[str, str]] = Counter()
-        """The number of events by kind and by the line that caused them."""
+        """Number of events by kind and by the line that caused them."""
         self.faults: Counter[str] = Counter()
 
     def add(self, kind: str) -> None:
@@ -43,7 +43,7 @@ class Counts:
         self.lines[kind, line_of_caller()] += 1
 
     def fault(self, text: str) -> DeviceError:
-        """Count a fault; the caller raises what this returns."""
+        """Count a fault, and return the error for the caller to raise."""
         self.faults[f"{text}, at {line_of_caller()}"] += 1
         return DeviceError(text)
 
@@ -57,7 +57,7 @@ def waits(events: Counter[str]) -> int:
 
 
 def line_of_caller() -> str:
-    """The innermost line of the project, outside this package, and before it that of transformers which it called."""
+    """Return the innermost line of the project outside this package, after the line of transformers that it called."""
     frame: FrameType | None = sys._getframe(1)
     line = ""
     while frame:
@@ -72,7 +72,7 @@ def line_of_caller() -> str:
 
 @cache
 def _place_of(file: str) -> str:
-    """The short name of a file of the project or of transformers; none for another."""
+    """Return the short name of a file of the project or of transformers, and an empty string for any other file."""
     _, is_library, place = file.rpartition(f"/{LIBRARY}")
     if is_library:
         return LIBRARY + place

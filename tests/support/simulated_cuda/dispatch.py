@@ -1,4 +1,4 @@
-"""What each operation of torch does where a tensor of the device takes part."""
+"""Dispatch torch operations on tensors of the simulated device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.simulated_cuda.tensors import PINNED, DeviceTensor, new_tenso
 aten = torch.ops.aten
 
 SINGLE_KERNELS = {aten.scaled_dot_product_attention.default, aten.linear.default, aten.rms_norm.default}
-"""Operations that torch composes of others and CUDA computes at once."""
+"""Operations that torch composes of others and CUDA computes in one kernel."""
 VIEWS = {
     aten.alias.default,
     aten.detach.default,
@@ -26,9 +26,9 @@ VIEWS = {
     aten._reshape_alias.default,
     aten._unsafe_view.default,
 }
-"""Views that their schema does not show."""
+"""Operations that return views without saying so in their schema."""
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-"""Operations whose result is a number of the host."""
+"""Operations that return a number to the host."""
 INDEXING = {
     aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
@@ -36,9 +36,9 @@ INDEXING = {
     aten.index_put.default,
     aten.index_put_.default,
 }
-"""Operations that take indices of the host, which they send to the device, and masks, whose sum is a shape."""
+"""Operations that take indices from the host, which are sent to the device, or masks, whose sum determines a shape."""
 TAKE_NO_NUMBER = {aten.gather.default, aten.index_select.default}
-"""Operations that do not take a tensor of the host without dimensions as a number."""
+"""Operations that reject a zero-dimensional tensor of the host, which others accept as a number."""
 META = torch.device("meta")
 EMPTY = {
     aten.empty.memory_format,
@@ -55,24 +55,24 @@ def histc_of_integers(numbers: torch.Tensor, *args: Any, **options: Any) -> torc
 
 
 STAND_INS = {aten.histc.default: histc_of_integers}
-"""Kernels that take dtypes on CUDA which they do not take on a CPU."""
+"""Replacements of kernels whose dtypes CUDA supports and the CPU does not."""
 
 
 def shape_of_grouped_matmul(rows: torch.Tensor, weights: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Groups of rows, one after another, each times the matrix of its group."""
+    """Return an empty result of a grouped matmul, in which each group of rows is multiplied by its own matrix."""
     return rows.new_empty((rows.shape[0], weights.shape[2]))
 
 
 SHAPES = {aten._grouped_mm.default: shape_of_grouped_matmul}
-"""Where the meta device refuses dtypes that CUDA takes."""
+"""Shape functions for dtypes that CUDA supports and the meta device rejects."""
 
 
 class Dispatcher(TorchDispatchMode):
-    """Sees all operations, because those that make a tensor on the device take none that is there."""
+    """Dispatch mode that sees all operations, including those that create device tensors without taking any."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(has_own_dispatch, types)):
-            return NotImplemented  # a weight of parts, whose own code calls operations on these
+            return NotImplemented  # a tensor subclass with parts, whose own code calls operations on the parts
         return dispatch(func, args, kwargs or {})
 
 
@@ -80,7 +80,7 @@ DISPATCHER = Dispatcher()  # type: ignore[no-untyped-call]
 
 
 def has_own_dispatch(kind: type) -> bool:
-    """Whether operations on tensors of a class are done by code of that class, as of those of libraries."""
+    """Return True if a tensor class dispatches its operations itself, as those of quantization libraries do."""
     usual = torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl
     return not issubclass(kind, DeviceTensor) and kind.__torch_dispatch__ not in usual  # type: ignore[attr-defined]
 
@@ -126,12 +126,12 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def taken(tensor: torch.Tensor) -> torch.Tensor:
-    """What a kernel reads: a tensor of the host by its value now."""
+    """Return what a kernel reads: the device's memory, or a copy of a host tensor as it is now."""
     return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor.detach().clone()
 
 
 def leaves_of(values: Any) -> Iterator[Any]:
-    """All that is in sequences, and in those in them."""
+    """Yield all items of nested sequences."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from leaves_of(value)
@@ -140,7 +140,7 @@ def leaves_of(values: Any) -> Iterator[Any]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A value with all tensors in it changed; torch's own pytrees take most of the time of a dispatch."""
+    """Apply ``change`` to all tensors in a nested value. torch's pytrees would take most of a dispatch's time."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -159,7 +159,7 @@ def on_host(func: Any, args: Any, options: dict[str, Any]) -> Any:
 
 
 def made(func: Any, args: Any, options: dict[str, Any]) -> DeviceTensor:
-    """A new tensor on the device, of zeros, ones, a range, or nothing yet."""
+    """Create a tensor on the device: zeros, ones, a range, or uninitialized memory."""
     options = {**options, "device": CPU}
     numbers = func(*args, **options)
     if func in EMPTY:
@@ -170,7 +170,7 @@ def made(func: Any, args: Any, options: dict[str, Any]) -> DeviceTensor:
 
 
 def take_to_device(func: Any, leaves: list[Any]) -> None:
-    """Check tensors of the host that are given together with those of the device, as CUDA does."""
+    """Check host tensors that are passed together with device tensors, as CUDA does."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor):
             if func in INDEXING and not leaf.is_floating_point():
@@ -180,7 +180,7 @@ def take_to_device(func: Any, leaves: list[Any]) -> None:
 
 
 def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """The result of a kernel, or of a view, which needs none."""
+    """Return the result of a kernel, or of a view, which needs no kernel."""
     leaves = [*leaves_of(args), *leaves_of(options.values())]
     there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
     given, kept = mapped(args, taken), mapped(options, taken)
@@ -209,7 +209,7 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
 
 
 def written_by(func: Any, args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation writes to, which it returns."""
+    """Return the arguments that an operation writes to and returns."""
     by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
     return [
         by_name[argument.name]
@@ -219,14 +219,14 @@ def written_by(func: Any, args: Any, options: dict[str, Any]) -> list[torch.Tens
 
 
 def has_unknown_shape(func: Any, leaves: list[Any]) -> bool:
-    """Whether the shape of the result, or the number of kernels, depends on numbers of the device."""
+    """Return True if the result's shape or the number of kernels depends on values on the device."""
     if func in INDEXING:
         return any(isinstance(leaf, torch.Tensor) and leaf.dtype in MASKS for leaf in leaves[1:])
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 class Results:
-    """Memory for the results of operations, whose shapes the meta device knows; each is asked for once."""
+    """Allocator for the results of operations. The meta device computes their shapes, which are cached."""
 
     def __init__(self) -> None:
         self._shapes: dict[Any, Any] = {}
@@ -242,7 +242,7 @@ RESULTS = Results()
 
 
 def key_of(value: Any) -> Any:
-    """What the shape of a result depends on."""
+    """Return the properties of an argument that determine the result's shape."""
     if isinstance(value, torch.Tensor):
         return value.size(), value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -251,7 +251,7 @@ def key_of(value: Any) -> Any:
 
 
 def shapes_of(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """The results of an operation as tensors without numbers."""
+    """Return the results of an operation as meta tensors."""
     return SHAPES.get(func, func)(*mapped(args, on_meta), **mapped(options, on_meta))
 
 

@@ -1,4 +1,4 @@
-"""Streams, events and graphs, in the interface of ``torch.cuda``."""
+"""Streams, events and graphs with the interface of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation, Operati
 from tests.support.simulated_cuda.tensors import spoil
 
 SHORTEST = 1e-6
-"""The least time between two events, in seconds."""
+"""Minimum time between two events in seconds."""
 
 
 class Stream:
-    """A stream; all share the queue of the device, which is as if each waited for the others."""
+    """Stream of the device. All streams share one queue, as if each waited for the others."""
 
     def __init__(self, device: object = None, **options: Any) -> None:
         self.device = CUDA
@@ -47,12 +47,12 @@ class Event:
         DEVICE.wait("an event")
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds from this event to the other one."""
+        """Return the milliseconds from this event to the other one."""
         return 1e3 * max(SHORTEST, other._seconds - self._seconds)
 
 
 class Streams:
-    """The default stream and the one that is current."""
+    """The default stream and the current stream."""
 
     def __init__(self) -> None:
         self.default = self._current = Stream()
@@ -76,14 +76,14 @@ STREAMS = Streams()
 
 
 class Pool:
-    """Memory that graphs share, as only one of them runs at a time: each overwrites what the others leave there."""
+    """Memory that graphs share. Only one of them runs at a time, and each overwrites what the others left there."""
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
 
 
 class CUDAGraph:
-    """Recorded operations, and the memory that was allocated meanwhile."""
+    """Recorded operations, with the memory that was allocated during the recording."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.operations: list[Operation] = []
@@ -113,7 +113,7 @@ class CUDAGraph:
 
 
 class GraphCapture:
-    """The block in which a graph is recorded: ``torch.cuda.graph``."""
+    """Context manager that records a graph, as ``torch.cuda.graph`` does."""
 
     def __init__(
         self,
@@ -139,4 +139,4 @@ class GraphCapture:
         if kind is None:
             STREAMS.set(self._before)
             self._graph.pool.graphs.add(self._graph)
-        # After a failure the stream of the capture remains current, as in torch.
+        # After a failure, the capture's stream remains the current one, as in torch.

@@ -1,4 +1,4 @@
-"""Puts the simulated device in the place of CUDA."""
+"""Install the simulated device in place of CUDA."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ DOUBLES: dict[str, Any] = {
     "stream": STREAMS.using,
     "synchronize": lambda device=None: DEVICE.wait("the device"),
 }
-"""What takes the place of functions and classes of ``torch.cuda``."""
+"""Replacements of functions and classes of ``torch.cuda``."""
 
 CUDA_TYPE, META_TYPE = 1, 14
-"""Places in the registry of device guards, by c10/core/DeviceType.h."""
+"""Indices in the registry of device guards, from c10/core/DeviceType.h."""
 
 
 def install() -> Device:
-    """Have torch use the simulated device as ``cuda:0`` until the process ends; only this thread may use it."""
+    """Make torch use the simulated device as ``cuda:0`` until the process ends. Only the calling thread may use it."""
     if torch.cuda.is_available() and torch.cuda.get_device_name() == NAME:
         return DEVICE
     lend_device_guard()
@@ -77,21 +77,21 @@ def install() -> Device:
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     torch.accelerator.synchronize = DOUBLES["synchronize"]
     Patches().install()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and sent
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") creates it on the host and copies it
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     DISPATCHER.__enter__()  # type: ignore[no-untyped-call]
     return DEVICE
 
 
 def lend_device_guard() -> None:
-    """Give CUDA the device guard of the meta device, which does nothing: a build for CPUs has none for CUDA."""
+    """Use the meta device's guard, which does nothing, for CUDA. CPU builds of torch have none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     registry[CUDA_TYPE] = registry[META_TYPE]
 
 
 def on_device(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model of the host on the device."""
+    """Return a copy of a host model on the device."""
     moved: PreTrainedModel = copy.deepcopy(model).to(CUDA)  # type: ignore[arg-type]
-    moved.tie_weights()  # parameters were replaced, not overwritten
+    moved.tie_weights()  # because parameters were replaced, not overwritten
     return moved

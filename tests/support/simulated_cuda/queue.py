@@ -1,4 +1,4 @@
-"""The device: its queue of work, which is done when the host waits, and the capture that records work instead."""
+"""The simulated device, which queues work until the host waits or records it during a capture."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 EXPLICIT = {"an event", "a stream", "the device", "a capture begins"}
-"""Reasons of waits that the host asks for."""
+"""Reasons of waits that the host requests."""
 SECONDS_PER_KERNEL = 2e-6
 FIRST_ADDRESS, ALIGNMENT = 1 << 40, 512
 
 
 class Allocation:
-    """Memory of the device, which is freed with the last tensor that refers to it."""
+    """Device memory, which is freed with the last tensor that refers to it."""
 
     _next_address = FIRST_ADDRESS
 
@@ -41,7 +41,7 @@ class Allocation:
 
 
 class PartOfAllocation(Allocation):
-    """A part of other memory that looks like memory of its own, and keeps the whole."""
+    """Part of an allocation that looks like a separate one and keeps the whole alive."""
 
     def __init__(self, whole: Allocation, address: int, size: int) -> None:
         self.whole, self.address, self.size = whole, address, size
@@ -49,7 +49,7 @@ class PartOfAllocation(Allocation):
 
 @dataclass(slots=True)
 class Operation:
-    """A kernel or a copy. It keeps the numbers that it computes with; ``uses`` tell whether their memory is freed."""
+    """Kernel or copy. It keeps its operands, and ``uses`` tells whether their memory has been freed."""
 
     kind: str
     """``KERNEL``, ``COPY_IN``, ``COPY_OUT`` or ``STAGED``."""
@@ -58,7 +58,7 @@ class Operation:
     arguments: Sequence[Any]
     options: dict[str, Any] = field(default_factory=dict)
     results: Sequence[Any] = ()
-    """Where results are written, for a function that returns them."""
+    """Memory for the results of a function that returns them."""
     uses: Sequence[weakref.ref[Allocation]] = ()
 
     def __call__(self) -> None:
@@ -71,27 +71,27 @@ class Operation:
 
     @property
     def freed(self) -> bool:
-        """Whether any of the memory is freed."""
+        """True if any of the memory has been freed."""
         return any(use() is None for use in self.uses)
 
 
 class Device:
-    """The only simulated device of a process."""
+    """Simulated device, of which a process has one."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self.seconds = 0.0
-        """The time that its work has taken, for events."""
+        """Simulated time that the work has taken so far, which events read."""
         self.capture: CUDAGraph | None = None
-        """The graph that records, instead of the queue, what is launched."""
+        """Graph that records launched operations instead of the queue; None outside a capture."""
         self.is_working = False
-        """Whether queued work is being done; what it calls is not simulated again."""
+        """True while queued work runs, whose torch calls are not simulated again."""
         self.refuses_waits = False
-        """Whether operations that wait raise; those that do nothing else may."""
+        """True if operations raise that wait implicitly. Explicit waits are still allowed."""
         self._queue: list[Callable[[], None]] = []
 
     def launch(self, operation: Operation) -> None:
-        """Queue an operation, or record it."""
+        """Queue an operation, or record it during a capture."""
         if self.capture:
             self.capture.operations.append(operation)
             return
@@ -100,7 +100,7 @@ class Device:
         self._queue.append(operation)
 
     def replay(self, operations: Iterable[Operation], before: Iterable[Callable[[], None]]) -> None:
-        """Queue the operations of a graph, and before them what becomes of the memory of its pool."""
+        """Queue the operations of a graph after ``before``, which overwrites the memory of the graph's pool."""
         self._queue += before
         for operation in operations:
             if operation.freed:
@@ -110,7 +110,7 @@ class Device:
             self._queue.append(operation)
 
     def wait(self, reason: str) -> None:
-        """Have the host wait until all queued work is done."""
+        """Run all queued work, for which the host waits."""
         if self.capture:
             raise self.counts.fault(f"operation not permitted when stream is capturing: {reason}")
         if self.refuses_waits and reason not in EXPLICIT:
@@ -123,7 +123,7 @@ class Device:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """In this block, torch computes on the device's memory as on that of the host."""
+        """Let torch compute on the device's memory as on the host's inside this block."""
         before, self.is_working = self.is_working, True
         try:
             with torch.inference_mode(), _disable_current_modes():
@@ -132,7 +132,7 @@ class Device:
             self.is_working = before
 
     def abandon(self) -> None:
-        """Forget queued work and a capture, after a fault."""
+        """Discard queued work and a capture after a fault."""
         self._queue.clear()
         self.capture = None
 

@@ -1,4 +1,4 @@
-"""Tensors of the device, their memory, and pinned memory of the host."""
+"""Tensors of the simulated device, their memory, and pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.nn import Parameter
 from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation, PartOfAllocation
 
 UNINITIALIZED = {torch.bool: True, torch.uint8: 77, torch.int8: 77, torch.int16: 77}
-"""What new memory of integers holds; of others, a number that is an index of nothing."""
+"""Contents of uninitialized memory by dtype. Other integers hold 2**30, which is not a valid index."""
 
 
 class DeviceTensorMeta(type(torch.Tensor)):  # type: ignore[misc]
-    """Parameters on the device are device tensors, too, although their class is ``Parameter``."""
+    """Metaclass for which parameters on the device are device tensors, although their class is ``Parameter``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or (type(instance) is Parameter and hasattr(instance, "numbers"))
 
 
 class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
-    """A tensor on the device. Its ``numbers`` are right once queued work is done."""
+    """Tensor on the device. Its ``numbers`` are correct once the queued work has run."""
 
     numbers: torch.Tensor
     allocation: Allocation
@@ -47,18 +47,18 @@ class DeviceTensor(torch.Tensor, metaclass=DeviceTensorMeta):
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any) -> Any:
-        return NotImplemented  # the dispatcher sees all operations first, and leaves some to a weight of parts
+        return NotImplemented  # the dispatcher sees all operations first, and leaves some to other subclasses
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
 
 DeviceTensor.__module__ = "torch.simulated_cuda"
-"""A module of torch: hdtool treats weights of classes from other modules as those of quantization libraries."""
+"""Module of torch, because hdtool treats weights of other modules' classes as those of quantization libraries."""
 
 
 def new_tensor(numbers: torch.Tensor) -> DeviceTensor:
-    """A tensor in newly allocated memory, in the pool of the graph if one is recorded."""
+    """Create a tensor in newly allocated memory, which belongs to the graph if one is being recorded."""
     allocation = Allocation(numbers.untyped_storage().nbytes())
     if DEVICE.capture:
         DEVICE.capture.own(numbers, allocation)
@@ -66,7 +66,7 @@ def new_tensor(numbers: torch.Tensor) -> DeviceTensor:
 
 
 def spoil(memory: torch.Tensor) -> None:
-    """Write what nobody may read."""
+    """Overwrite memory with values that must not be read."""
     if memory.is_floating_point() or memory.is_complex():
         memory.fill_(float("nan"))
     else:
@@ -74,11 +74,11 @@ def spoil(memory: torch.Tensor) -> None:
 
 
 PATCHED = "data_ptr", "new_tensor", "numpy", "tolist", "untyped_storage"
-"""Methods of tensors that do not pass through the dispatcher."""
+"""Tensor methods that bypass the dispatcher."""
 
 
 class Patches:
-    """Attributes of tensors that are other ones for device tensors, whose class may be ``Parameter``."""
+    """Patches of tensor methods and attributes, which behave differently for device tensors, including parameters."""
 
     def __init__(self) -> None:
         self._data: Any = torch.Tensor.data
@@ -101,7 +101,7 @@ class Patches:
 
     @staticmethod
     def _data_ptr(tensor: DeviceTensor) -> int:
-        """A number that names the memory; compiled code of the host cannot read there."""
+        """Return a unique address, which compiled host code cannot read."""
         return tensor.allocation.address + int(tensor.storage_offset()) * tensor.itemsize
 
     @staticmethod
@@ -143,7 +143,7 @@ class Patches:
 
 
 class PinnedMemory:
-    """The pinned tensors of the host. They are kept, so that no other memory gets their addresses."""
+    """Registry of pinned host tensors. It keeps them alive, so that no other memory gets their addresses."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}

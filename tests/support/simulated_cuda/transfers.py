@@ -1,4 +1,4 @@
-"""Copies between the host and the device, and those on the device that are asked for in the same way."""
+"""Copies between host and device, and copies on the device that use the same operations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ aten = torch.ops.aten
 
 
 def is_transfer(source: torch.Tensor, *, device: torch.device | None = None, **options: Any) -> bool:
-    """Whether a copy leads from the host to the device, or back."""
+    """Return True if a copy goes from the host to the device or back."""
     return device is not None and (device.type == "cuda") != isinstance(source, DeviceTensor)
 
 
 def copied_to(
     source: torch.Tensor, *, device: torch.device, non_blocking: bool = False, pin_memory: bool = False, **options: Any
 ) -> torch.Tensor:
-    """A copy in new memory on the other side, with a dtype and a layout."""
+    """Return a copy in new memory on the other side, with the requested dtype and layout."""
     if isinstance(source, DeviceTensor):
         DEVICE.wait("copies from the device to pageable memory")
         copied: torch.Tensor = aten._to_copy.default(source.numbers.clone(), **options)
@@ -33,7 +33,7 @@ def copied_to(
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy into memory that exists, on the host, on the device, or from one to the other."""
+    """Copy into existing memory on the host or the device, from either of them."""
     if isinstance(target, DeviceTensor):
         if isinstance(source, DeviceTensor):
             uses = [weakref.ref(target.allocation), weakref.ref(source.allocation)]
@@ -49,19 +49,19 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
         DEVICE.wait(f"copies {'' if is_block else 'parts '}from the device{'' if is_pinned else ' to pageable memory'}")
         with DEVICE.working():
             return target.copy_(source.numbers)
-    # The device writes when it arrives there.
+    # The device writes the copy when it reaches it in its queue.
     DEVICE.launch(Operation(COPY_OUT, "copy out", aten.copy_.default, (target, source.numbers), uses=uses))
     return target
 
 
 def send(numbers: torch.Tensor, source: torch.Tensor, allocation: Allocation, *, non_blocking: bool) -> None:
-    """Copy from the host into memory of the device."""
+    """Copy from the host to device memory."""
     if not source.numel():
         return
     uses = [weakref.ref(allocation)]
-    # Of parts of a tensor, torch first makes one block, in memory that is not pinned.
+    # torch first copies parts of a tensor to a contiguous block in pageable memory.
     is_pinned = PINNED.has(source) and source.is_contiguous() and numbers.is_contiguous()
-    if is_pinned and non_blocking:  # the device reads when it arrives there
+    if is_pinned and non_blocking:  # the device reads the source when it reaches the copy in its queue
         DEVICE.launch(Operation(COPY_IN, "copy in", aten.copy_.default, (numbers, source), uses=uses))
         return
     if DEVICE.capture:
