@@ -49,7 +49,7 @@ class MixtureParts(Generic[Matmul]):
     router: Module
     experts: Module
     norms: tuple[Module, ...]
-    """Norms after the MLP, before the experts, and after their sum."""
+    """Norms of the MLP's output, of the experts' input, and of the experts' summed output."""
 
     @property
     def projection(self) -> Matmul:

@@ -53,7 +53,7 @@ class NormKind:
     """How an RMSNorm applies its weight."""
 
     offset: float = 0.0
-    """Added to the weight."""
+    """Constant added to the weight before it is applied."""
     rounds: bool = True
     """Normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
 

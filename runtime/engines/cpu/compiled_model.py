@@ -38,7 +38,7 @@ class CompiledModel:
         self.record()
 
     def record(self) -> None:
-        """Take the model's current state as the unchanged one."""
+        """Record the model's current state, with which ``check`` compares later states."""
         self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
         self._set_unchanged(is_same=True)
         self.check(again=False)

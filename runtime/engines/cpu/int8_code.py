@@ -34,7 +34,7 @@ PANEL_ROWS = 16 if has_feature("avx512bw") else 8
 Panels are never stored in files, so they may differ between processors.
 """
 PART = 32
-"""Columns of a part."""
+"""Number of columns in a part."""
 QUAD = 4
 """Columns in a lane, since dot-product instructions sum the products of four bytes."""
 QUADS = PART // QUAD
@@ -243,7 +243,7 @@ class DotProduct:
     """Generates dot products of levels with signed inputs, one per lane. Levels are unsigned, except for ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
-        """``largest`` is the largest level."""
+        """``largest`` is the maximum level of the panel format."""
         self._code, self._builder = code, code.builder
         self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
         """Number of pairwise sums whose total fits into 16 bits."""

@@ -117,7 +117,10 @@ def _is_compiled(parts: CompiledParts) -> bool:
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
-    """Return True if each layer's part of the KV cache has the shape of its heads, or is empty as expected."""
+    """Return True if the cached keys and values of each layer have the shape of its heads.
+
+    Layers with a mixer, and layers that read another layer's keys, must have none.
+    """
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
         all(view is NOTHING for view in views)
@@ -251,7 +254,7 @@ class _LayerProof:
             actual[is_padding] = expected[is_padding]
         distances = [distance(actual, expected, expected - hidden)]
         for tensor, new in zip(cached, written, strict=True):
-            # A row of a state may be tiny compared with the others it is summed with, so states are compared whole.
+            # A row of a state may be tiny compared with the rows it is summed with, so each state is compared as one.
             ours, theirs = (state.flatten(-2) if part.mixer else state for state in (tensor, new))
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None

@@ -67,7 +67,7 @@ class StatesOfRows:
 
 
 class TreePass:
-    """Computes passes of one model for up to a number of slots, with reused memory."""
+    """Computes passes of one model for at most ``slots`` sequences, with memory that is reused."""
 
     def __init__(self, table: WeightTable, slots: int = 1) -> None:
         self._table, self._slots = table, slots
