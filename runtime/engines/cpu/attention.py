@@ -244,7 +244,7 @@ def attend(
 
 @compiled
 def _first_seen(places: Any, first: int, end: int, window: int, length: int) -> int:
-    """Return the first position that any of some rows attends to, rounded down to a multiple of ``LANES``."""
+    """Return the first position to which any row from ``first`` to ``end`` attends, rounded down to ``LANES``."""
     if not window:
         return 0
     lowest = length

@@ -39,7 +39,7 @@ QUAD = 4
 """Columns in a lane, since dot-product instructions sum the products of four bytes."""
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
-"""Bytes in a vector."""
+"""Size in bytes of a vector with one quad for each row of a panel."""
 LOW_BITS = 4
 """Number of low bits of a level, which are stored separately from the others."""
 EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
@@ -243,7 +243,7 @@ class DotProduct:
     """Generates dot products of levels with signed inputs, one per lane. Levels are unsigned, except for ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
-        """``largest`` is the maximum level of the panel format."""
+        """``largest`` is the largest level that ``add`` may get."""
         self._code, self._builder = code, code.builder
         self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
         """Number of pairwise sums whose total fits into 16 bits."""

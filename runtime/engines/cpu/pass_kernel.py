@@ -73,7 +73,7 @@ address and number of placeholder ids. KEEPING: number of layers up to the last 
 rows need. In a prefill, the layers after these compute only the rows with logits."""
 END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
-"""Number of logits that are computed before their maxima are folded, so that they are still in L2."""
+"""Number of logits to compute at a time, so that they are still in L2 when their maxima are computed."""
 
 
 @cache

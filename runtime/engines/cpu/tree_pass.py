@@ -95,12 +95,12 @@ class TreePass:
             self._logits = torch.empty(slots * TREE_ROWS, table.vocabulary, dtype=torch.float32)
             self._normed = torch.empty(rows, table.width, dtype=torch.float32)
         self._storage: Callable[[], KVTensors | None] = lambda: None
-        """Returns the KV cache whose addresses are in the record; a weak reference, so that it can be freed."""
+        """Weak reference to the KV cache whose addresses are in the record."""
         self._version = self._threads = 0
         self._states_at = 0, 0
-        """Address of that cache's first state, and the stride between sequences in bytes."""
+        """Address of the KV cache's first state, and the stride between sequences in bytes."""
         self._kept_states: Callable[[], StatesOfRows | None] = lambda: None
-        """Returns the states after the last pass's rows, while the caller holds them; a weak reference."""
+        """Weak reference to the states after the last pass's rows, which must be copied before the next pass."""
         self._outputs: dict[int, torch.Tensor] = {}
         """Outputs of watched layers by layer index."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
