@@ -1,4 +1,4 @@
-"""Alternative engines for forward passes over draft trees.
+"""CPU and CUDA engines that replace the forward passes of Transformers over draft trees.
 
-Imports `data`, `runtime/config`, `runtime/kernels`, `runtime/model` and the draft tree.
+This package imports only `data`, `runtime/config`, `runtime/kernels`, `runtime/model` and the draft tree.
 """

@@ -1,5 +1,4 @@
-"""Around the layers of a described model: rotary positions, attention windows, per-layer inputs, embeddings and
-logits."""
+"""Describes what surrounds a model's layers: rotary positions, windows, per-layer inputs, embeddings and logits."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
 Matmul = TypeVar("Matmul", bound=Module)
 GATE, ACTIVATION, OUT, NORM = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
 LAYER_INPUT_MODULES = frozenset({GATE, ACTIVATION, OUT, NORM})
-"""Modules of a layer with its own input."""
+"""Names of the modules that add a layer's own input."""
 EMBEDDING, PROJECTION, PROJECTION_NORM = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
     "per_layer_projection_norm",
 )
 DECODER_INPUT_MODULES = frozenset({EMBEDDING, PROJECTION, PROJECTION_NORM})
-"""Decoder modules that make the inputs of all layers."""
+"""Names of the decoder modules that compute the inputs of all layers."""
 
 
 @dataclass(frozen=True)
 class InputParts(Generic[Matmul]):
-    """Adds a layer's own input to the hidden states after its MLP."""
+    """The modules that add a layer's own input to the hidden states after the MLP."""
 
     gate: Matmul
     out: Matmul
@@ -48,27 +47,30 @@ class InputParts(Generic[Matmul]):
 
 @dataclass(frozen=True)
 class LayerInputs(Generic[Matmul]):
-    """Makes the inputs of all layers from a token embedding and a projection of the main embedding."""
+    """Computes the inputs of all layers from a separate token embedding and a projection of the main embedding."""
 
     decoder: Module
     embedding: Any
     projection: Matmul
     norm: Any
     scale: float
-    """Factor of the projection."""
+    """Scales the projection."""
     share: float
-    """Factor of the sum of both."""
+    """Scales the sum of the normed projection and the token embedding."""
 
     @torch.inference_mode()
     def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Inputs ``[batch, tokens, layers, width]``, computed by the library's code."""
+        """Return the inputs ``[batch, tokens, layers, width]``, computed by Transformers' code.
+
+        ``embedded`` are the main embeddings ``[batch, tokens, hidden]`` of ``ids``.
+        """
         decoder: Any = self.decoder
         inputs: torch.Tensor = decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(ids, embedded))
         return inputs
 
 
 def input_parts(layer: Module) -> InputParts[Any] | None:
-    """Modules that add a layer's own input, or None."""
+    """Return the modules that add a layer's own input, or None if the layer has none."""
     modules = layer._modules
     if modules.get(GATE) is None:
         return None
@@ -76,7 +78,7 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
-    """Modules that make inputs of this width for all layers; None if their shapes or kinds don't fit."""
+    """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     share: Any = getattr(decoder, "per_layer_input_scale", None)
@@ -102,24 +104,24 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
 }
 MIXING = ("conv", "linear_attention", "mamba")
-"""Layer types that mix tokens through a state."""
+"""Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
-"""Magnitudes of the rows on which norms are compared; in the small one, epsilon matters."""
+"""Magnitudes of the rows on which norms are compared. In the smaller one, epsilon affects the result."""
 
 
 class Rotary(NamedTuple):
-    """Rotary positions of a head, or of its first part if they are narrower."""
+    """Cosines and sines that rotate a head, or only its first part if they are narrower."""
 
     cos: torch.Tensor
     """``[tokens, width]``."""
     sin: torch.Tensor
-    """Negated for the first number of each pair."""
+    """``[tokens, width]``; negated for the first element of each pair."""
     is_interleaved: bool = False
-    """True if a pair is adjacent, False if it has one number in each half."""
+    """True if pairs are adjacent elements, False if they are elements half the width apart."""
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Build from cosines and sines by halves, as the library's modules give them."""
+        """Build from the cosines and sines that Transformers' rotary modules return, which repeat in both halves."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:
@@ -129,7 +131,10 @@ class Rotary(NamedTuple):
 
 
 def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
-    """Cosines and sines of one layer type, computed by the model's own module."""
+    """Return the cosines and sines of one layer type, computed by the model's rotary module.
+
+    Raises NotImplementedError if they don't fit the width of a head.
+    """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
     width, layer = cos.shape[1], parts.attending
@@ -143,13 +148,13 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
 
 
 def position_kinds(parts: ModelParts[Any]) -> list[str]:
-    """Layer type passed to the rotary module for each layer; empty strings if there is only one."""
+    """Return the layer type to pass to the rotary module for each layer; empty strings if it takes none."""
     has_several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
     return list(cast(Any, parts.decoder).config.layer_types) if has_several else [""] * len(parts.layers)
 
 
 def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
-    """Rotary type of each layer; None for a layer without rotary positions."""
+    """Return the layer type to pass to the rotary module for each layer; None for layers without rotary positions."""
     rotates, kinds = parts.family.rotates, position_kinds(parts)
     return [
         kind if layer.mixer is None and rotates(layer.attention) else None
@@ -158,7 +163,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
 
 
 def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
-    """Attention window of each layer; None if a layer has chunks or an unknown type."""
+    """Return each layer's attention window, or None if any layer has chunked attention or an unknown type."""
     by_kind = {window.kind: window for window in target.stock.windows}
     if any(window.chunk for window in by_kind.values()):
         return None
@@ -170,7 +175,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
 
 @dataclass(frozen=True)
 class Ends:
-    """What a model does to its embeddings and logits."""
+    """Scales a model's embeddings and bounds its logits."""
 
     multiplier: float
     divisor: float
@@ -197,9 +202,9 @@ class Ends:
 
 @torch.inference_mode()
 def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) -> bool:
-    """Compare a model's norms and activations with their descriptions.
+    """Return True if a model's norms and activations compute what their family describes.
 
-    Rows are float32 whatever the weights' dtype, so that rounding hides no difference.
+    The compared rows are float32 regardless of the weights' dtype, so that rounding doesn't hide a difference.
     """
     kind, expected, actual = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]

@@ -1,4 +1,4 @@
-"""Hybrid model types: recurrent layers or short convolutions beside attention."""
+"""Describes hybrid model types, which have recurrent layers or short convolutions as well as attention."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ Matmul = TypeVar("Matmul", bound=Module)
 NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 ROUTER, EXPERTS = "router", "experts"
 MIXTURE_MODULES = frozenset({ROUTER, EXPERTS, *NORMS})
-"""Modules of a layer with an MLP and experts side by side."""
+"""Names of the modules that a layer with experts in addition to its MLP has besides the usual ones."""
 ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
-"""Router attributes this package reads, or that change nothing."""
+"""Router attributes that this package reads or that don't affect the result."""
 
 
 @dataclass(frozen=True)
 class MixtureParts(Generic[Matmul]):
-    """Modules of a mixture of experts beside an MLP."""
+    """The modules of a mixture of experts whose output is added to an MLP's."""
 
     router: Module
     experts: Module
     norms: tuple[Module, ...]
-    """Norms after the MLP, before the experts, and after their sum."""
+    """Norms of the MLP's output, of the experts' input, and of the experts' summed output."""
 
     @property
     def projection(self) -> Matmul:
-        """The linear layer that gives expert scores."""
+        """Linear layer that computes expert scores."""
         return self.router.get_submodule("proj")  # type: ignore[return-value]
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's input scale and each expert's factor."""
+        """Scale of the router's input, one value per channel, and factors of the outputs, one value per expert."""
         router: Any = self.router
         return router.scale, router.per_expert_scale
 
     @property
     def factor(self) -> float:
-        """Constant factor of the router's input."""
+        """Constant that scales the router's input."""
         return float(self.router.scalar_root_size)  # type: ignore[arg-type]
 
     @property
     def top(self) -> int:
-        """Experts per token."""
+        """Number of experts per token."""
         router: Any = self.router
         return int(router.config.top_k_experts)
 
@@ -81,7 +81,7 @@ class MixtureParts(Generic[Matmul]):
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
-    """The mixture beside a layer's MLP with a router of this class, or None."""
+    """Return the mixture added to a layer's MLP, or None if the layer has none with a router of this class."""
     modules = layer._modules
     if not router or modules.get(EXPERTS) is None or type(modules.get(ROUTER)).__name__ != router:
         return None
@@ -92,7 +92,7 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 
 
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
-    """True if the router computes what its class says, judging by its modules and attributes."""
+    """Return True if the router's modules, parameters and attributes are the expected ones and their shapes match."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")
@@ -211,4 +211,4 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
     ),
 }  # fmt: skip
-"""Families by the name of the library's package for the model type."""
+"""Hybrid families by the name of their package in ``transformers.models``."""

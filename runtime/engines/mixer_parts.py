@@ -1,4 +1,4 @@
-"""Recognizes recurrent mixers, convolutions and mixtures of experts in the library's modules."""
+"""Recognizes recurrent mixers, short convolutions and mixtures of experts among Transformers' modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STATE_ATTRIBUTES = frozenset({
     "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
     "time_step_limit", "bias", "training", "config",
 })  # fmt: skip
-"""Mixer attributes this file reads, or that weight shapes imply."""
+"""Mixer attributes that this file reads or that weight shapes imply."""
 
 
 @dataclass(frozen=True)
 class MixerParts(Generic[Matmul]):
-    """Modules and shapes of a mixer."""
+    """The modules and shapes of a mixer."""
 
     kind: str
     module: Module
@@ -35,13 +35,13 @@ class MixerParts(Generic[Matmul]):
     out: Matmul
     convolution: Conv1d
     norm: Module | None = None
-    """Gated norm of the mixer's output."""
+    """Gated norm of the mixer's output; None for a short convolution."""
     key_heads: int = 0
     heads: int = 0
     key_width: int = 0
     value_width: int = 0
     strength: float = 1.0
-    """Factor of a delta rule's learning rate."""
+    """Factor that scales a delta rule's write strengths."""
 
     @property
     def channels(self) -> int:
@@ -53,14 +53,14 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The mixer's own parameters, one number per head."""
+        """Parameters of the mixer itself, each with one value per head."""
         return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
 
 
 def mixer_parts(
     module: Any, layer_index: int, kind: Kind[Matmul], classes: Mapping[str, str]
 ) -> MixerParts[Matmul] | None:
-    """Parts of a mixer whose class is in ``classes``; None for any other class or shape."""
+    """Return the parts of a mixer whose class is in ``classes``; None if its class or shape is unsupported."""
     read = READERS.get(classes.get(type(module).__name__, ""))
     if read is None or getattr(module, "layer_idx", None) != layer_index:
         return None
@@ -94,7 +94,7 @@ def _tensors(module: Module) -> Iterator[torch.Tensor]:
 
 
 def _is_causal(convolution: Any) -> bool:
-    """True for a depthwise causal convolution."""
+    """Return True for a depthwise convolution padded for causal use."""
     return (
         type(convolution) is Conv1d
         and convolution.groups == convolution.in_channels == convolution.out_channels
@@ -105,7 +105,7 @@ def _is_causal(convolution: Any) -> bool:
 
 
 def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
-    """True if the weights' shapes are consistent and divide into the engine's vectors."""
+    """Return True if the weight shapes are consistent and all widths are multiples of the engine's divisor."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
     hidden, head_parameters = (
         parts.out.out_features,
@@ -134,11 +134,11 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
 
 
 HEAD_PARAMETERS = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
-"""Parameters with one number per head."""
+"""Names of the parameters with one value per head, by kind of mixer."""
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
-    """True if the gated norm covers a delta rule's head, or a scan's groups of heads."""
+    """Return True if the gated norm covers one head of a delta rule, or one group of a Mamba-2 layer's heads."""
     norm: Any = parts.norm
     weight = norm._parameters.get("weight")
     values = parts.heads * parts.value_width
@@ -168,7 +168,7 @@ def _delta_rule(module: Any) -> MixerParts[Any]:
 
 
 def _delta_rule_separate(module: Any) -> MixerParts[Any]:
-    """Separate matrices for queries, keys and values."""
+    """Return the parts of a delta rule with separate projections for queries, keys and values."""
     parts = MixerParts(
         DELTA_RULE, module,
         (module.q_proj, module.g_proj, module.b_proj, module.a_proj, module.k_proj, module.v_proj),
@@ -182,7 +182,10 @@ def _delta_rule_separate(module: Any) -> MixerParts[Any]:
 
 
 def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
-    """One matrix for queries, keys, values and gates, and one for write strengths and decays."""
+    """Return the parts of a delta rule with two projections.
+
+    One gives queries, keys, values and gates; the other gives write strengths and time steps.
+    """
     if module.activation != "silu":
         raise AttributeError("another activation")
     return MixerParts(
@@ -216,57 +219,60 @@ ROUTER_ATTRIBUTES = frozenset({
     "hidden_dim", "norm_min", "norm_topk_prob", "num_experts", "num_group", "routed_scaling_factor", "top_k",
     "topk_group", "training", "use_expert_bias",
 })  # fmt: skip
-"""Attributes this file reads, that weight shapes imply, or that only training reads."""
+"""Router attributes that this file reads, that weight shapes imply, or that only training reads."""
 
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """A model type's mixture of experts, in place of an MLP or beside it."""
+    """Names of the classes and modules of a model type's mixture of experts, and how its router scores experts."""
 
     block: str
-    """Class of the mixture; engines without code for experts call it as it is."""
+    """Class name of the mixture. Engines without code for experts call the module itself."""
     router: str
-    """Class of the router."""
+    """Class name of the router."""
     gate: str = "gate"
-    """Attribute name of the router."""
+    """Name of the router in the mixture."""
     beside: str = ""
-    """Attribute name of a mixture that is added to the MLP; empty if it replaces the MLP."""
+    """Name of a mixture in the layer that is added to the MLP; empty if it replaces the MLP."""
     shared: str = ""
-    """Attribute name of the shared expert's MLP."""
+    """Name of the shared expert's MLP; empty without one."""
     shared_gate: str = ""
-    """Attribute name of a linear layer whose sigmoid is the shared expert's share."""
+    """Name of the linear layer whose sigmoid scales the shared expert's output; empty if it isn't scaled."""
     has_sigmoids: bool = False
-    """Shares are sigmoids of scores instead of a softmax."""
+    """Routing weights are sigmoids of the router's scores instead of a softmax."""
     correction: str = ""
-    """Path of a tensor added to shares for choosing only."""
+    """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
     added: float = 0.0
-    """Added to the sum that shares are divided by."""
+    """Constant added to the sum by which routing weights are divided."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """What chooses the experts of a token."""
+    """Weights and settings that choose each token's experts."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     top: int
-    """Experts per token."""
+    """Number of experts per token."""
     has_sigmoids: bool
+    """Routing weights are sigmoids of the scores instead of a softmax."""
     renormalizes: bool
-    """Shares are scaled to sum to 1."""
+    """The routing weights of the chosen experts are divided by their sum."""
     correction: torch.Tensor | None
+    """Added to routing weights for the top-k choice only."""
     groups: int
     used_groups: int
+    """Number of groups whose experts may be chosen for a token."""
     factor: float
-    """Factor of the final shares."""
+    """Scales the final routing weights."""
     added: float
-    """Added to the sum that shares are divided by."""
+    """Constant added to the sum by which routing weights are divided."""
     min_sum: float
-    """Minimum of that sum."""
+    """Lower bound of that sum."""
 
 
 def qwen_experts(family: str) -> ExpertKind:
-    """Qwen's mixture with a gated shared expert; ``family`` is the prefix of its class names."""
+    """Return Qwen's mixture with a gated shared expert; ``family`` is the prefix of its class names."""
     return ExpertKind(
         f"{family}SparseMoeBlock",
         f"{family}TopKRouter",
@@ -276,7 +282,7 @@ def qwen_experts(family: str) -> ExpertKind:
 
 
 def router_of(block: Any, kind: ExpertKind) -> Router | None:
-    """The router of a known kind of mixture, or None if it has anything unknown."""
+    """Return the router of a mixture; None if either has unknown modules, attributes or tensors."""
     gate = block._modules.get(kind.gate)
     if gate is None or type(gate).__name__ != kind.router:
         return None

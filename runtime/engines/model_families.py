@@ -1,7 +1,7 @@
-"""Model types described by how their layers differ from Llama's.
+"""Describes model types by how their layers differ from Llama's.
 
-A description holds for the library's own classes only while their modules have no attribute, and their configuration no
-setting, beyond those named here: a release that adds one may compute something else.
+A description applies only to Transformers' own classes, and only while their modules and configuration have no
+attributes or settings beyond those listed here. A release that adds one may compute something else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTRIBUTES = frozenset({
     "is_causal", "is_sliding", "layer_idx", "layer_type", "num_attention_heads", "num_key_value_groups",
     "num_key_value_heads", "scaling", "sliding_window",
 })  # fmt: skip
-"""Attributes of layers, attention and MLPs this package reads, or that only affect a window."""
+"""Attributes of layers, attention and MLPs that this package reads or that only affect an attention window."""
 SETTINGS = frozenset({
     "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act",
     "hidden_activation", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
@@ -45,7 +45,7 @@ EXPERT_SETTINGS = frozenset({
     "num_local_experts", "output_router_logits", "routed_scaling_factor", "router_aux_loss_coef",
     "router_jitter_noise", "shared_expert_intermediate_size", "topk_group",
 })  # fmt: skip
-"""Settings that mixtures of experts read themselves, or that only training reads."""
+"""Settings that only the modules of a mixture of experts read, or only training."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class NormKind:
     """How an RMSNorm applies its weight."""
 
     offset: float = 0.0
-    """Added to the weight."""
+    """Constant added to the weight before it is applied."""
     rounds: bool = True
-    """Rows are rounded to the model's dtype before the multiplication, not only after it."""
+    """Normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
 
 
 ROUNDED_FIRST = NormKind()
@@ -63,16 +63,16 @@ ROUNDED_FIRST = NormKind()
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules of a layer, and of the last norm and the rotary positions of the decoder."""
+    """Names of a layer's modules, and of the decoder's last norm and rotary module."""
 
     mlp: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"
-    """A single matrix for both."""
+    """Name of a joined gate and up projection."""
     down: str = "down_proj"
     activation: str | None = None
-    """Attribute name of the MLP's activation if unusual; empty for a SiLU that isn't a module."""
+    """Name of the MLP's activation module; None for the usual name, empty for a SiLU that isn't a module."""
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     last_norm: str = "norm"
@@ -84,76 +84,79 @@ class Family:
     """How a model type's layers differ from Llama's."""
 
     norms: tuple[str, str, str, str] = LLAMA_NORMS
-    """Norms before and after attention, and before and after the MLP; empty for none."""
+    """Names of the norms before and after attention, and before and after the MLP; an empty name means no norm."""
     norm: NormKind = ROUNDED_FIRST
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Mixer modules in place of attention: attribute names, and by class what they compute."""
+    """Modules that replace attention, by attribute name; each maps class names to kinds of mixers."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
-    """Norms of layers with a mixer, if they differ."""
+    """Names of the norms in layers with a mixer; None if they are those of ``norms``."""
     gates_heads: bool = False
     """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
     """One matrix gives queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
-    """Modules that give queries, keys and values. Without the third, values are keys; with only the first, keys and
-    values come from an earlier layer of the same type."""
+    """Returns the names of an attention module's query, key and value projections.
+
+    Without a value projection, the keys are also the values. With only queries, keys and values come from an earlier
+    layer of the same type.
+    """
     keeps: str = ""
-    """Attention attribute that says whether later layers read its keys and values."""
+    """Name of the attention attribute that is true if later layers read the module's keys and values."""
     value_norm: str = ""
-    """Attribute name of a weightless norm of values."""
+    """Name of a norm of the values that has no weight."""
     varies_heads: bool = False
-    """Head number and width may vary between layers."""
+    """The number of heads and their width may vary between layers."""
     factor: str = ""
-    """Layer buffer that scales its output."""
+    """Name of the layer buffer that scales the layer's output."""
     has_inputs: bool = False
-    """Layers may have their own inputs beside hidden states."""
+    """Layers may have inputs of their own in addition to hidden states."""
     joins_gate: bool = False
-    """One matrix gives gate and up."""
+    """One matrix gives the MLP's gate and up projections."""
     norms_all_heads: bool = False
-    """Norms of queries and keys span all heads."""
+    """Norms of queries and keys span all heads instead of one."""
     is_partial: bool = False
     """Rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
-    """Rotary pairs are adjacent numbers instead of numbers half a head apart."""
+    """Rotary pairs are adjacent elements instead of elements half a head apart."""
     has_half_tables: bool = False
-    """The rotary module gives cosines and sines for half a head; the other half repeats them."""
+    """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
     rotates: Callable[[Any], bool] = field(default=lambda attention: True)
-    """True if an attention module uses rotary positions."""
+    """Returns True if an attention module uses rotary positions."""
     softcap: str = ""
-    """Attention attribute that caps its scores."""
+    """Name of the attention attribute that holds the softcap of attention scores."""
     has_sinks: bool = False
     residual: str = ""
-    """Layer attribute that scales what it adds to hidden states."""
+    """Name of the layer attribute that scales what attention and MLP add to hidden states."""
     embedding: str = ""
-    """Decoder attribute that scales embeddings."""
+    """Name of the decoder attribute that scales embeddings."""
     logit_divisor: str = ""
-    """Setting that divides logits."""
+    """Name of the setting that logits are divided by."""
     logit_softcap: str = ""
-    """Setting that caps logits."""
+    """Name of the setting that holds the softcap of logits."""
     bounding: tuple[str, ...] = ("ForCausalLM",)
-    """Class-name suffixes of models that change logits this way."""
+    """Class-name suffixes of models that apply ``logit_divisor`` and ``logit_softcap``."""
     placeholders: tuple[str, ...] = ()
-    """Settings that name placeholder tokens of a multimodal model."""
+    """Names of settings that hold the placeholder token ids of a multimodal model."""
     experts: ExpertKind | None = None
-    """The mixture of experts in some layers."""
+    """Mixture of experts that some layers have; None if no layer has one."""
     beside: str = ""
-    """Router class of experts that layers may have beside their MLP."""
+    """Router class of experts that layers may have in addition to their MLP."""
     attributes: frozenset[str] = frozenset()
-    """Further module attributes of this family."""
+    """Known module attributes in addition to ``ATTRIBUTES``."""
     settings: frozenset[str] = frozenset()
-    """Further settings of this family."""
+    """Known settings in addition to ``SETTINGS``."""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Setting values for which the description holds."""
+    """Values that a setting must have for the description to apply."""
 
     def knows(self, module: Module) -> bool:
-        """True if the description covers all of a module's attributes."""
+        """Return True if the description covers all attributes of a module."""
         known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, "training", "config"}
         return all(name in known or name.startswith("_") for name in vars(module))
 
     def holds_for(self, model: Module, config: Any) -> bool:
-        """True if a model's classes and settings match the description."""
+        """Return True if a model's classes and settings match the description."""
         logit_settings = {self.softcap, self.residual, self.embedding, self.logit_divisor, self.logit_softcap}
         known = {*SETTINGS, *self.settings, *logit_settings}
         if not settings_of(type(config)) <= known or not is_of_package(model, package_of(config)):
@@ -286,16 +289,16 @@ FAMILIES: Mapping[str, Family] = {
         settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
     ),
 }  # fmt: skip
-"""Families by the name of the library's package for the model type."""
+"""Families by the name of their package in ``transformers.models``."""
 
 
 def family_of(layer: Module, families: Mapping[str, Family]) -> Family | None:
-    """The description of a library layer, or None."""
+    """Return the family of a layer by its class's package, or None if ``families`` lacks it."""
     return families.get(package_of(layer))
 
 
 def package_of(thing: object) -> str:
-    """Package of the library's model type that defines an object's class; empty if it is elsewhere."""
+    """Return the name of the package in ``transformers.models`` that defines an object's class, or an empty string."""
     root, *parts = type(thing).__module__.split(".")
     return parts[1] if root == "transformers" and len(parts) == 3 and parts[0] == "models" else ""
 
@@ -305,7 +308,7 @@ def is_of_package(thing: object, package: str) -> bool:
 
 
 def settings_of(config: type) -> frozenset[str]:
-    """Settings a configuration class declares beyond the common ones."""
+    """Return the names of the settings that a configuration class adds to those of ``PretrainedConfig``."""
     from transformers import PretrainedConfig
 
     declared, common = (inspect.signature(cls).parameters for cls in (config, PretrainedConfig))
@@ -350,4 +353,4 @@ VARIED_FAMILIES: Mapping[str, Family] = {
     "gemma4": _gemma4(has_inputs=True, beside="Gemma4TextRouter"),
     "gemma4_unified": _gemma4(),
 }
-"""Families by the name of the library's package for the model type."""
+"""Families whose layers vary in heads and inputs, by the name of their package in ``transformers.models``."""

@@ -1,4 +1,4 @@
-"""Recognizes models with Llama's structure, and those of described families."""
+"""Recognizes models with Llama's structure and models of the families described in ``model_families``."""
 
 from __future__ import annotations
 
@@ -33,76 +33,79 @@ ACTIVATIONS = {
     "PytorchGELUTanh": "gelu_tanh",
     "GELUActivation": "gelu",
 }
-"""Activation names by class."""
+"""Activation names by class name."""
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary types that don't depend on the context length."""
 OTHER_CODE = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
-"""Attributes of layers that compute something else, perhaps too little to show in rounded logits."""
+"""Attribute names that mark a layer that computes something else, perhaps too little to show in rounded logits."""
 
 Matmul = TypeVar("Matmul", bound=Module)
 
 
 @dataclass(frozen=True)
 class Kind(Generic[Matmul]):
-    """What an engine can compute."""
+    """Modules, widths and model families that an engine supports."""
 
     multiplies: Callable[[Any], bool]
-    """True for a module the engine takes as a linear layer."""
+    """Tests whether the engine can compute a module as a linear layer."""
     fits: Callable[[Any], bool]
-    """True for a norm weight it takes."""
+    """Tests whether the engine can read a small tensor, such as a norm's weight."""
     embeds: Callable[[Module], bool]
-    """True for an embedding it takes."""
+    """Tests whether the engine can compute an embedding."""
     divisor: int = 2
-    """Required divisor of a head's width."""
+    """Number that must divide the width of heads and of mixer channels."""
     families: Mapping[str, Family] = field(default_factory=dict)
-    """Families it computes beside Llama's."""
+    """Supported families besides Llama's, by package name."""
 
 
 @dataclass(frozen=True)
 class LayerParts(Generic[Matmul]):
-    """Modules and shapes of one decoder layer."""
+    """The modules and shapes of one decoder layer."""
 
     layer: Module
     attention: Module
     qkv: tuple[Matmul, ...]
-    """Queries, keys and values (values are omitted if they are the keys), or one joined matrix."""
+    """Query, key and value projections, or one joined matrix.
+
+    Without a value projection, the keys are also the values; with only queries, keys come from another layer.
+    """
     out: Matmul
-    """Output projection of attention."""
+    """Output projection of the attention or mixer."""
     gate_up: tuple[Matmul, ...]
-    """Gate and up projections of the MLP or shared expert, one joined matrix, or nothing."""
+    """Gate and up projections of the MLP or shared expert, or one joined matrix; empty without either."""
     down: tuple[Matmul, ...]
-    """Down projection of the MLP or shared expert."""
+    """Down projection of the MLP or shared expert; empty without either."""
     experts: Module | None
-    """Mixture of experts, in place of an MLP or beside it."""
+    """Mixture of experts that replaces the MLP or is added to it."""
     around: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP."""
     head_norms: tuple[Module, ...]
-    """Norms of queries and keys, if any."""
+    """Norms of queries and keys; empty if they aren't normed."""
     heads: int
-    """Key/value heads."""
+    """Number of key/value heads; 0 with a mixer."""
     groups: int
-    """Query heads per key head."""
+    """Query heads per key/value head."""
     width: int
-    """Head width."""
+    """Head dimension."""
     epsilon: float
     scale: float
     activation: str
     activation_module: Module | None
-    """None without an MLP, or if the activation is a function."""
+    """None if there is no MLP or its activation isn't a module."""
     shared_gate: Matmul | None = None
-    """Linear layer that gives the shared expert's share; without it, that is 1."""
+    """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
     mixer: MixerParts[Matmul] | None = None
-    """Mixer in place of attention; ``qkv`` holds its inputs."""
+    """Mixer that replaces attention; ``qkv`` then holds its input projections."""
     value_norm: Module | None = None
-    """Weightless norm of values."""
+    """Norm of the values, without a weight."""
     inputs: InputParts[Matmul] | None = None
-    """Modules for the layer's own input."""
+    """Modules that add the layer's own input to hidden states."""
     beside: MixtureParts[Matmul] | None = None
-    """Mixture of experts beside the MLP, with its own norms."""
+    """Mixture of experts that is added to the MLP and has its own norms."""
     factor: torch.Tensor | None = None
-    """Factor of the layer's output."""
+    """One-element tensor that scales the layer's output."""
     source: int | None = None
-    """Index of the layer whose keys and values this one reads."""
+    """Index of the earlier layer whose keys and values this layer reads; None if it has its own."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -114,7 +117,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def norms(self) -> tuple[Module, ...]:
-        """Norms in the order of a pass, except that those of queries and keys come last."""
+        """Norms with weights in the order in which a pass applies them, except that the head norms come last."""
         beside = self.beside.norms if self.beside else ()
         input_norm = self.inputs.norm if self.inputs else None
         return *filter(None, (*self.around, *beside, input_norm)), *self.head_norms
@@ -125,12 +128,12 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def inner(self) -> int:
-        """MLP width; 0 without an MLP."""
+        """Width of the MLP or shared expert; 0 without either."""
         return cast(int, self.down[0].in_features) if self.down else 0
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What all layers of a Llama model share."""
+        """Layer class and sizes, which are equal in all layers of a Llama model."""
         return type(self.layer), len(self.norms), self.inner, *self.head_shape
 
     @property
@@ -140,7 +143,7 @@ class LayerParts(Generic[Matmul]):
 
 @dataclass(frozen=True)
 class ModelParts(Generic[Matmul]):
-    """Modules of a model with an embedding, decoder layers, a final norm and an output layer."""
+    """The modules of a model: embedding, decoder layers, final norm and output layer."""
 
     model: Module
     decoder: Module
@@ -150,14 +153,14 @@ class ModelParts(Generic[Matmul]):
     norm: Any
     head: Matmul
     epsilon: float
-    """Epsilon of the final norm."""
+    """The final norm's epsilon."""
     family: Family
     inputs: LayerInputs[Matmul] | None = None
-    """Makes the layers' inputs beside hidden states."""
+    """Computes an additional input for each layer; None if layers read only hidden states."""
 
     @property
     def attending(self) -> LayerParts[Matmul]:
-        """First layer with attention; all others have the same head shapes unless the family varies them."""
+        """First attention layer. All attention layers have its head shape unless the family varies heads."""
         return next(layer for layer in self.layers if layer.mixer is None)
 
     @property
@@ -167,13 +170,13 @@ class ModelParts(Generic[Matmul]):
 
     @property
     def placeholders(self) -> list[int]:
-        """Ids of placeholder tokens that the library replaces."""
+        """Ids of the tokens that Transformers replaces with image, video or audio embeddings."""
         tokens = (getattr(self.model.config, name, None) for name in self.family.placeholders)
         return [token for token in tokens if isinstance(token, int)]
 
 
 def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
-    """The parts of a model, or None if the engine can't compute it."""
+    """Return the parts of a model, or None if the engine can't compute the model."""
     lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
     candidates = [(modules, parts) for modules in lists if (parts := _layers_of(modules, kind))]
     if len(candidates) != 1:
@@ -210,14 +213,14 @@ def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:
 
 
 def _is_fixed(rotary: Any) -> bool:
-    """True if no rotary type depends on the context length."""
+    """Return True if none of the rotary types depends on the context length."""
     types = getattr(rotary, "rope_type", None)
     kinds = list(types.values()) if isinstance(types, dict) else [types]
     return bool(kinds) and all(kind in FIXED_ROTARY for kind in kinds)
 
 
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
-    """True if everything around the layers is the family's code."""
+    """Return True if the modules around the layers, and the model's settings, match the family's description."""
     names = [name for name in vars(decoder) if OTHER_CODE.search(name) and name != family.embedding]
     ends = (decoder, *(module for name, module in decoder._modules.items() if name not in ("layers", PROJECTION)))
     package = package_of(decoder)
@@ -226,7 +229,7 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
 
 
 def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
-    """Parts of all layers of a list; empty if a layer is of another kind or shape."""
+    """Return the parts of each layer; an empty list if a layer is unsupported or differs from the others in shape."""
     parts = [_layer_parts(layer, index, kind) for index, layer in enumerate(modules)]
     recognized = [part for part in parts if part is not None]
     family = _family_of(modules[0], kind)
@@ -242,7 +245,10 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
 
 
 def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[LayerParts[Matmul]]:
-    """Add the index of the layer whose keys each reads; empty if no layer keeps those keys."""
+    """Set ``source`` on layers that read another layer's keys.
+
+    Return an empty list if no earlier layer keeps keys of the required type and shape.
+    """
     sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
     for index, layer in enumerate(layers):
         attention: Any = layer.attention
@@ -316,7 +322,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         or width % kind.divisor
     ):
         return None
-    # One matrix gives the queries' numbers, which go into the output, and as many keys as values.
+    # In a joined matrix, queries have as many rows as the output projection has inputs; keys and values share the rest.
     if reads_other:
         keys = out.in_features // int(cast(Any, attention).num_key_value_groups)
     else:
@@ -343,7 +349,7 @@ def _mixing_layer(
     kind: Kind[Matmul],
     family: Family,
 ) -> LayerParts[Matmul] | None:
-    """A layer with a mixer in place of attention."""
+    """Return the parts of a layer with a mixer in place of attention; None if the engine can't compute it."""
     epsilons = {epsilon_of(norm) for norm in filter(None, around)}
     epsilon = epsilons.pop() if len(epsilons) == 1 else None
     if epsilon is None:
@@ -361,7 +367,7 @@ def _drops_nothing(module: Module | None) -> bool:
 
 
 class FeedForwardParts(NamedTuple):
-    """The MLP or the experts of a layer."""
+    """The modules of a layer's MLP or mixture of experts."""
 
     mlp: Module | None
     gate_up: tuple[Any, ...] = ()
@@ -373,7 +379,7 @@ class FeedForwardParts(NamedTuple):
 
 
 def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
-    """Parts of an MLP, or of a mixture with its shared ``mlp``; None if unknown."""
+    """Return the parts of an MLP, or of a mixture of experts and its shared ``mlp``; None if they are unsupported."""
     described, experts, gate = family.experts, None, None
     if described and type(module).__name__ == described.block:
         experts, gate = module, module._modules.get(described.shared_gate)
@@ -391,7 +397,7 @@ def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family
 
 
 def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
-    """Gate and up projections, down projection, and the activation's name and module; None for another MLP."""
+    """Return an MLP's gate and up projections, down projection, and activation name and module; None if unsupported."""
     layer_names = family.names
     projections, activation_name = (
         ((layer_names.gate_up,), "activation_fn")
@@ -414,15 +420,15 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Name of an activation; empty if unknown, or written in Python, which rounds after each operation."""
+    """Return an activation's name; empty if it is unknown or written in Python, which rounds after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 
 
 def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:
-    """True if the modules' classes, attributes and arguments are those of known code."""
+    """Return True if the modules have no classes, attributes or arguments beyond those that the family describes."""
     if "position_ids" in inspect.signature(attention.forward).parameters:
-        return False  # it reads positions beside the rotary ones, to scale queries of long contexts for example
+        return False  # positions have a second use, such as scaling the queries of long contexts
     is_mixer = any(layer._modules.get(name) is attention for name in family.mixers)
     holders = [module for module in (layer, None if is_mixer else attention, mlp) if module is not None]
     if family is LLAMA:
@@ -437,14 +443,14 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
 
 
 def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
-    """True if all shapes fit and the layer has no other parameters."""
+    """Return True if all shapes match, no ``forward`` is replaced, and the layer has no parameters beyond its parts."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
     dense = [2 * inner] if family.joins_gate else [inner, inner]
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
-    if parts.mixer:  # its own are known to fit
+    if parts.mixer:  # mixer_parts has checked the shapes of its inputs
         shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
@@ -482,7 +488,7 @@ def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
 
 
 def epsilon_of(norm: Module, *, has_weight: bool = True) -> float | None:
-    """Epsilon of an RMSNorm; None if the module has other parameters."""
+    """Return the epsilon of an RMSNorm; None if the module has submodules or unexpected parameters."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     is_plain = set(norm._parameters) == ({"weight"} if has_weight else set()) and not norm._modules
     return epsilon if is_plain and isinstance(epsilon, float) else None

@@ -1,6 +1,7 @@
-"""The CPU engine: passes of known model families in compiled code, from token ids to logits.
+"""CPU engine: computes passes of supported model families in compiled code, from token ids to logits.
 
-Imports `data`, `runtime/config`, `runtime/kernels`, `runtime/model`, the draft tree and sampling's walks. Its entry
-points are `compile_cpu` and `KeptProof`; nothing outside imports anything else. Other models, other passes and changed
-models use the library's code.
+Transformers' code computes unsupported models and passes, and models whose weights or modules have changed.
+
+The entry points are `compile_cpu` and `KeptProof`; code outside this package imports nothing else from it. This package
+imports only `data`, `runtime/config`, `runtime/kernels`, `runtime/model`, the draft tree and sampling's walks.
 """

@@ -1,7 +1,7 @@
-"""Attention of a few rows over a KV cache, with grouped queries and an additive mask.
+"""Computes attention of a few rows over a KV cache, with grouped queries and an additive mask.
 
-Scores are computed position by position and values added in that order; a hidden position adds exactly 0. So a row's
-result depends only on what it attends to, not on other rows or the cache's extent.
+Values are added in the order of their positions, and a masked position adds exactly 0. A row's result therefore depends
+only on the positions it attends to, not on other rows or the number of cached positions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from hdtool.runtime.kernels.compiled import array_at, compiled, copy_numbers, ge
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, exponentiate
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
-"""Queries per block, which read the same keys and values while these are in L1; the maximum is used where threads share
-the heads evenly. With 8,000 positions, which exceed L2, eight rows of nine heads took 0.81 of the time of blocks of
-16."""
+"""Queries per block; the queries of a block share the keys and values that are in L1.
+
+``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, which exceed L2,
+eight rows of nine heads then took 0.81 times as long as with blocks of 16.
+"""
 HIDDEN_SCORE = np.float32(-3e38)
-"""Added to the score of a position that a row doesn't see."""
+"""Added to the score of a position that a row doesn't attend to."""
 VALUE_POSITIONS = 64
-"""Positions whose values are read together. A cache's capacity is a multiple of ``LANES``."""
+"""Number of positions whose values are read together."""
 
 
 @generated(*[types.int64] * 4)
 def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> None:
-    """Dot products of one query with the keys of ``LANES`` positions."""
+    """Write the dot products of one query with the keys of ``LANES`` positions."""
     code = FloatCode(builder)
     rows = [code.at(keys, builder.mul(width, INDEX(lane))) for lane in range(LANES)]
 
@@ -40,8 +42,10 @@ def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> Non
 
 
 def _masked(caps: bool) -> Any:
-    """An intrinsic for ``scores = scores * scale + mask`` that returns the largest; with ``caps``, scores are capped
-    first."""
+    """Return an intrinsic that computes ``scores = scores * scale + mask`` in place and returns the largest score.
+
+    With ``caps``, it applies the softcap ``cap`` to the scaled scores.
+    """
 
     @generated(types.int64, types.int64, types.float32, types.float32, types.int64, returns=types.float32)
     def mask_scores(builder: Any, scores: Any, count: Any, scale: Any, cap: Any, mask: Any) -> Any:
@@ -69,9 +73,9 @@ _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
 def _weighed(queries: int, vectors: int) -> Any:
-    """An intrinsic that adds the weighted values of some positions to the sums of several queries.
+    """Return an intrinsic that adds the weighted values of some positions to the ``sums`` of several queries.
 
-    It handles ``vectors`` vectors of a value. ``totals`` are the sums of each query's weights.
+    The intrinsic reads ``vectors`` vectors of each value, and adds each query's weights to ``totals``.
     """
 
     @generated(*[types.int64] * 7)
@@ -121,7 +125,7 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums of values share registers. AVX has 16: four by four vectors took 1.6 to 1.7 times as long."""
+"""Queries whose sums of values share registers. With AVX's 16 registers, four took 1.6 to 1.7 times as long."""
 _queries_wide, _one_query_wide = _weighed(VALUE_QUERIES, 4), _weighed(1, 4)
 _queries_narrow, _one_query_narrow = _weighed(VALUE_QUERIES, 1), _weighed(1, 1)
 WIDE = 4 * LANES
@@ -129,19 +133,19 @@ WIDE = 4 * LANES
 
 @compiled
 def block_queries(heads: int, threads: int) -> int:
-    """Queries per block, given the key heads of all sequences together."""
+    """Return the number of queries per block; ``heads`` counts the key heads of all sequences together."""
     return MAX_BLOCK_QUERIES if threads < 2 or heads % threads == 0 or heads >= 4 * threads else BLOCK_QUERIES
 
 
 @compiled
 def query_blocks(rows: int, groups: int, block_size: int) -> int:
-    """Query blocks of each head."""
+    """Return the number of query blocks per key head."""
     return (rows * groups + block_size - 1) // block_size
 
 
 @compiled
 def attention_numbers(positions: int, width: int, block_size: int) -> int:
-    """Float32 numbers of scratch memory that ``attend`` needs."""
+    """Return the scratch memory that ``attend`` needs, in float32 values."""
     padded = (positions + LANES - 1) // LANES * LANES
     return block_size * (padded + width + width // LANES + 1) + padded
 
@@ -170,14 +174,21 @@ def attend(
     first: int,
     end: int,
 ) -> None:
-    """Attention of one sequence, on addresses of float32 numbers.
+    """Compute attention of one sequence, for some blocks of queries.
 
-    ``queries`` and ``written`` are ``[rows, heads * groups, width]``. Keys and values of each of the ``heads`` are
-    ``head_stride`` numbers apart, with the new rows after ``length`` earlier ones. Mask rows are ``mask_stride``
-    numbers apart; address 0 is no mask. A nonzero ``cap`` caps scores; a nonzero ``window`` limits how many positions a
-    row sees, counted from those at ``positions_at``. Each query has a score among the ``sinks`` (0 for none) that takes
-    weight but has no value. ``scratch`` has room for ``attention_numbers``. Computes blocks ``first`` to ``end`` of
-    ``heads * query_blocks(rows, groups, block_size)``, numbered head by head.
+    All buffers are given by address and hold float32 values, in which strides are counted as well.
+
+    - ``queries`` and ``written`` are ``[rows, heads * groups, width]``.
+    - ``keys`` and ``values`` hold ``length`` earlier positions, followed by the new rows, for each of the ``heads``.
+      ``head_stride`` is the stride between heads. The number of positions in memory must be a multiple of ``LANES``.
+    - ``mask`` is 0 without a mask. ``mask_stride`` is the stride between its rows.
+    - ``cap`` is the softcap of scores, 0 for none.
+    - ``window`` is the number of positions that a row attends to, 0 for all. ``positions_at`` is the address of the
+      rows' int64 positions.
+    - ``sinks`` has one score per query head, which enters the softmax but has no value; 0 for none.
+    - ``scratch`` needs room for ``attention_numbers``.
+    - ``first`` and ``end`` select some of the ``heads * query_blocks(rows, groups, block_size)`` blocks, which are
+      numbered head by head.
     """
     positions = length + rows
     padded = (positions + LANES - 1) // LANES * LANES
@@ -233,7 +244,7 @@ def attend(
 
 @compiled
 def _first_seen(places: Any, first: int, end: int, window: int, length: int) -> int:
-    """A position before which none of some rows sees anything; a multiple of the lanes of a vector."""
+    """Return the first position to which any row from ``first`` to ``end`` attends, rounded down to ``LANES``."""
     if not window:
         return 0
     lowest = length
@@ -244,7 +255,7 @@ def _first_seen(places: Any, first: int, end: int, window: int, length: int) -> 
 
 @compiled
 def _hide_before(hidden: Any, places: Any, lowest: int, begin: int, length: int) -> None:
-    """Hide the positions before a window."""
+    """Hide the positions before ``lowest``, the first one in a row's window."""
     for column in range(begin, min(lowest, length)):
         hidden[column] = HIDDEN_SCORE
     if lowest > length:
@@ -266,7 +277,7 @@ def _weigh(
     sums: int,
     totals: int,
 ) -> None:
-    """Sum the values from ``begin`` on, weighted per query, and the weights themselves."""
+    """Sum the weighted values from position ``begin`` on for each query, and the weights themselves."""
     array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
     for first in range(begin, positions, VALUE_POSITIONS):
         chunk = min(VALUE_POSITIONS, positions - first)

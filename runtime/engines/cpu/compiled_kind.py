@@ -1,4 +1,4 @@
-"""Which models compiled passes can compute."""
+"""Decides which models the compiled passes support, and lists the matmuls of their layers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _embeds(module: Module) -> bool:
 
 
 def scale_of(embedding: Module) -> float | None:
-    """The factor of a library embedding that scales its rows, or None."""
+    """Return the factor by which a Transformers embedding scales its rows; None if it doesn't scale them."""
     if not (type(embedding).__name__.endswith("ScaledWordEmbedding") and package_of(embedding)):
         return None
     scale = embedding._buffers.get("embed_scale")
@@ -69,11 +69,11 @@ COMPILED: Kind[CompiledLinear] = Kind(
     _multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""Activations of gated units that are compiled."""
+"""Activations of gated MLPs that have compiled code."""
 
 
 class MatmulRows(NamedTuple):
-    """Rows of a linear layer that are one matmul of a decoder layer: all of them, or a part of a joined matrix."""
+    """One matmul of a decoder layer: all rows of a linear layer, or some rows of a joined matrix."""
 
     layer: CompiledLinear
     first: int
@@ -85,13 +85,13 @@ class MatmulRows(NamedTuple):
 
     @property
     def stored(self) -> Stored:
-        """The rows in their stored form."""
+        """The rows in the format in which the weight is stored."""
         stored = stored_of(self.layer.weight)
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """Matmuls of a decoder layer by the first field of each in its record."""
+    """Return a decoder layer's matmuls by the index of their first field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
@@ -104,7 +104,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
-    """True if a layer has no experts, or compiled code can route and compute them."""
+    """Return True if a layer has no experts or compiled code can route and compute them."""
     block: Any = part.experts
     if part.beside:
         return type(part.beside.experts) is CompiledExperts
@@ -122,14 +122,14 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
-    """A layer's experts in blocks whose rows fill whole panels."""
+    """Yield a layer's packed expert matrices, if the rows of each expert fill whole panels."""
     experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
     for name in WEIGHTS if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):
             continue
         rows = [len(part_) // len(stored) for part_ in stored.parts]
-        # Gate and up in one matrix are multiplied by halves.
+        # If one matrix holds gate and up, each half is a separate matmul.
         halves = 2 if name == WEIGHTS[0] and len(rows) == 1 else 1
         if all(number % (halves * PANEL_ROWS) == 0 for number in rows):
             yield from stored.parts
@@ -151,13 +151,13 @@ def _may_embed(module: Module) -> bool:
 
 
 OUTLINE = cast(Any, replace(COMPILED, multiplies=_may_multiply, fits=lambda weight: True, embeds=_may_embed))
-"""The compiled kind, for modules whose weights aren't loaded yet."""
+"""``COMPILED`` for modules whose weights aren't loaded yet."""
 
 
 def may_be_compiled(settings: Any) -> bool:
-    """True if a model with this configuration has modules of the compiled kind.
+    """Return True if the engine may support a model with this configuration, judging by the model's modules.
 
-    The proof at loading decides. A model whose modules can't be built from its configuration may be one.
+    Also return True if the modules can't be built from the configuration. The proof at loading decides.
     """
     try:
         from accelerate import init_empty_weights
@@ -167,5 +167,5 @@ def may_be_compiled(settings: Any) -> bool:
             auto = text_class(settings, trust_remote_code=False)
             model = auto.from_config(settings, dtype=torch.float32)
         return model_parts(model, OUTLINE) is not None
-    except Exception:  # of a library, whose loading words it
+    except Exception:  # from Transformers or accelerate; loading the model will report it
         return True

@@ -1,4 +1,4 @@
-"""A model whose passes over prompts and draft trees run in compiled code."""
+"""Runs a model's passes over prompts and draft trees in compiled code."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class CompiledModel:
-    """Compiled passes of one model, valid while the model stays as it was compiled."""
+    """Computes the passes of one model, as long as the model is unchanged since ``record``."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
-        """By the number of slots a pass has memory for."""
+        """Passes by the number of slots that they have memory for."""
         self.is_current = False
-        """True if the model was unchanged when the last prompt was read."""
+        """True if the last ``check`` found the model unchanged."""
         self.passes = 0
-        """Compiled passes so far."""
+        """Number of passes computed so far."""
         self.record()
 
     def record(self) -> None:
-        """Take the model's current state as the compiled one."""
+        """Record the model's current state, with which ``check`` compares later states."""
         self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
         self._set_unchanged(is_same=True)
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Check before a prompt whether the model is unchanged; ``again`` if it may have changed."""
+        """Update ``is_current`` before a prompt; without ``again``, don't compare the weights anew."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -58,12 +58,13 @@ class CompiledModel:
     def _set_unchanged(self, is_same: bool) -> None:
         self._is_same = is_same
         self._memory = self._recorded.memory() if is_same else []
-        """Kept alive, so that no freed memory is read if weights are replaced during an answer."""
+        """References that keep the weights' memory alive if weights are replaced during an answer."""
 
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Rounding to 8 bits amplifies differences, so a row must have the same bits in every pass, as it has here.
+        Rounding to 8 bits amplifies small differences, so it requires rows that are bitwise equal in every pass, which
+        compiled passes guarantee.
         """
         return self.table.use_int8_activations()
 
@@ -78,20 +79,20 @@ class CompiledModel:
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
         """Return hidden states from each pass from now on, followed by the outputs of these layers.
 
-        Hooks that watch the model by now become part of it.
+        Hooks that already watch the model no longer count as changes.
         """
         self.table.watch(layers)
         if self.is_current:
             self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
-        """Leave out the other layers in this block."""
+        """Compute only the first layer within this block."""
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Read tokens after a slot's; return the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last one.
 
-        None if a pass isn't computed here; the slot then keeps its earlier tokens.
+        Return None if the engine can't compute a chunk; the slot then contains only the chunks before it.
         """
         passes, logits = self._passes_for(1), None
         for first in range(0, len(tokens), PROMPT_CHUNK):
@@ -111,14 +112,14 @@ class CompiledModel:
         return logits
 
     def _begin(self, slot: Slot) -> None:
-        """Clear an empty slot's states, which belong to an earlier sequence."""
+        """Clear the states of an empty slot, which still hold an earlier sequence."""
         if slot.states and not slot.length:
             slot.states.clear()
 
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify a tree in each of the first slots; None if the pass isn't computed here."""
+        """Verify one tree in each of the first slots; return None if the engine can't compute the pass."""
         passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
         if self.table.mixers:
             for slot in cache.slots[:count]:
@@ -146,7 +147,7 @@ class CompiledModel:
             slot.states_of_tree, slot.place_in_tree = states, place
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in one of several slots."""
+        """Verify a tree in one of several slots; return None if the engine can't compute the pass."""
         passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
         slot.states_of_tree = None

@@ -1,8 +1,8 @@
-"""Integer dot products with the processor's best instruction, and the panel formats they read.
+"""Generates integer dot products for the processor's best instruction, and defines the panel formats that they read.
 
-A panel has the weights of its rows in parts of 32 columns: first the lowest four bits of each weight, with four columns
-of a row per lane, then the remaining bits. A part's numbers are ``scale * (level - offset) + minimum``, with the
-block's scale and minimum. Results are integers, so they don't depend on the instruction.
+A panel stores the weights of some rows in parts of 32 columns: first the lowest four bits of each weight, with four
+columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) + minimum``,
+with the block's scale and minimum. Dot products are integers, so they don't depend on the instruction.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from hdtool.runtime.kernels.vector_code import (
 )
 
 PANEL_ROWS = 16 if has_feature("avx512bw") else 8
-"""As many as a vector register has 32-bit numbers, where the processor multiplies octets in it. Panels exist only in
-memory, so they may differ between processors."""
+"""Rows of a panel: the number of 32-bit lanes of the widest vector register that multiplies bytes.
+
+Panels are never stored in files, so they may differ between processors.
+"""
 PART = 32
-"""Columns of a part."""
+"""Number of columns in a part."""
 QUAD = 4
-"""Columns of a lane: dot-product instructions add four octets each."""
+"""Columns in a lane, since dot-product instructions sum the products of four bytes."""
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
-"""Bytes of a vector of octets."""
+"""Size in bytes of a vector with one quad for each row of a panel."""
 LOW_BITS = 4
-"""Bits of a level that are stored apart from the others."""
+"""Number of low bits of a level, which are stored separately from the others."""
 EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
 
 
@@ -48,20 +50,20 @@ class PanelFormat:
     """Memory layout of a panel."""
 
     high_bits: int
-    """Bits of a level beyond four."""
+    """Number of bits of a level beyond four."""
     offset: int = 0
-    """Subtracted from a level: GGUF files have signed ones."""
+    """Subtracted from each stored level, which is unsigned, to get the weight's integer."""
     has_minima: bool = False
     parts: int = 1
-    """Parts that share a header of scales."""
+    """Number of parts that share a header of scales."""
     scales: int = 1
-    """Scales of a part: one, or one for each half."""
+    """Number of scales per row of a part: one, or one for each half of the columns."""
     has_factors: bool = False
-    """A part has integers that multiply its header's scales and minima."""
+    """Each part has integers by which its header's scales and minima are multiplied."""
     scale_size: int = HALF_SIZE
-    """Bytes of a scale in the header: an exponent, a float16 or a float32."""
+    """Size in bytes of a scale in the header: an exponent, a float16 or a float32."""
     table: tuple[int, ...] = ()
-    """Values of the four-bit codes; empty if a code is the level itself."""
+    """Levels of the four-bit codes; empty if codes are levels."""
 
     @property
     def level_bits(self) -> int:
@@ -69,26 +71,26 @@ class PanelFormat:
 
     @property
     def header(self) -> int:
-        """Bytes of a header: a scale for each row, then a minimum."""
+        """Size of a header in bytes: a scale for each row, followed by the minima if there are any."""
         return self.scale_size * PANEL_ROWS * (1 + self.has_minima)
 
     @property
     def octets(self) -> int:
-        """Bytes of a part's factors."""
+        """Size of a part's factors in bytes."""
         return PANEL_ROWS * (self.scales + self.has_minima) if self.has_factors else 0
 
     @property
     def part(self) -> int:
-        """Bytes of a part."""
+        """Size of a part in bytes."""
         return self.octets + PLANE * (QUADS // 2 + self.high_bits)
 
     @property
     def group(self) -> int:
-        """Bytes of a header and its parts."""
+        """Size of a header and its parts in bytes."""
         return self.header + self.parts * self.part
 
     def bytes(self, columns: int) -> int:
-        """Bytes of a panel."""
+        """Return the size of a panel in bytes."""
         return columns // PART // self.parts * self.group
 
 
@@ -131,10 +133,10 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 
 
 def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
-    """True if LLVM selects ``sdot`` for this processor.
+    """Return True if LLVM selects ``sdot`` for a processor.
 
-    LLVM's host feature list doesn't name the instruction, and using it where LLVM doesn't expect it ends the process.
-    So LLVM compiles a sum for which it chooses ``sdot`` wherever it can.
+    LLVM's list of host features doesn't name the instruction, and using it where LLVM doesn't support it ends the
+    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever it can.
     """
     target_machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
     return "sdot" in target_machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
@@ -150,11 +152,11 @@ LARGEST_SHORT = (1 << 15) - 1
 LARGEST_INPUT = 1 << 7
 
 DOT_OF_OCTETS = "vnni"
-"""AVX-VNNI or AVX-512 VNNI: adds four products in 32 bits."""
+"""AVX-VNNI or AVX-512 VNNI: sums four products of unsigned and signed bytes in 32 bits."""
 DOT_OF_PAIRS = "avx2"
-"""AVX2: adds two products in saturating 16 bits."""
+"""AVX2: sums two products of unsigned and signed bytes in 16 bits, saturating."""
 DOT_OF_SIGNED = "sdot"
-"""ARM: adds four products of signed octets in 32 bits."""
+"""ARM: sums four products of signed bytes in 32 bits."""
 ANY_PROCESSOR = "any"
 ADDED_IN_PAIRS, WIDENED_PAIRS = (
     ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
@@ -165,9 +167,9 @@ ADDED_IN_PAIRS, WIDENED_PAIRS = (
 
 @cache
 def best_dot() -> str:
-    """The instructions that this processor has."""
+    """Return the best dot-product instruction of this processor."""
     if machine().lower() in ("aarch64", "arm64"):
-        # What numba compiles for; its settings can change that.
+        # The target that numba compiles for, which its settings can change.
         compiled_for = cpu_target.target_context.codegen().magic_tuple()
         return DOT_OF_SIGNED if has_dot_of_octets(*compiled_for) else ANY_PROCESSOR
     if has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl")):
@@ -176,25 +178,25 @@ def best_dot() -> str:
 
 
 class IntegerCode(VectorCode):
-    """Adds instructions on vectors with a lane for each row of a panel."""
+    """Generates instructions on vectors with one lane for each row of a panel."""
 
     def __init__(self, builder: Any, dot: str) -> None:
         super().__init__(builder)
         self.dot = dot
 
     def everywhere(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
-        """A constant in all lanes."""
+        """Return a constant in all lanes."""
         return self.integers([number] * lanes, kind)
 
     def broadcast(self, address: Any, kind: Any) -> Any:
-        """A 32-bit number in all lanes."""
+        """Load a 32-bit value into all lanes."""
         return self.splat(self.load(address, kind), PANEL_ROWS)
 
     def quad(self, record: Any, quad: int) -> Any:
-        """Four octets of an input row, in each lane."""
+        """Load four bytes of an input row into each lane."""
         if self.dot != DOT_OF_SIGNED:
             return self.builder.bitcast(self.broadcast(self.after(record, quad * QUAD), WORD), OCTETS)
-        # ``sdot`` reads them from a register's lane, so one load serves a whole register.
+        # ``sdot`` can read one lane of a register, so a single load serves four quads.
         register, lane = divmod(quad, WORDS_OF_REGISTER)
         words = self.load(self.after(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
         return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
@@ -217,7 +219,7 @@ class IntegerCode(VectorCode):
         return registers[0]
 
     def of_table(self, table: Sequence[int], indices: Any) -> Any:
-        """Look up octets in a table of 16 by 4-bit indices."""
+        """Look up bytes in a table of 16 by 4-bit indices."""
         if self.dot == ANY_PROCESSOR:
             return self.looked_up(table, indices, None)
         if self.dot == DOT_OF_SIGNED:
@@ -225,10 +227,10 @@ class IntegerCode(VectorCode):
         return self.looked_up(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def in_order(self, vector: Any) -> Any:
-        """A vector that is computed before the next one in order: LLVM moves no empty assembler code with side effects.
+        """Return the same vector, computed in program order: LLVM doesn't move empty assembly with side effects.
 
-        Left alone, it multiplies input row by input row, with all levels of a part in registers, of which AVX2 has too
-        few: a part of four rows in Q8_0 took 23 cycles a row on Zen 4 without AVX-512, and 19 in order.
+        Otherwise LLVM computes one input row after another, which keeps all levels of a part in registers. AVX2 has too
+        few of these: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
         """
         kind = ir.FunctionType(vector.type, [vector.type])
         return self.builder.asm(kind, "", "=v,0", [vector], side_effect=True)
@@ -238,13 +240,13 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """Sums, one per lane, of products of unsigned levels with signed inputs."""
+    """Generates dot products of levels with signed inputs, one per lane. Levels are unsigned, except for ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
-        """``largest`` is the largest level."""
+        """``largest`` is the largest level that ``add`` may get."""
         self._code, self._builder = code, code.builder
         self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
-        """Pairwise sums that fit into 16 bits."""
+        """Number of pairwise sums whose total fits into 16 bits."""
         self._pairs: Any = None
         self._added = 0
         self._total: Any = None
@@ -271,7 +273,7 @@ class DotProduct:
         return self._total
 
     def _before(self) -> Any:
-        """Sum so far, which the next products are added to."""
+        """Return the sum to which the next products are added."""
         return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
 
     def _widen(self) -> None:
@@ -283,7 +285,7 @@ class DotProduct:
         self._total = words if self._total is None else self._builder.add(self._total, words)
 
     def _products(self, levels: Any, inputs: Any) -> Any:
-        """Products of octets without a dot-product instruction; each has 16 bits."""
+        """Return the sums of four products per lane, computed without a dot-product instruction."""
         wide = ir.VectorType(SHORT, PLANE)
         products = self._builder.mul(self._builder.zext(levels, wide), self._builder.sext(inputs, wide))
         products = self._builder.sext(products, ir.VectorType(WORD, PLANE))

@@ -1,6 +1,6 @@
-"""Packed weights rearranged into panels for int8 matmuls.
+"""Rearranges packed weights into panels and multiplies them by activations that are quantized to int8.
 
-Each row has its own scales and sums, so its bits don't depend on other rows.
+Each row of activations has its own scales and sums, so its results don't depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
-    """The int8 matmul for a format's panels as a C function. Keep it alive as long as its address is used."""
+    """Return the int8 matmul for a format's panels as a C function, to be kept alive while its address is used."""
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
@@ -58,11 +58,11 @@ def multiply_int8(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Multiply panels by float32 rows, given by address; ``kind`` is the format the panels were made from.
+    """Multiply panels by float32 rows; ``kind`` is the format that the panels were made from.
 
-    Output rows are ``output_stride`` numbers apart.
+    ``panels``, ``inputs`` and ``outputs`` are addresses. Output rows are ``output_stride`` float32 values apart.
     """
-    # Passed to the function that uses its address: numba frees an array after the last line that names it.
+    # numba frees an array after the last line that names it, so the callee, which uses the address, gets the array too.
     records = np.empty(rows * (columns // PART * RECORD_SIZE), np.uint8)
     _multiply_records(panels, kind, out_features, columns, inputs, rows, outputs, output_stride, records)
 
@@ -79,7 +79,7 @@ def _multiply_records(
     output_stride: int,
     records: npt.NDArray[np.uint8],
 ) -> None:
-    """Quantize the rows into ``records``, then multiply."""
+    """Quantize the rows into ``records`` and multiply the panels by them."""
     width, size = columns // PART * RECORD_SIZE, panel_bytes(kind, columns)
     quantized = records.ctypes.data
     for row in range(rows):
@@ -102,7 +102,7 @@ def _multiply_records(
 def _multiply_panel(
     panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
 ) -> None:
-    """Multiply a panel by all rows."""
+    """Multiply a panel by all quantized rows, in tiles; the records of a row have ``width`` bytes."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, INT8_TILE_ROWS)
@@ -121,14 +121,14 @@ def _multiply_panel(
 Bytes = npt.NDArray[Any]
 """Arrays of uint8."""
 BYTES_AT_ONCE = 1 << 20
-"""Bytes of blocks rearranged at a time, so that all results stay in the cache."""
+"""Bytes of blocks that are rearranged at a time, so that intermediate results stay in the cache."""
 
 
 class Panels:
-    """The panels of a matrix, in their own memory."""
+    """A matrix rearranged into panels, with the memory and the matmul for them."""
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
-        """Each row of ``blocks`` has the bytes of one matrix row."""
+        """``blocks`` are the packed bytes of the matrix, one row per matrix row; they are copied."""
         self.format = format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
         out_features, columns = self.shape
@@ -143,7 +143,7 @@ class Panels:
             rows_of_panels = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])
             _write(rows_of_panels, form, format.name, written[first : first + step])
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy computes without the lock of Python
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # NumPy releases the GIL while it computes
             list(pool.map(rearrange, range(0, count, step)))
 
     def data_ptr(self) -> int:
@@ -161,7 +161,7 @@ def _whole_panels(rows: Bytes) -> Bytes:
 
 
 def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
-    """Write the panels of rows ``[rows, blocks, bytes of a block]``."""
+    """Write the panels of ``rows [rows, blocks, bytes per block]``, whose number is a multiple of ``PANEL_ROWS``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
     size = form.scale_size
@@ -181,20 +181,23 @@ def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
 
 
 def _by_panel(items: Bytes) -> Bytes:
-    """Reorder ``[rows, blocks, ..., bytes]`` to ``[panels, blocks, ... x rows of the panel x bytes]``."""
-    whole = np.ascontiguousarray(items).view(f"u{items.shape[-1]}")  # copied as integers, not byte by byte
+    """Reorder ``[rows, blocks, ..., bytes]`` to ``[panels, blocks, ... * rows per panel * bytes]``."""
+    whole = np.ascontiguousarray(items).view(f"u{items.shape[-1]}")  # copying integers is faster than copying bytes
     split = whole.reshape(-1, PANEL_ROWS, *whole.shape[1:])
     by_panel = np.ascontiguousarray(np.moveaxis(split, 1, -2))
     return by_panel.view(np.uint8).reshape(len(split), items.shape[1], -1)
 
 
 def _factors(rows: Bytes, name: str) -> list[Bytes]:
-    """Integers by which parts multiply their block's scale and minimum, ``[rows, blocks, parts]``."""
+    """Return the integers by which a part multiplies its block's scales and minimum, each ``[rows, blocks, n]``.
+
+    ``n`` is the number of parts. The list is empty for formats without such integers.
+    """
     if name == "Q6_K":
         return [rows[..., 192:208:2], rows[..., 193:208:2]]
     if name not in ("Q4_K", "Q5_K"):
         return []
-    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # packed by 6 bits each
+    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # 6 bits each; third has the rest of both
     return [
         np.concatenate([scales & 63, third & 15 | scales >> 6 << 4], -1),
         np.concatenate([minima & 63, third >> 4 | minima >> 6 << 4], -1),
@@ -202,7 +205,7 @@ def _factors(rows: Bytes, name: str) -> list[Bytes]:
 
 
 def _levels(rows: Bytes, name: str) -> Any:
-    """Weights as unsigned integers, ``[rows, blocks, parts, columns]``."""
+    """Return the weights as unsigned integers ``[rows, blocks, parts, columns]``."""
     if name == "Q8_0":
         return np.bitwise_xor(rows[..., None, 2:], np.uint8(128))
     if name == "int8":
@@ -226,20 +229,20 @@ def _levels(rows: Bytes, name: str) -> Any:
 
 
 def _nibbles(octets: Bytes) -> Bytes:
-    """Lower halves of octets, then upper halves."""
+    """Return the lower four bits of bytes ``[..., n]``, then the upper four bits, as ``[..., 2, n]``."""
     return np.stack([octets & 15, octets >> 4], -2)
 
 
 def _shifted(octets: Bytes, bits: int) -> Bytes:
-    """Lowest bits of octets, then the next ones, and so on."""
+    """Split bytes ``[..., n]`` into groups of ``bits``, lowest first, as ``[..., 8 // bits, n]``."""
     mask = (1 << bits) - 1
     return np.stack([octets >> shift & mask for shift in range(0, 8, bits)], -2)
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """Lower four bits of two columns per byte; then the remaining bits, as many columns per byte as fit.
+    """Pack the lower four bits of two columns into each byte, and the remaining bits of as many columns as fit.
 
-    A result is ``[rows, blocks, parts, planes, columns of a quad]``.
+    Each result has the shape ``[rows, blocks, parts, planes, QUAD]``.
     """
     quads = levels.reshape(*levels.shape[:-1], -1, QUAD)
     planes = [_joined(quads & 15, 4)]
@@ -249,10 +252,10 @@ def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
 
 
 def _joined(quads: Bytes, bits: int) -> Any:
-    """Pack several quads into the bits of one."""
+    """Pack ``8 // bits`` quads into the bytes of one."""
     per_byte = 8 // bits
     count = quads.shape[-2] // per_byte
-    if bits == 4:  # a half of the part each
+    if bits == 4:  # low bits hold the first half of the part, high bits the second
         return np.bitwise_or(quads[..., :count, :], quads[..., count:, :] << 4)
     split = np.ascontiguousarray(quads).view(np.uint32).reshape(*quads.shape[:-2], count, per_byte)
     packed = np.zeros(split.shape[:-1], np.uint32)

@@ -1,4 +1,4 @@
-"""LLVM code of int8 tiles: a panel of weights by some quantized input rows, one output vector per row."""
+"""Generates LLVM code for int8 tiles, which multiply a panel of weights by some quantized input rows."""
 
 from __future__ import annotations
 
@@ -35,20 +35,23 @@ from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, IND
 
 VECTORS = PART // PANEL_ROWS
 SCALE, SCALED_SUM, CORRECTIONS = PART, PART + 4, PART + 8
-"""Where a part has, after its octets: its scale, the sum of its numbers, and what the offset of the levels adds to the
-integer sum of each half, or to the one of all columns."""
+"""Byte offsets in the record of a quantized part, which begins with one byte per column.
+
+SCALE: the part's scale. SCALED_SUM: the sum of its values. CORRECTIONS: integers to add to the dot products because of
+the levels' offset, one for each half of the columns or one for all.
+"""
 RECORD_SIZE = PART + 16
-"""Bytes of a part's record."""
+"""Size of a part's record in bytes."""
 MAX_LEVEL = 127.0
 MIN_MAGNITUDE = 1e-30
-"""Parts with only smaller numbers become zero: the inverse could be infinite."""
+"""Parts whose values are all smaller become zero, because the inverse of the scale might be infinite."""
 ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23: adding it rounds a small number to an integer in the lowest bits of the sum."""
+"""1.5 * 2**23 and its bits. Adding it to a small number rounds that to an integer in the lowest bits of the sum."""
 
 
 @generated(types.int64, None, types.int64, types.int64)
 def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Quantize a row to int8 records."""
+    """Quantize a row of float32 values to int8, one record per part."""
     code = IntegerCode(builder, ANY_PROCESSOR)
     form = panel_format(FORMAT_OF_TYPE[kind])
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
@@ -82,7 +85,7 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 
 def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
-    """Largest magnitude."""
+    """Return the largest magnitude in any lane of the vectors."""
 
     def larger(first: Any, second: Any) -> Any:
         return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
@@ -92,7 +95,7 @@ def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
-    """NaN if any number is infinite or NaN, so that outputs become NaN; otherwise 0."""
+    """Return NaN if any value is infinite or NaN, so that outputs become NaN, and otherwise 0."""
     zero = ir.Constant(FLOATS, [0.0] * PANEL_ROWS)
     products = zero
     for vector in vectors:
@@ -110,23 +113,26 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 SIGN = 128
-"""An octet's highest bit: flipping it turns an unsigned level into a signed one, 128 less."""
+"""Highest bit of a byte. Flipping it subtracts 128 from an unsigned level, which makes it signed."""
 MAX_PAIR_BITS = 6
-"""Level bits whose pairwise product sums fit into 16 bits for all inputs."""
+"""Maximum number of bits of a level for which the sum of two products fits into 16 bits for all inputs."""
 PANEL_PREFETCH_DISTANCE = 8192
 """Prefetch distance in bytes."""
 ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE
-"""Prefetch distance for one input row. With so little to compute, Zen 4's hardware prefetcher keeps up with memory;
-others don't: a pass of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 with 4,096, 2.6 with 8,192 and 2.8 with
-16,384, and on an Intel Xeon with AMX 8.4 with 1,024 and 7.5 with 8,192."""
+"""Prefetch distance in bytes for one input row.
+
+With so little to compute, Zen 4's hardware prefetcher keeps up with memory. Those of other processors don't: a pass of
+SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 ms with 4,096, 2.6 ms with 8,192 and 2.8 ms with 16,384. On an Intel
+Xeon with AMX it took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192.
+"""
 FAR_PREFETCH_ROWS = 2
-"""Input rows from which the longer distance is used."""
+"""Minimum number of input rows for which ``PANEL_PREFETCH_DISTANCE`` is used."""
 INT8_TILE_ROWS = 8 if PANEL_ROWS == 16 else 4
-"""Input rows of a tile: their sums must fit into registers beside the levels; AVX-512 has 32 and AVX2 16."""
+"""Input rows of a tile. Their sums and the levels must fit into registers, of which AVX-512 has 32 and AVX2 has 16."""
 
 
 class _Part:
-    """Generates the code for one part of a panel."""
+    """Generates the code that reads one part of a panel."""
 
     def __init__(self, code: IntegerCode, form: PanelFormat, panel: Any, part: Any, prefetched: int) -> None:
         """``prefetched`` is the prefetch distance in bytes."""
@@ -136,7 +142,7 @@ class _Part:
         header = code.after(panel, builder.mul(group, INDEX(form.group)))
         octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
         self._levels = code.after(octets, form.octets)
-        # Groups are separated by headers: without prefetching them, each group would wait for memory once.
+        # Prefetch the headers between groups as well; otherwise each group would wait for memory once.
         for byte in range(0, form.part + form.header, CACHE_LINE):
             code.prefetch(code.after(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
@@ -158,7 +164,7 @@ class _Part:
         return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
 
     def _power_of_2(self, exponents: Any) -> Any:
-        """Scales of MXFP4."""
+        """Return the scales of MXFP4, which are stored as exponents."""
         builder, code = self._code.builder, self._code
         words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
 
@@ -172,13 +178,13 @@ class _Part:
     def _factor(self, address: Any) -> Any:
         builder, words = self._code.builder, ir.VectorType(WORD, PANEL_ROWS)
         octets = self._code.load(address, ir.VectorType(OCTET, PANEL_ROWS))
-        # Minima and scales of 6 bits have no sign; the scales of Q6_K do.
+        # The scales of Q6_K are signed bytes; other factors are unsigned and have 6 bits.
         return builder.sitofp((builder.sext if self._form.scales == 2 else builder.zext)(octets, words), FLOATS)
 
     def quads(self) -> Iterator[tuple[int, list[Any]]]:
-        """Levels of four columns of all rows, with the index of these columns in the part.
+        """Yield the index of each quad of columns in the part, and the levels of these columns in all rows.
 
-        Where sums of whole levels wouldn't fit into 16 bits, lower and upper bits come as two vectors.
+        If sums of whole levels wouldn't fit into 16 bits, their lower and upper bits are two separate vectors.
         """
         table, split = self._form.table, self._form.high_bits == LOW_BITS
         for first in range(QUADS // 2):
@@ -203,17 +209,17 @@ class _Part:
         return [self._code.of_table(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
-        """Levels of eight bits; signed ones already have the offset subtracted."""
+        """Return levels of eight bits; if they are signed, the offset is already subtracted."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
         return self._code.builder.xor(levels, self._code.everywhere(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
-        """Lower and upper halves of octets."""
+        """Load a vector of bytes and return their lower and upper four bits."""
         octets = self._code.load(self._code.after(self._levels, offset), OCTETS)
         return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
 
     def _joined(self, low: Any, quad: int) -> Any:
-        """Add the bits beyond four, stored in planes shared by several quads."""
+        """Add the bits beyond four to ``low``; these are stored in vectors that several quads share."""
         bits = self._form.high_bits
         if not bits:
             return low
@@ -229,7 +235,7 @@ class _Part:
         return self._code.builder.and_(octets, self._code.everywhere(mask))
 
     def _shifted(self, octets: Any, left: int) -> Any:
-        """Shift octets in pairs, as no processor shifts single ones; callers mask what crosses over."""
+        """Shift pairs of bytes, because no processor shifts single bytes; callers mask the bits that cross over."""
         builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
         if left == 0:
             return octets
@@ -238,7 +244,7 @@ class _Part:
 
 
 def panel_tile(rows: int, dot: str | None = None) -> Tile:
-    """A tile: a panel by this many quantized rows."""
+    """Return the generator of a tile that multiplies a panel by this many quantized rows."""
     used = dot or best_dot()
     prefetched = PANEL_PREFETCH_DISTANCE if rows >= FAR_PREFETCH_ROWS else ONE_ROW_PREFETCH_DISTANCE
 
@@ -268,13 +274,13 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
 
 @generated(None, types.int64, returns=types.int64)
 def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
-    """Bytes of a panel."""
+    """Return the size of a panel in bytes."""
     form = panel_format(FORMAT_OF_TYPE[kind])
     return builder.mul(builder.udiv(columns, INDEX(PART * form.parts)), INDEX(form.group))
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
-    """Integer sums of each input row, one per scale of the part."""
+    """Return the integer dot products of a part with each input row, one per scale of the part."""
     planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1
     bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1
@@ -296,7 +302,7 @@ def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
 
 
 def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added: Any) -> Any:
-    """Add a part's contribution to a row's sums."""
+    """Return a row's sums with a part's contribution added."""
     builder = code.builder
     input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
     for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):

@@ -1,8 +1,8 @@
-"""Proofs of models on this machine, kept in hdtool's home so that the next start can skip them.
+"""Stores models' proofs in hdtool's home folder, so that later starts can skip the comparison with Transformers.
 
-A proof depends on the model's files, the code of hdtool and its libraries, the processor, the settings and the number
-of threads; a record is valid only if all of these match. A start with a record compares the logits of a small tree with
-the proof's, bit by bit, and proves the model again if they differ.
+A stored proof is valid only if the model's files, the code of hdtool and its libraries, the processor, the settings and
+the number of threads are unchanged. A start with a stored proof checks that a small tree still has bitwise identical
+logits, and proves the model again if it doesn't.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate"
 SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
 """Prefixes of environment variables that change what libraries compute."""
 CONTEXT = 5
-"""Context tokens before the compared tree."""
+"""Number of context tokens before the compared tree."""
 TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of proving a model."""
+    """Result of comparing a compiled model with Transformers."""
 
     outline: str
-    """Hash of the model's modules, buffers and weight layouts, without the weights' numbers."""
+    """Hash of the model's modules, buffers and weight layouts, but not of the weights' values."""
     shapes: tuple[LayerShape, ...]
     """Shapes of each layer's keys and values."""
     compact: dict[str, bool]
-    """True if each weight may stay compact, by name."""
+    """Maps each weight's name to True if the weight may stay compact."""
     logits: str
     """Hash of the logits of a small tree."""
 
@@ -75,11 +75,10 @@ def _shape(layer: Any) -> LayerShape:
 
 
 class KeptProof:
-    """The kept record of a model's proof."""
+    """A model's proof in hdtool's home folder, for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` its class, and ``files`` everything it is loaded
-        from."""
+        """``settings`` is the model's configuration, ``family`` its class, and ``files`` all files it is read from."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),
@@ -106,7 +105,7 @@ class KeptProof:
 
 @cache
 def _machine() -> dict[str, Any]:
-    """Everything on this machine that affects results."""
+    """Return versions, processor features and environment variables that affect results on this machine."""
     from llvmlite import binding  # type: ignore[import-untyped]
 
     return {
@@ -128,7 +127,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _source_hash() -> str:
-    """Hash of the hdtool code that loads and runs models."""
+    """Return a hash of the hdtool code that loads and runs models."""
     digest = hashlib.sha256()
     for package in (hdtool.runtime, hdtool.data):
         folder = Path(str(vars(package)["__file__"])).parent
@@ -138,7 +137,7 @@ def _source_hash() -> str:
 
 
 def outline_of(model: Module) -> str:
-    """Hash of a model's modules, buffers and weight layouts, without the weights' numbers."""
+    """Return a hash of a model's modules, buffers, weight layouts and configuration, but not of the weights' values."""
     digest, numbers = hashlib.sha256(), dict[int, int]()
     for name, module in model.named_modules():
         kind = type(module)
@@ -155,7 +154,7 @@ def outline_of(model: Module) -> str:
 
 
 def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
-    """Layout of a tensor; tied tensors share a number."""
+    """Describe a tensor's layout. ``numbers`` assigns a number to each tensor by ``id``, so tied tensors share one."""
     if tensor is None:
         return "none"
     stored: Any = tensor.stored if is_compact(tensor) else tensor
@@ -166,7 +165,7 @@ def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
 
 @torch.inference_mode()
 def logits_hash(target: Target) -> str:
-    """Hash of the logits after a short context and after a tree: both kinds of passes."""
+    """Return a hash of the logits of a prefill and of a tree, which covers both kinds of passes."""
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():
@@ -177,9 +176,10 @@ def logits_hash(target: Target) -> str:
 
 
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
-    """The proof of a loaded target, or None if it must be proved at each start.
+    """Return the proof of a loaded target, or None if the target must be proved again at each start.
 
-    Only compiled passes give the same bits each time.
+    Only targets with reproducible logits have a proof: those with compiled passes, without recurrent states and without
+    compact weights that have been expanded.
     """
     if (
         target.compiled is None

@@ -1,7 +1,7 @@
-"""Decoder layers in compiled code: matmuls and everything between them.
+"""Computes decoder layers in compiled code.
 
-Each row is computed by itself in a fixed order of operations, so its bits depend neither on other rows nor on the
-number of threads.
+Each row is computed independently and in a fixed order of operations, so its result is bitwise the same for any other
+rows and any number of threads.
 """
 
 from __future__ import annotations
@@ -129,15 +129,22 @@ from hdtool.runtime.kernels.vector_code import (
     BESIDE_FACTOR,
     BESIDE_SHARES,
 ) = range(8)
-"""Record of a mixture beside an MLP: addresses of the experts and the router; of the norms' weights for the MLP's
-output, the experts' input, their output and the router's input; the bits of the router input's factor; the address of
-each expert's factor."""
+"""Record of a mixture of experts that is added to an MLP.
+
+BESIDE_EXPERTS, BESIDE_ROUTER: addresses of their records. BESIDE_NORM_DENSE to BESIDE_NORM_ROUTED: addresses of the
+norm weights for the MLP's output, the experts' input, the experts' output and the router's input. BESIDE_FACTOR: bits
+of the factor of the router's input. BESIDE_SHARES: address of the factors of the experts' outputs.
+"""
 BESIDE_FIELDS = BESIDE_SHARES + 1
 
 
 @compiled
 def add_experts(shape: Numbers, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
-    """Norm an MLP's output and add the experts' output, by the record at an address."""
+    """Norm an MLP's output ``dense`` in place and add the normed experts' output.
+
+    ``record_at`` is the address of the mixture's record, and ``attended`` that of the hidden states after attention,
+    which the router and the experts read.
+    """
     record = array_at(record_at, (BESIDE_FIELDS,), np.int64)
     experts = array_at(record[BESIDE_EXPERTS], (EXPERT_FIELDS,), np.int64)
     router = array_at(record[BESIDE_ROUTER], (ROUTER_FIELDS,), np.int64)
@@ -163,12 +170,16 @@ def add_experts(shape: Numbers, record_at: int, attended: int, rows: int, dense:
 
 
 NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
-"""Steps of a layer between its matmuls."""
+"""Steps of a layer between its matmuls, for ``part_function``."""
 
 
 @cache
 def part_function() -> Any:
-    """All steps between matmuls as one C function; threads share its units, which are rows or blocks of queries."""
+    """Return the C function that computes any step between matmuls.
+
+    A call computes the units from ``first`` to ``end``, so that threads can share a step. Units are blocks of queries
+    for ``ATTEND`` and rows otherwise.
+    """
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_part(
@@ -210,7 +221,7 @@ def part_function() -> Any:
 
 @compiled
 def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
-    """Norm the input of a matmul; nothing is written without a norm."""
+    """Norm some rows for a matmul; do nothing if ``weight`` is 0."""
     if weight:
         epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
         norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
@@ -224,7 +235,7 @@ def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> Non
 
 @compiled
 def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int) -> None:
-    """Gate a layer's own inputs, for some rows."""
+    """Multiply the activated gate by the layer's own input, for some rows, in place."""
     width = layer[INPUT_GATE + 2]
     for row in range(first, end):
         layer_input = shape[INPUTS] + (row * shape[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
@@ -236,7 +247,7 @@ def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int)
 
 @compiled
 def _offsets(shape: Numbers) -> Numbers:
-    """First row of each sequence, and the end of the last one."""
+    """Return the first row of each sequence, and the end of the last one."""
     return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
 
 
@@ -244,9 +255,9 @@ def _offsets(shape: Numbers) -> Numbers:
 def _append(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
-    """Rotate queries and keys of some rows, and append keys and values to the cache after ``starts``.
+    """Norm and rotate queries and keys of some rows, and write keys and values to the KV cache from ``starts`` on.
 
-    ``queries``, ``keys`` and ``values`` are matmul outputs, changed in place.
+    ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place.
     """
     heads, width = layer[HEADS], layer[WIDTH]
     query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
@@ -274,7 +285,7 @@ def _append(
 
 @compiled
 def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
-    """Norm and rotate a row's queries or keys."""
+    """Norm and rotate a row's queries or keys in place."""
     width, rotated_width, row_size = layer[WIDTH], layer[TURNED], shape[ROTARY_WIDTH] * ITEM_SIZE
     epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
     if norm and shape[NORMS_ALL]:
@@ -298,11 +309,11 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
 def _attend(
     shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
-    """Attention of some blocks of queries, numbered sequence by sequence."""
+    """Attend from some blocks of queries, which are numbered through all sequences."""
     heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
     offsets, block = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
     memory, units = attention_numbers(starts.max() + shape[NEW], width, block), _attention_blocks(shape, layer)
-    # Rounded up, this is the part's number: each part has its own memory.
+    # Each part of the work has its own scratch memory; the first unit, rounded up, gives the part's index.
     part_scratch = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
     for slot in range(shape[SLOTS]):
@@ -340,7 +351,7 @@ def _attend(
 
 @compiled
 def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
-    """Query blocks of all sequences."""
+    """Return the number of query blocks in all sequences and heads."""
     offsets, blocks = _offsets(shape), 0
     block = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
     for slot in range(shape[SLOTS]):
@@ -350,7 +361,7 @@ def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
 
 @compiled
 def _widest(layers: Numbers) -> tuple[int, int]:
-    """The largest query and key numbers of a row in any layer."""
+    """Return the maximum width of a row's queries, and of its keys, over all layers."""
     queries, keys = 0, 0
     for number in range(len(layers)):
         key_numbers = layers[number, HEADS] * layers[number, WIDTH]
@@ -360,13 +371,13 @@ def _widest(layers: Numbers) -> tuple[int, int]:
 
 @compiled
 def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
-    """Float32 numbers of scratch memory that ``compute_layers`` needs."""
+    """Return the scratch memory that ``compute_layers`` needs for contexts of ``positions``, in float32 values."""
     rows, attention_scratch = shape[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
     row_numbers = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
     if shape[GATES_HEADS]:
         row_numbers += 2 * queries
-    # Passes over fewer sequences may have larger blocks, and smaller blocks make more parts.
+    # Passes over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
     block = MAX_BLOCK_QUERIES if shape[THREADS] < 2 else BLOCK_QUERIES
     for number in range(len(layers)):
         layer = layers[number]
@@ -388,7 +399,7 @@ def _compute(
 
 @compiled
 def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
-    """Write the experts' outputs of a layer, then the shared expert's scores."""
+    """Write the weighted sum of each row's experts to ``scratch``, followed by the shared gate's scores."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
     shared_scores = scratch + rows * shape[HIDDEN] * ITEM_SIZE
@@ -405,7 +416,7 @@ def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -
 
 @compiled
 def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
-    """Add what ``_mix`` wrote to the shared expert's outputs, if there is a shared expert."""
+    """Write the sum of what ``_mix`` wrote and the gated shared expert's ``outputs``, if any, to ``outputs``."""
     numbers = rows * shape[HIDDEN]
     if layer[TO_DOWN * MATMUL_FIELDS]:
         router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
@@ -420,7 +431,7 @@ def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: 
 
 @compiled
 def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
-    """Compute all layers, changing ``hidden`` in place."""
+    """Compute the layers, updating the rows at ``hidden`` in place and writing to the KV cache from ``starts`` on."""
     rows = shape[TOTAL_ROWS]
     max_queries, max_keys = _widest(layers)
     numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
@@ -480,7 +491,7 @@ def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int
 
 
 def compile_layers() -> None:
-    """Compile ahead, so that the first pass doesn't wait."""
+    """Compile everything in this module now, so that the first pass doesn't have to."""
     shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     part_function()
     mixer_function()

@@ -1,6 +1,6 @@
-"""Records that compiled code reads of a pass and of each layer: int64 fields, mostly addresses.
+"""Defines the records that describe a pass and its layers to compiled code: arrays of int64 fields, mostly addresses.
 
-Address 0 means that a layer lacks the part; floats are stored by their bits.
+Address 0 means that a layer lacks the part. Fields called "bits" hold the bits of a float32 value.
 """
 
 from __future__ import annotations
@@ -14,68 +14,88 @@ from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_ma
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
 
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
-"""Matmuls of a layer."""
+"""Indices of a layer's matmuls, each of which has ``MATMUL_FIELDS`` fields at the start of the layer's record."""
 MATMUL_FIELDS = 5
-"""Addresses of the matmul and the matrix, its rows and columns, and the address of the bias."""
+"""Fields of a matmul: addresses of the function and the matrix, rows and columns of the matrix, address of the bias."""
 NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
     7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
 )
 EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
-"""NORM_BEFORE to NORM_K: addresses of norm weights before attention, after it, before the MLP, after it, of queries and
-of keys. SINKS: address of attention sinks. KEYS, VALUES: addresses of what the layer reads, and writes if it has a
-matmul for keys. WINDOW: positions a row sees, 0 for all. ROTARY: index of the rotary type, -1 for none. EXPERTS,
-ROUTER: addresses of their records; the MLP's matmuls are then the shared expert's, if there is one."""
+"""Norms, attention and experts of a layer.
+
+NORM_BEFORE to NORM_K: addresses of the weights of the norms before and after attention, before and after the MLP, and
+of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; the layer writes there
+if it has a matmul for keys, and otherwise only reads. WINDOW: number of positions that a row attends to, 0 for all.
+ROTARY: index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of their records; a layer with experts uses
+the MLP's matmuls for the shared expert, if it has one.
+"""
 HEADS, GROUPS, WIDTH, TURNED, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
-"""Key heads, query heads per key head, head width and rotated width; strides between sequences and between heads;
-address of the weight of the values' norm. Without a matmul for values, they are the keys before their norm."""
+"""Heads of a layer.
+
+HEADS: key heads. GROUPS: query heads per key head. WIDTH: head width. TURNED: rotated part of the width. SLOT_STRIDE,
+HEAD_STRIDE: strides of the KV cache between sequences and between heads, in float32 values. NORM_V: address of the
+weight of the values' norm. Without a matmul for values, the values are copied from the keys before the keys are normed.
+"""
 INPUT_GATE = NORM_V + 1
 INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
 INPUT_AT, NORM_INPUT, FACTOR, BESIDE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
-"""What a layer adds after the MLP from its own input: matmuls before and after the gate, the input's offset among all
-layers', the address of the norm's weight; then the addresses of the output's factor and of the record of a mixture
-beside the MLP."""
+"""A layer's own input, which is gated and added after the MLP, and two parts that few layers have.
+
+INPUT_GATE, INPUT_OUT: first fields of the matmuls before and after the gate. INPUT_AT: offset of the layer's input in a
+row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor of the layer's
+output. BESIDE: address of the record of a mixture of experts that is added to the MLP.
+"""
 MIXER = BESIDE + 1
-"""What mixes tokens in the layer: attention, a recurrence or a short convolution."""
+"""Kind of the layer's token mixer: one of the four values below."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
-"""A convolution's taps, state columns and channels; addresses of the weight ``[taps, channels]``, the bias and the
-state ``[channels, columns]``; stride between the states of sequences."""
+"""A mixer's convolution.
+
+TAPS, COLUMNS, CHANNELS: numbers of taps, state columns and channels. CONV_WEIGHT, CONV_BIAS, CONV_STATE: addresses of
+the weight ``[taps, channels]``, the bias and the state ``[channels, columns]``. CONV_STRIDE: stride between the states
+of sequences.
+"""
 STATE, STATE_STRIDE, KEY_HEADS, STATE_HEADS, KEY_WIDTH, VALUE_WIDTH = range(MIXER + 8, MIXER + 14)
-"""A recurrence's state: its address and the stride between sequences; key heads, state heads, key width and value
-width."""
+"""A recurrence's state: address, stride between sequences, key heads, state heads, key width and value width."""
 DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
-"""Addresses of each head's log decay rate, time-step bias and skip factor, and of the gated norm's weight; bits of that
-norm's epsilon."""
+"""Addresses of each head's log decay rate, time-step bias and skip factor and of the gated norm's weight, and bits of
+the gated norm's epsilon."""
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
-"""JOURNAL_AT: numbers that earlier layers keep per row. STRENGTH: bits of the factor of the learning rate. FOURTH:
-matmul of a mixer's fourth input; if there are a fifth and a sixth, they and the first give queries, keys and values. A
-delta rule without a fourth input has two, by key heads."""
+"""JOURNAL_AT: number of float32 values that earlier layers keep per row. STRENGTH: bits of the factor of a delta rule's
+write strengths. FOURTH: first field of the matmul for a mixer's fourth input.
+
+If a delta rule has a fifth and a sixth input, the first, fifth and sixth give queries, keys and values. If it has no
+fourth input, its two inputs give queries, keys, values and gates, and strengths and steps, grouped by key head.
+"""
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS
-"""Address the layer's output is copied to, 0 for none."""
+"""Address to which the layer's output is copied; 0 for none."""
 FIELDS = OUTPUTS + 1
 
 SLOTS, NEW, HIDDEN, INNER = range(4)
-"""Fields of a pass. SLOTS: sequences. NEW: most new rows of one, and of each if layers have mixers. INNER: width of the
-widest MLP."""
+"""First fields of a pass. SLOTS: number of sequences. NEW: maximum number of new rows in a sequence; all sequences have
+that many if layers have mixers. HIDDEN: width of hidden states. INNER: maximum width of an MLP or per-layer input."""
 PLACES, ROTATED, ROTARY_WIDTH, PAIRED = range(4, 8)
-"""Addresses of the rows' positions and of their cosines and sines, by rotary type; numbers per row of these (a layer
-may read fewer); 1 if pairs are adjacent."""
+"""PLACES: address of the rows' positions. ROTATED: address of their cosines and sines ``[rotary types, 2, rows,
+width]``. ROTARY_WIDTH: that width, of which a layer may read less. PAIRED: 1 if rotary pairs are adjacent elements."""
 INPUTS, INPUTS_STRIDE = range(8, 10)
-"""Address of the layers' own inputs, and the stride between their rows."""
+"""Address of the per-layer inputs ``[rows, layers * width]``, and the stride between rows."""
 MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, PART = range(10, 16)
-"""Address of the mask and its strides between sequences and rows; the open thread pool, 0 for none, and the number of
-threads; the address of ``part_function``."""
+"""MASK, MASK_SLOT, MASK_ROW: address of the mask, and its strides between sequences and rows. THREAD_POOL: the open
+thread pool, 0 for none. THREADS: number of threads. PART: address of ``part_function``."""
 SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, EXPERT_SCRATCH = range(16, 24)
-"""Bits of the score factor and cap; of the norms' epsilon and weight offset; of the residual factor. NORMS_ALL: queries
-and keys are normed across heads. TANH_GATE: the MLP has a GELU. EXPERT_SCRATCH: scratch numbers of experts per row."""
+"""SCALE, SOFTCAP: bits of the factor and the softcap of attention scores. EPSILON, OFFSET: bits of the norms' epsilon
+and of the offset of their weights. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
+across all heads. TANH_GATE: 1 if gates use a tanh GELU instead of a SiLU. EXPERT_SCRATCH: scratch memory for experts
+per row, in float32 values."""
 GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
-"""GATES_HEADS: queries have output gates. MIXER_PART: address of ``mixer_function``. ORIGINS, JOURNAL: addresses of
-each row's origin and of what is kept of rows. ADVANCES: states move past the last row. MIXER_ROW, MIXER_STATE,
-MIXER_WINDOW: scratch numbers per row, per state and for a sequence's columns."""
+"""GATES_HEADS: 1 if query heads have output gates. MIXER_PART: address of ``mixer_function``. ORIGINS: address of the
+rows' origins, see ``convolution``. JOURNAL: address of what mixers keep of the rows. ADVANCES: 1 if the pass advances
+the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer per row, per
+buffered state and per sequence for the convolution's columns, in float32 values."""
 TOTAL_ROWS, ROW_OFFSETS, WOKEN = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
-"""Rows of all sequences; address of where each sequence's rows begin, and the end; distinct experts that the pass has
-woken so far, summed over layers."""
+"""TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, and the end of the
+last one. WOKEN: number of distinct experts used so far in the pass, summed over layers."""
 PASS_FIELDS = WOKEN + 1
 
 Numbers = npt.NDArray[np.int64]
@@ -88,7 +108,7 @@ def multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int,
 
 @compiled
 def multiply_by(shape: Numbers, layer: Numbers, field: int, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply by the matrix whose fields begin at ``field``."""
+    """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``; write to ``outputs``."""
     matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
     parallel_matmul(
         shape[THREAD_POOL], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias
@@ -108,28 +128,39 @@ def compute_part(
     units: int,
     work: int,
 ) -> None:
-    """Run a step between matmuls, on the thread pool if there is enough work."""
+    """Run the step ``part`` of a C function for ``units`` units, on the thread pool if ``work`` is large enough.
+
+    The meaning of ``one``, ``two`` and ``three``, mostly addresses, depends on the step.
+    """
     thread_pool = shape[THREAD_POOL] if work >= MIN_PARALLEL_WEIGHTS else 0
     addresses = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
     run_parallel(thread_pool, shape[THREADS], function, *addresses, part, one, two, three, units, 1)
 
 
 EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NORM, EMBED_WIDTH, SHARE = range(10)
-"""Record of the layers' own inputs: addresses of ``embedding_of`` a format and of the token embedding, and the bits of
-its factor; addresses of the projection's matmul and matrix, their out_features and the bits of their factor; address of
-the norm's weight and its width, which is one layer's; bits of the factor of the sum."""
+"""Record of the per-layer inputs.
+
+EMBED, EMBEDDING, MULTIPLIER: addresses of the ``embedding_of`` function and of the token embedding, and bits of the
+embedding's factor. PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE: addresses of the projection's matmul and matrix, its
+out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and its width, which is that of
+one layer's input. SHARE: bits of the factor of the sum of both.
+"""
 INPUT_FIELDS = SHARE + 1
 
 
 @compiled
 def layer_input_numbers(stride: int, rows: int) -> int:
-    """Float32 numbers ``compute_layer_inputs`` needs: all inputs and one more row."""
+    """Return the memory that ``compute_layer_inputs`` writes, in float32 values: all inputs and one more row."""
     return (rows + 1) * stride
 
 
 @compiled
 def compute_layer_inputs(shape: Numbers, record_at: int, ids_at: int, rows: int, embedded: int, written: int) -> None:
-    """Write all layers' own inputs, row by row, by the record at an address."""
+    """Write the per-layer inputs of ``rows`` tokens to ``written``, which needs room for one more row.
+
+    ``record_at`` is the address of the inputs' record, ``ids_at`` that of the token ids and ``embedded`` that of the
+    main embeddings.
+    """
     record = array_at(record_at, (INPUT_FIELDS,), np.int64)
     stride, width = record[OUT_FEATURES], record[EMBED_WIDTH]
     matmul, matrix = record[PROJECT], record[PROJECTION]

@@ -1,7 +1,7 @@
-"""A whole pass in compiled code: embeddings, rotary positions, decoder layers, final norm and logits.
+"""Computes a whole pass in compiled code: embeddings, rotary positions, decoder layers, final norm and logits.
 
-Between passes only the trees' nodes and context lengths change. Everything else is an address in a record filled when
-an answer begins.
+Only the trees and context lengths change from pass to pass. Everything else is in a record of addresses, which
+``TreePass`` fills in again only if the KV cache, the number of threads or the weights have changed.
 """
 
 from __future__ import annotations
@@ -54,25 +54,31 @@ from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, KINDS, ROTARIES, KNOWN = range(9)
-"""Addresses of token ids and positions; of ``embedding_of`` a format and of the embedding matrix, with its rows; bits
-of its factor; number of rotary types; address of their cosine and sine tables, with their rows."""
+"""First fields of the record of what surrounds the layers.
+
+IDS, POSITIONS: addresses of the rows' token ids and positions. EMBED, EMBEDDING, VOCABULARY: addresses of the
+``embedding_of`` function and of the embedding matrix, and the number of its rows. MULTIPLIER: bits of the embeddings'
+factor, 0 for none. KINDS: number of rotary types. ROTARIES, KNOWN: address of the cosines and sines ``[KINDS, 2, KNOWN,
+width]``, and the number of positions they cover.
+"""
 NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA, DIVISOR, CAP = range(9, 21)
-"""NORM, LAST_EPSILON: address of the final norm's weight, bits of its epsilon. NORMED: where normed hidden states go.
-FIRST: first row with logits. PROJECT to BIAS: addresses of the output layer's matmul and matrix, its rows, the address
-of its bias. LOGITS, MAXIMA: addresses of the logits and of what ``fold`` writes for them, 0 if unwanted. DIVISOR, CAP:
-divide and cap logits unless 0."""
+"""NORM, LAST_EPSILON: address of the final norm's weight and bits of its epsilon. NORMED: address to which normed
+hidden states are written. FIRST: first row with logits. PROJECT, PROJECTION, OUT_FEATURES, BIAS: addresses of the
+output layer's matmul and matrix, number of its rows and address of its bias. LOGITS: address of the logits. MAXIMA:
+address to which ``fold`` writes the logits' maxima, 0 for none. DIVISOR, CAP: bits of the divisor and of the softcap of
+logits; a DIVISOR of 0 means neither."""
 LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, KEEPING = range(CAP + 1, CAP + 5)
-"""Address of the record of the layers' own inputs, 0 for none; address and number of placeholder ids; KEEPING: number
-of layers up to the last one whose results other rows need. While a prompt is read, later layers compute only the rows
-with logits."""
+"""LAYER_INPUTS: address of the record of the per-layer inputs, 0 for none. PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS:
+address and number of placeholder ids. KEEPING: number of layers up to the last one whose keys, values or states later
+rows need. In a prefill, the layers after these compute only the rows with logits."""
 END_FIELDS = KEEPING + 1
 IN_CACHE = 1 << 17
-"""Logits that are folded before they are evicted from L2."""
+"""Number of logits to compute at a time, so that they are still in L2 when their maxima are computed."""
 
 
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """The C function that expands embedding rows of a format. Keep it alive as long as its address is used."""
+    """Return the C function that expands a format's embedding rows, to be kept alive while its address is used."""
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def embed(
@@ -87,14 +93,14 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 @compiled
 def pass_numbers(shape: Numbers, layers: Numbers, kinds: int, positions: int) -> int:
-    """Float32 numbers of scratch memory that ``compute_pass`` needs."""
+    """Return the scratch memory that ``compute_pass`` needs, in float32 values."""
     before = kinds * _rotary_numbers(shape) + layer_input_numbers(shape[INPUTS_STRIDE], shape[TOTAL_ROWS])
     return before + scratch_numbers(shape, layers, positions)
 
 
 @compiled
 def _rotary_numbers(shape: Numbers) -> int:
-    """Cosine and sine numbers of one rotary type, for all rows."""
+    """Return the size of one rotary type's cosines and sines for all rows, in float32 values."""
     return 2 * shape[TOTAL_ROWS] * shape[ROTARY_WIDTH]  # type: ignore[no-any-return]
 
 
@@ -108,10 +114,10 @@ def compute_pass(
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Write the normed hidden states after all layers, and the logits; False for unknown ids or positions.
+    """Compute the layers, and write normed hidden states and logits; return False for unknown ids or positions.
 
-    Placeholder ids count as unknown. ``certain`` may give the only token that can follow each row of all sequences, -1
-    where there are several.
+    Placeholder ids count as unknown. ``certain`` is empty or has, for each row, the only token that can follow it, or a
+    negative number if several tokens can.
     """
     rows, shape[WOKEN] = shape[TOTAL_ROWS], 0
     ids, positions = array_at(ends[IDS], (rows,), types.int64), array_at(ends[POSITIONS], (rows,), types.int64)
@@ -153,9 +159,9 @@ def compute_pass(
 
 @compiled
 def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbers) -> None:
-    """Continue with the rows that have logits, as if earlier rows belonged to an earlier pass.
+    """Restrict the pass to the rows with logits, as if a previous pass had computed the rows before.
 
-    Each row follows the one before: attention reads no mask for a sequence with one row.
+    The rows must form a chain, because attention reads no mask if only one row remains.
     """
     first = ends[FIRST]
     shape[NEW] -= first
@@ -171,7 +177,7 @@ def _leave_rows(shape: Numbers, ends: Numbers, starts: Numbers, positions: Numbe
 
 @compiled
 def _copy_rotary(shape: Numbers, ends: Numbers, positions: Numbers) -> None:
-    """Copy the cosines, then the sines of all rows, for each rotary type."""
+    """Copy the cosines and then the sines of all rows' positions, for each rotary type."""
     rows, size = len(positions), shape[ROTARY_WIDTH] * ITEM_SIZE
     for table in range(2 * ends[KINDS]):
         table_at, written = ends[ROTARIES] + table * ends[KNOWN] * size, shape[ROTATED] + table * rows * size
@@ -187,7 +193,7 @@ def _bound(ends: Numbers, logits: int, count: int) -> None:
 
 @compiled
 def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
-    """Write the logits of normed rows, and their maxima if wanted."""
+    """Write the logits of normed rows, and their folded maxima if ``MAXIMA`` isn't 0."""
     width, out_features = shape[HIDDEN], ends[OUT_FEATURES]
     matmul = ends[PROJECT], ends[PROJECTION], out_features, width, normed, rows, ends[LOGITS], ends[BIAS]
     if not rows:
@@ -215,9 +221,10 @@ def _project(shape: Numbers, ends: Numbers, rows: int, normed: int) -> None:
 
 @compiled
 def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: int, scratch: int) -> None:
-    """Project only rows that several tokens may follow; write a single logit after the others.
+    """Compute logits only for rows that several tokens can follow, and write a single logit for the others.
 
-    The matmul packs the open rows' logits. They are moved to their places last to first, as none lies before its place.
+    The matmul writes the logits of these rows without gaps. They are then moved to their places from last to first,
+    because no row's place is before where the matmul wrote it.
     """
     width, out_features, rows, count = shape[HIDDEN], ends[OUT_FEATURES], len(certain), 0
     for row in range(rows):
@@ -245,50 +252,50 @@ def _write_open_logits(shape: Numbers, ends: Numbers, certain: Numbers, hidden: 
             total = np.float32(0)
             for column in range(width):
                 total += states[row, column]
-            # NaN if the row overflowed, so that acceptance sees it.
+            # The logit is NaN if the row overflowed, so that the acceptance check notices it.
             logits[row, certain[row]] = np.float32(0) * total
 
 
 def compile_passes() -> None:
-    """Compile ahead, for no rows and no layers, so that the first pass doesn't wait."""
+    """Compile ``compute_pass`` now, by a call without rows and layers, so that the first pass doesn't have to."""
     shape, layers, starts, ends = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, END_FIELDS))
     pass_numbers(shape, layers.reshape(1, -1), 0, 0)
     compute_pass(shape, layers.reshape(1, -1)[:0], starts, ends, starts[:0], 0, 0)
 
 
 TREE_ROWS = LARGEST_TREE + 1
-"""Maximum rows of a pass over a tree."""
+"""Maximum number of rows in a pass over a tree: its nodes and the root."""
 FLOAT32_INFINITY = INFINITY[torch.float32]
 HIDDEN_VALUE = float(np.finfo(np.float32).min)
-"""Mask value of positions a row doesn't attend to."""
+"""Mask value of positions that a row doesn't attend to."""
 
 TREE_PASS = np.dtype(
     [
         ("shape", np.int64, PASS_FIELDS),
         ("ends", np.int64, END_FIELDS),
-        ("rows", np.int64),  # that each slot has memory for
-        ("used", np.int64),  # layers
+        ("rows", np.int64),  # number of rows that each slot has memory for
+        ("used", np.int64),  # number of layers that the pass computes
         ("mask_width", np.int64),
-        # Addresses of memory.
+        # Addresses of buffers.
         ("layers", np.int64),
         ("hidden", np.int64),
         ("scratch", np.int64),
         ("mask", np.int64),
-        ("shown", np.int64),  # the square of the last mask of each slot: its size, and where it begins
+        ("shown", np.int64),  # number of rows and context length of each slot's last mask
         ("starts", np.int64),
-        ("offsets", np.int64),  # where the rows of each slot begin, and where they end
+        ("offsets", np.int64),  # first row of each slot, and the end of the last one
         ("ids", np.int64),
         ("positions", np.int64),
         ("certain", np.int64),
-        ("maxima", np.int64),  # what top-k needs of each row
-        ("origins", np.int64),  # from where mixers compute each row
-        ("journal", np.int64),  # what mixers keep of the rows
-        ("walked", np.int64),  # the tokens of each slot's walk by arg-max, and the nodes that drafted them
+        ("maxima", np.int64),  # folded maxima of each row's logits, which top-k reads
+        ("origins", np.int64),  # origin of each row, see ``convolution``
+        ("journal", np.int64),  # values that mixers keep of the rows
+        ("walked", np.int64),  # tokens of each slot's argmax walk, and the nodes that drafted them
     ],
     align=True,
 )
 NODES, LENGTH, WALKS = 1, 2, 3
-"""Fields of a batched tree's header after its root: nodes, context length, and whether to walk."""
+"""Fields of a tree's header in a batch, after its root: number of nodes, context length, and 1 to walk the tree."""
 
 
 @compiled
@@ -305,11 +312,14 @@ def compute_tree(
     ranks: bool,
     advances: bool,
 ) -> tuple[int, bool]:
-    """Compute a pass by the record at an address; logits are those of rows from ``first`` on.
+    """Compute a pass over one tree, with the record at address ``at``, and write logits of the rows from ``first`` on.
 
-    With ``advances``, mixers' states move past the last row. Returns the length of the arg-max walk, if it ``walks``,
-    and whether its logits are finite; -1 for an unknown token or position. A row with a ``certain`` token gets no
-    logits computed; there is an entry for each row or none.
+    ``certain`` is empty or has, for each row, the only token that can follow it, whose logit is then the only one
+    written. With ``ranks``, maxima for top-k are written as well. With ``advances``, mixers' states advance past the
+    last row.
+
+    Return the length of the argmax walk, 0 unless ``walks``, and True if the walk's logits are finite. The length is -1
+    for unknown tokens or positions.
     """
     record, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
     record.ends[FIRST], record.shape[ADVANCES] = first, advances
@@ -331,9 +341,10 @@ def compute_trees(
     ranks: bool,
     walk_results: Array,
 ) -> bool:
-    """Compute a pass over a tree in each slot, padded to ``min_rows``; ``walk_results`` gets the wanted walks.
+    """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unknown tokens or positions.
 
-    Padding gets no logits.
+    ``heads`` has a header for each tree. The length of each wanted walk, and 1 if its logits are finite, are written to
+    ``walk_results``. Padding rows get no logits. See ``compute_tree`` for the other arguments.
     """
     record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
     record.ends[FIRST] = record.shape[ADVANCES] = 0
@@ -395,7 +406,7 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 @compiled
 def _compute(record: Any, thread_pool: int, slots: int, rows: int, certain: Array, ranks: bool) -> bool:
-    """Compute the pass over the placed trees; the largest has ``rows`` rows."""
+    """Compute the pass over the trees that ``_place_tree`` wrote; the largest has ``rows`` rows."""
     shape = record.shape
     shape[ROW_OFFSETS], shape[TOTAL_ROWS] = record.offsets, array_at(record.offsets, slots + 1, np.int64)[slots]
     record.ends[MAXIMA] = record.maxima if ranks else 0
@@ -411,7 +422,7 @@ def _compute(record: Any, thread_pool: int, slots: int, rows: int, certain: Arra
 
 @compiled
 def accept_path(at: int, thread_pool: int, path: Array) -> None:
-    """Advance the states from before a pass along a path of its rows."""
+    """Advance the mixers' states from before the last pass along a path of its rows."""
     record = array_at(at, 1, TREE_PASS)[0]
     record.shape[THREAD_POOL] = thread_pool
     layers, starts = array_at(record.layers, (record.used, FIELDS), np.int64), array_at(record.starts, 1, np.int64)
@@ -429,7 +440,7 @@ def _walk(record: Any, slot: int, certain: Array, tokens: Array, parents: Array)
 
 
 def compile_tree_passes() -> None:
-    """Compile ahead, for a token that no model has."""
+    """Compile the passes over trees now, by calls with a token id that no model has."""
     numbers, record, bare = np.zeros(4, np.int64), np.zeros(1, TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "certain"):
         record[name] = numbers.ctypes.data

@@ -1,4 +1,4 @@
-"""Compiles a model and proves that compiled code computes what the library does."""
+"""Compiles a model and proves it: compares the compiled code's results with those of Transformers."""
 
 from __future__ import annotations
 
@@ -52,25 +52,29 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 TOLERANCE = 1e-4
-"""Largest distance of an output row from the library's, relative to what the layer adds to it. Float32 rounding gives
-about a millionth."""
+"""Maximum difference between an output row and Transformers', relative to what the layer adds to the hidden states.
+
+Float32 rounding causes a difference of about 1e-6.
+"""
 TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 CONTEXT_LENGTHS = (0, 37, 150)
-"""Context lengths for the layers at both ends; a tree follows the second one."""
+"""Context lengths on which the first and last layers are compared; a tree follows the second one."""
 SHORT_CONTEXT = 5
-"""Tokens of a context or chunk for the whole model: a large model takes a second for 40 on one core."""
+"""Context length where all layers are computed: a large model needs a second for 40 tokens on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
-"""A cache, the positions of a pass, its masks for the library, the mask without windows that compiled code reads, and
-its trees; none for a prompt."""
+"""A compared pass: cache tensors, cache, positions, Transformers' masks, the compiled code's mask, and trees.
+
+The compiled code's mask ignores attention windows. A prompt has no trees.
+"""
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
 def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None:
-    """The compiled passes of a model, proved on it; None for a model of another kind, or with other numbers.
+    """Compile a model's passes; return None if the model is unsupported or the results differ from Transformers'.
 
-    A ``proved`` model is not compared with the library's: an earlier process did so.
+    With ``proved``, the results aren't compared, because an earlier process has compared them.
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
@@ -97,7 +101,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """True if everything in a family's layers has compiled code."""
+    """Return True if all activations, experts, rotary widths, factors and norms of the layers have compiled code."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
@@ -113,7 +117,10 @@ def _is_compiled(parts: CompiledParts) -> bool:
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
-    """True if each layer's keys and values have the shape of its heads, or are another layer's."""
+    """Return True if the cached keys and values of each layer have the shape of its heads.
+
+    Layers with a mixer, and layers that read another layer's keys, must have none.
+    """
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
         all(view is NOTHING for view in views)
@@ -125,7 +132,7 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
 
 
 def _fit_states(parts: CompiledParts, target: Target) -> bool:
-    """True if the cache has all mixers' states, and the library can compute them over trees in closed form."""
+    """Return True if the cache holds the states of all mixers and Transformers' mixers can be computed over trees."""
     states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
@@ -133,7 +140,7 @@ def _fit_states(parts: CompiledParts, target: Target) -> bool:
 
 
 class _LayerProof:
-    """Compares compiled layers with the library's on hidden states of the model."""
+    """Compares compiled layers with Transformers' on the model's hidden states."""
 
     def __init__(
         self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
@@ -143,16 +150,20 @@ class _LayerProof:
         self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
         self._random = torch.Generator().manual_seed(0)
         self._inputs = torch.empty(0)
-        """Layers' own inputs in a pass, ``[sequences, rows, layers, width]``."""
+        """Per-layer inputs of the current pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Keys and values that the library's layers share in a pass, by layer type."""
+        """Keys and values that Transformers' layers share in the current pass, by layer type."""
         tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
         """Input of each layer: the output of the layer before."""
 
     def holds(self) -> bool:
-        """Compare all layers on a tree, and those at both ends on other contexts and a batch."""
+        """Return True if all compiled layers match on a tree, and some on other inputs.
+
+        The first layer, the last one, the first with attention and the first with a mixer are also compared on other
+        context lengths and a batch, and all layers with mixers on a prompt.
+        """
         layers = self._parts.layers
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
         ends = {0, len(layers) - 1, layers.index(self._parts.attending), *mixing[:1]}
@@ -163,7 +174,7 @@ class _LayerProof:
         )
 
     def _prompt(self) -> Case:
-        """Prompt tokens after earlier ones: states advance past them."""
+        """Return the continuation of a prompt, which advances the states past its tokens."""
         cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
         cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
@@ -210,7 +221,7 @@ class _LayerProof:
         return True
 
     def _expected(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor | None:
-        """Output of the library's layer; None if the compiled one differs."""
+        """Return the output of Transformers' layer, or None if the compiled layer's output, keys or states differ."""
         storage, cache, positions, masks, _, trees = case
         part = self._parts.layers[number]
         mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
@@ -243,13 +254,13 @@ class _LayerProof:
             actual[is_padding] = expected[is_padding]
         distances = [distance(actual, expected, expected - hidden)]
         for tensor, new in zip(cached, written, strict=True):
-            # A state's row may be almost nothing beside the others it is added to.
+            # A row of a state may be tiny compared with the rows it is summed with, so each state is compared as one.
             ours, theirs = (state.flatten(-2) if part.mixer else state for state in (tensor, new))
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
     def _beside(self, number: int, case: Case) -> dict[str, Any]:
-        """Arguments for the layer's own input and for keys of other layers."""
+        """Return the arguments for the layer's own input and for keys and values of other layers."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
@@ -265,7 +276,7 @@ class _LayerProof:
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Compute the mixer of a layer over the trees of a case in this block, if there are both."""
+        """Make Transformers' mixer compute a case's trees within this block; yields None without a mixer or trees."""
         storage, cache, *_, trees = case
         recurrent = self._target.stock.recurrent
         if not (part.mixer and trees and recurrent and storage.states):
@@ -275,7 +286,7 @@ class _LayerProof:
             yield states
 
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
-        """Output of one compiled layer; advances the KV cache and, along a path, the states."""
+        """Return the output of one compiled layer; writes to the KV cache and advances the states along a path."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
@@ -309,7 +320,7 @@ class _LayerProof:
 
 
 def _path_of(tree: DraftTree) -> list[int]:
-    """Rows from the root to the last node that has a grandparent, or to the last node."""
+    """Return the rows from the root to the last node at depth 2 or more, or to the last node if there is none."""
     rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda node_: (tree.depths[node_ + 1] > 1, node_)))
     while node >= 0:
         rows.insert(0, node + 1)
@@ -318,13 +329,13 @@ def _path_of(tree: DraftTree) -> list[int]:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
-    """Largest distance of a row, relative to the length of that row of ``scale``."""
+    """Return the largest norm of a row of ``actual - expected``, relative to the norm of the same row of ``scale``."""
     lengths = torch.linalg.vector_norm(scale, dim=-1).clamp_min(1e-12)
     return float((torch.linalg.vector_norm(actual - expected, dim=-1) / lengths).max())
 
 
 def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Compare the layers' own inputs, if they have any."""
+    """Return True if the compiled per-layer inputs match Transformers', or there are none."""
     if parts.inputs is None:
         return True
     ids = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
@@ -339,10 +350,10 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
 
 
 def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Compare whole passes with only the first layer: the others are proved by now."""
+    """Return True if whole passes give the same logits, with only the first layer: the others are compared already."""
     with compiled.first_layer_alone(), _first_layer_alone(parts):
         expected = _logits_of_passes(target)
-        compiled.record()  # it has fewer layers now
+        compiled.record()  # the model has fewer layers within this block
         target.compiled = compiled
         try:
             actual = _logits_of_passes(target)
@@ -355,7 +366,7 @@ def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledPar
 
 @contextmanager
 def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
-    """Leave the other layers out of the library's model in this block."""
+    """Remove all but the first layer from Transformers' model within this block."""
     modules: Any = parts.decoder._modules
     layers = modules["layers"]
     modules["layers"] = ModuleList(layers[:1])
@@ -366,7 +377,7 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
 
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
-    """Logits after a tree, after one of its nodes, and after the rest of a prompt."""
+    """Return the logits of a tree, of a root after one of its nodes was accepted, and of a continued prompt."""
     cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
     target.prefill(cache, 0, context)
     of_tree = target.verify(cache, [TREE])[0].logits.clone()

@@ -1,7 +1,7 @@
-"""Passes over draft trees and prompts in one compiled call, with reusable memory.
+"""Runs a pass over draft trees or a prompt in one compiled call, with reused memory.
 
-A pass evicts the CPU caches, so every Python object touched before the next one is a read from main memory: this code
-touches few.
+A pass evicts everything else from the CPU's caches, so each Python object that is touched before the next pass costs a
+read from main memory. The code of this module therefore touches few objects.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.cache.states import States
 
 PROMPT_CHUNK = 128
-"""Prompt tokens read in one pass; larger passes take longer per row."""
+"""Maximum number of prompt tokens per pass. Larger passes take longer per row."""
 CHAIN = np.arange(-1, PROMPT_CHUNK, dtype=np.int32)
-"""Parents of a tree that is a chain."""
+"""Parents of a tree whose nodes form a chain."""
 
 
 class StatesOfRows:
-    """States after each row of a pass over trees, rebuilt from what mixers kept of its rows."""
+    """Computes the recurrent states after any row of a pass over trees from what mixers kept of the rows."""
 
     def __init__(self, passes: TreePass) -> None:
         self._source: TreePass | KeptRows = passes
 
     def leave(self) -> None:
-        """Copy what was kept before another pass overwrites it."""
+        """Copy what mixers kept, before another pass overwrites it."""
         if isinstance(self._source, TreePass):
             self._source = self._source.copy_of_kept()
 
@@ -67,7 +67,7 @@ class StatesOfRows:
 
 
 class TreePass:
-    """Passes of one model in a number of slots, with reusable memory."""
+    """Computes passes of one model for at most ``slots`` sequences, with memory that is reused."""
 
     def __init__(self, table: WeightTable, slots: int = 1) -> None:
         self._table, self._slots = table, slots
@@ -86,33 +86,33 @@ class TreePass:
             "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
             "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
-        """Buffers whose addresses the record has."""
+        """Buffers whose addresses are in the record."""
         self._walked: Array = self._memory["walked"]
         self._maxima: Array = self._memory["maxima"]
         self._walk_results = np.zeros((slots, 2), np.int64)
-        """Length of each slot's walk, and whether its logits are finite."""
-        with torch.inference_mode(False):  # outside of inference mode, an inference tensor can't be written
+        """Length of each slot's argmax walk, and 1 if the walk's logits are finite, ``[slots, 2]``."""
+        with torch.inference_mode(False):  # inference tensors can't be changed outside of inference mode
             self._logits = torch.empty(slots * TREE_ROWS, table.vocabulary, dtype=torch.float32)
             self._normed = torch.empty(rows, table.width, dtype=torch.float32)
         self._storage: Callable[[], KVTensors | None] = lambda: None
-        """KV cache whose addresses the record has; a weak reference, so its memory can be freed."""
+        """Weak reference to the KV cache whose addresses are in the record."""
         self._version = self._threads = 0
         self._states_at = 0, 0
-        """Address of that cache's first state, and the bytes between sequences."""
+        """Address of the KV cache's first state, and the stride between sequences in bytes."""
         self._kept_states: Callable[[], StatesOfRows | None] = lambda: None
-        """States after the last pass's rows, while a path of them may be accepted."""
+        """Weak reference to the states after the last pass's rows, which must be copied before the next pass."""
         self._outputs: dict[int, torch.Tensor] = {}
-        """Outputs of watched layers by index."""
+        """Outputs of watched layers by layer index."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the logits by first row and row count."""
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
-        """Verify a tree in each of the first slots; None if the pass isn't computed here.
+        """Verify one tree in each of the first slots; return None if the engine can't compute the pass.
 
-        After a row with a certain token, only that token has a logit.
+        If ``certain`` of a tree says that only one token can follow a row, only that token's logit is written.
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
-        # Mixers keep equally many rows of each tree.
+        # Mixers need equally many rows in each tree, so smaller trees are padded.
         min_rows = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
         rows = [max(len(tree.tokens) + 1, min_rows) for tree in trees]
         if not self._takes(cache.storage, max(map(add, lengths, rows))):
@@ -146,7 +146,7 @@ class TreePass:
         return verified
 
     def verify_one(self, kv: StaticKVCache, tree: DraftTree, want: PassOptions) -> Verified | None:
-        """Verify a tree after one sequence."""
+        """Verify a tree after one sequence; return None if the engine can't compute the pass. See ``verify``."""
         rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
@@ -168,7 +168,10 @@ class TreePass:
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
-        """Read at most ``PROMPT_CHUNK`` tokens after a sequence; return the logits after the last one."""
+        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last one.
+
+        Return None if the engine can't compute the pass.
+        """
         rows, length = len(tokens), kv.length
         if not self._takes(kv.storage, length + rows):
             return None
@@ -194,25 +197,25 @@ class TreePass:
 
     @property
     def experts(self) -> int:
-        """The experts that the rows of the last pass have chosen, over all layers."""
+        """Number of distinct experts that the last pass used, summed over layers."""
         return int(self._record["shape"][0, WOKEN])
 
     def states_of_rows(self) -> StatesOfRows:
-        """States after the rows of the last pass over trees."""
+        """Return the states after the rows of the last pass over trees."""
         states = StatesOfRows(self)
         self._kept_states = weakref.ref(states)
         return states
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance a slot's states along a path of the last pass's rows."""
+        """Advance ``states`` along a path of the last pass's rows; for the format of ``path`` see ``mix.PATH``."""
         first, stride = self._states_at
         if states.address == first + int(path[OF_SLOT]) * stride:
             self._accept(path)
-        else:  # the cache has grown since
+        else:  # the cache has grown since the pass, so the states have moved
             self.copy_of_kept().accept(path, states)
 
     def copy_of_kept(self) -> KeptRows:
-        """Copy what the last pass kept of its rows."""
+        """Return a copy of what mixers kept of the last pass's rows."""
         record, mixers = self._record[0], self._table.mixers
         assert mixers, "nothing is kept without mixers"
         shape = record["shape"].copy()
@@ -234,7 +237,7 @@ class TreePass:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
     def _takes(self, storage: KVTensors, end: int) -> bool:
-        """True if a pass up to this cache position is computed here; prepares the record for it."""
+        """Prepare the record for a pass that ends at cache position ``end``; return False if it can't be computed."""
         if states := self._kept_states():
             states.leave()
             self._kept_states = lambda: None
@@ -247,7 +250,7 @@ class TreePass:
 
     @torch.inference_mode()
     def _prepare(self, storage: KVTensors, threads: int) -> None:
-        """Fill the record for a KV cache and a number of threads."""
+        """Fill in the record for a KV cache and a number of threads."""
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
         record: Any = self._record[0]
@@ -263,7 +266,7 @@ class TreePass:
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
             numbers = pass_numbers(shape, memory["layers"], table.kinds, capacity)
             memory["scratch"] = torch.empty(numbers, dtype=torch.float32).numpy()
-            # Untouched pages take no memory.
+            # The kernel allocates no memory for pages that are never written.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
             if mixers := table.mixers:
                 journal_numbers = max(
@@ -286,14 +289,14 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Normed hidden states of a pass if they are watched, followed by watched layers' outputs."""
+        """Return the normed hidden states of some rows and the outputs of watched layers, or None if not watched."""
         table = self._table
         columns = [self._normed, *(self._outputs[layer] for layer in table.watched)]
         return torch.cat([column[first : first + rows] for column in columns], dim=1) if table.watches_hidden else None
 
 
 def _certain_of(trees: Sequence[DraftTree]) -> Array:
-    """Certain tokens of all rows of all trees, if there are any."""
+    """Concatenate the ``certain`` tokens of all trees' rows; return an empty array if no tree has any."""
     if all(tree.certain is None for tree in trees):
         return NOTHING_CERTAIN
     return np.concatenate(

@@ -1,4 +1,4 @@
-"""Addresses, compiled matmuls and shapes of a model's weights, as records for compiled code."""
+"""Builds the records that compiled code reads: addresses, compiled matmuls and shapes of a model's weights."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ MIXER_NUMBERS = {
 
 
 class MixerTable:
-    """The mixers of one model."""
+    """Fills in the record fields of one model's mixers, and owns the copies of their convolution weights."""
 
     def __init__(self, mixers: dict[int, MixerParts[Any]]) -> None:
         self._mixers = mixers
-        """By layer index."""
+        """Mixers by layer index."""
         self._taps: dict[int, torch.Tensor] = {}
-        """Weight of each convolution as ``[taps, channels]``."""
+        """Convolution weights ``[taps, channels]`` by layer index."""
         self.journal_numbers = 0
-        """Numbers kept per tree row, in all layers."""
+        """Number of float32 values that all layers together keep per row of a tree."""
         self.max_journal_numbers = 0
-        """Numbers kept per row in the layer that keeps most."""
+        """Maximum number of float32 values that a single layer keeps per row."""
         self._memory = [0, 0, 0]
         self.copy_weights()
 
@@ -70,7 +70,7 @@ class MixerTable:
 
     @torch.inference_mode(False)
     def copy_weights(self) -> None:
-        """Copy the convolutions' current weights; the copies' addresses stay."""
+        """Copy the convolutions' current weights; the copies keep their addresses."""
         for number, mixer in self._mixers.items():
             weight = mixer.convolution.weight.detach()[:, 0].T
             if number in self._taps:
@@ -79,7 +79,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """True if a cache has exactly these mixers' states, in the layout of the records."""
+        """Return True if a cache has exactly these mixers' states, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
@@ -93,7 +93,7 @@ class MixerTable:
         )
 
     def fill_layers(self, table: layers.Numbers) -> None:
-        """Fill in everything but the states' addresses."""
+        """Fill in all mixer fields of the layer records except the states' addresses."""
         for number, mixer in self._mixers.items():
             row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
             row[layers.MIXER] = MIXER_NUMBERS[mixer.kind]
@@ -119,9 +119,9 @@ class MixerTable:
         self._memory = [max(map(numbers, rows)) for numbers in (row_numbers, state_numbers, window_numbers)]
 
     def fill_states(self, table: layers.Numbers, states: States, first: int = 0) -> None:
-        """Fill in the addresses of a cache's states; ``first`` is the index of its first sequence."""
+        """Fill in the addresses of a cache's states; ``first`` is the slot of the cache's first sequence."""
         for number, mixer in self._mixers.items():
-            if number >= len(table):  # other layers are left out
+            if number >= len(table):  # the pass computes only the first layers
                 break
             row = table[number]
             fields = [(layers.CONV_STATE, layers.CONV_STRIDE, CONV)]
@@ -132,45 +132,45 @@ class MixerTable:
                 row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
 
     def fill_shape(self, shape: layers.Numbers) -> None:
-        """Fill in the memory a pass needs."""
+        """Fill in the mixer function's address and the amounts of scratch memory that a pass needs."""
         shape[layers.MIXER_PART] = mixer_function().address
         shape[layers.MIXER_ROW], shape[layers.MIXER_STATE], shape[layers.MIXER_WINDOW] = self._memory
 
 
 MIN_ROTARY_POSITIONS = 1024
-"""Minimum rotary positions computed at once."""
+"""Minimum number of positions for which cosines and sines are computed at once."""
 
 
 class WeightTable:
-    """Records shared by all passes of a model."""
+    """The records of a model's weights, which all of its passes share."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow]) -> None:
         """``windows`` has one window per layer."""
         self._parts, self._windows = parts, windows
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
-        """By the address of the packed matrix, which the model keeps."""
+        """Panels by the address of the packed matrix that they were made from."""
         self._head = MatmulRows.whole(parts.head)
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
-        """Weight for weightless norms."""
+        """Weight for norms that have none."""
         self._placeholders = np.array(parts.placeholders, np.int64)
         self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
-        """Record of the layers' own inputs."""
+        """Record of the per-layer inputs."""
         self.version = 0
-        """Changes whenever ``ends`` and ``with_cache`` return something else."""
+        """Incremented whenever earlier results of ``ends`` and ``with_cache`` become outdated."""
         self.watches_hidden = False
         self.watched: tuple[int, ...] = ()
-        """Layers whose outputs follow the hidden states."""
+        """Indices of the layers whose outputs passes return after the hidden states."""
         self.used = len(parts.layers)
-        """Layers that a pass computes."""
+        """Number of layers that a pass computes."""
         self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
-        """Copies of the buffers that the rotary positions were computed from."""
+        """Copies of the rotary module's buffers, to detect changes."""
         self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
-        """The last KV cache and the layer table with its addresses."""
+        """Most recent KV cache and the layer records with its addresses."""
         self.mixers = MixerTable.of(parts)
-        """Mixers beside attention, if any."""
+        """Mixers of the model; None if all layers have attention."""
         self._fill()
 
     def _fill(self) -> None:
@@ -179,7 +179,7 @@ class WeightTable:
 
     @property
     def vocabulary(self) -> int:
-        """Logits per row."""
+        """Number of logits per row."""
         return self._parts.head.out_features
 
     @property
@@ -197,7 +197,7 @@ class WeightTable:
         return bool(self._panels)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Return hidden states from passes, followed by the outputs of these layers."""
+        """Return hidden states from passes from now on, followed by the outputs of these layers."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
@@ -222,7 +222,7 @@ class WeightTable:
 
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
-        """Leave out the other layers in this block: one is enough to compare everything around the layers."""
+        """Compute only the first layer within this block, to compare what surrounds the layers."""
         used, self.used = self.used, 1
         self.version += 1
         try:
@@ -232,7 +232,7 @@ class WeightTable:
             self.version += 1
 
     def shape_of(self, slots: int, new: int, mask: Any = None) -> layers.Numbers:
-        """The record of a pass over ``slots`` sequences with ``new`` rows each."""
+        """Return the record of a pass over ``slots`` sequences with ``new`` rows each."""
         part, family = self._parts.attending, self._parts.family
         shape = np.zeros(layers.PASS_FIELDS, np.int64)
         input_width = part.inputs.width if part.inputs else 0
@@ -262,7 +262,7 @@ class WeightTable:
         return shape
 
     def with_cache(self, storage: KVTensors) -> layers.Numbers:
-        """Layer records with a KV cache's addresses."""
+        """Return the layer records with the addresses of a KV cache; later calls may return the same array."""
         if (filled := self._filled) and filled[0]() is storage:
             return filled[1]
         table = self._layers.copy()
@@ -277,7 +277,7 @@ class WeightTable:
         return table
 
     def ends(self, positions: int) -> layers.Numbers:
-        """The record of everything beside the layers for a pass up to this position."""
+        """Return the record of everything outside the layers for passes with fewer than ``positions`` positions."""
         parts, rotary, around = self._parts, self._rotary_below(positions), Ends.of(self._parts)
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
@@ -306,7 +306,7 @@ class WeightTable:
         return record
 
     def _fill_inputs(self, inputs: LayerInputs[CompiledLinear]) -> None:
-        """Fill the record of the layers' own inputs."""
+        """Fill in the record of the per-layer inputs."""
         stored = stored_of(inputs.embedding.weight)
         matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
         self._inputs[:] = (
@@ -369,7 +369,7 @@ class WeightTable:
         row[layers.ROUTER] = self._routers[-1].ctypes.data
 
     def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
-        """Add the record of a mixture beside an MLP; return its address."""
+        """Create the record of a mixture that is added to an MLP; return its address."""
         record, (weight, shares) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
         record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top
@@ -389,7 +389,7 @@ class WeightTable:
         return self._beside[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Addresses of the matmul and the matrix, its rows and columns, and the address of the bias."""
+        """Return the ``MATMUL_FIELDS`` of a matmul."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
@@ -399,7 +399,7 @@ class WeightTable:
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Refresh what was computed from weights and buffers that may have been written in place."""
+        """Refresh what was computed from weights and buffers, which may have been changed in place."""
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
@@ -409,31 +409,31 @@ class WeightTable:
             self.version += 1
 
     def _rotary_below(self, positions: int) -> torch.Tensor:
-        """Cosines and sines ``[kinds, 2, positions, width]`` of at least this many positions."""
+        """Return cosines and sines ``[kinds, 2, positions, width]`` for at least this many positions."""
         if self._rotary.dim() < 4 or self._rotary.shape[2] < positions:
             count = max(MIN_ROTARY_POSITIONS, positions + positions // 4)
             if not self._kinds:
                 self._rotary = torch.empty(0, 2, count, 0)
                 return self._rotary
             self._rotary = joined_tables(self._tables_of(count))
-            self.version += 1  # other passes have the addresses of the old ones
+            self.version += 1  # passes hold the addresses of the previous tensor
         return self._rotary
 
     def _tables_of(self, count: int) -> list[torch.Tensor]:
-        """Cosines and sines ``[2, positions, width]`` of each rotary type."""
+        """Return the cosines and sines ``[2, positions, width]`` of each rotary type."""
         no_hidden, positions = torch.empty(0, dtype=torch.float32), torch.arange(count)[None]
         embeddings = [rotary_of(self._parts, no_hidden, positions, kind) for kind in self._kinds]
         return [torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings]
 
 
 def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack the tables of all rotary types; narrower rows are padded."""
+    """Stack the tables of all rotary types, padding narrower ones with zeros."""
     widest = max(table.shape[-1] for table in tables)
     return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
 def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
-    """The record of a router; ``shared_gate`` has the fields of a matmul."""
+    """Return the record of a router; ``shared_gate`` are the fields of the shared gate's matmul."""
     record, (expert_count, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
     matmul = matmul_of(*format_of(router.weight)).address
@@ -447,6 +447,6 @@ def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.N
 
 
 def _address_of(module: Module | None, name: str) -> int:
-    """Address of a parameter, 0 without the module."""
+    """Return the address of a module's parameter; 0 if the module or the parameter is None."""
     parameter: Any = None if module is None else module._parameters[name]
     return 0 if parameter is None else stored_of(parameter).data_ptr()

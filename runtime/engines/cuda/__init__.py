@@ -1,4 +1,5 @@
-"""The CUDA engine: passes of Llama-like models over trees in a few kernels, for captured steps.
+"""CUDA engine: computes a Llama-like model's pass over draft trees in a few kernels, for capture in a CUDA graph.
 
-The library's own code reads prompts. ``fuse`` builds the pass; whoever captures it compares its logits.
+``fuse`` builds the pass. The code that captures it must compare its logits with those of Transformers, whose own code
+still computes the prefill.
 """

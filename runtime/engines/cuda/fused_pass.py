@@ -1,4 +1,4 @@
-"""A fused pass of a described model over draft trees: merged matmuls and few operations in between."""
+"""Computes a supported model's pass over draft trees with merged matmuls and fused operations between them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-"""Merged weights that a pass reads, by their addresses: the passes of another target of the model share them."""
+"""Merged weights by address, so that several targets of one model share them."""
 
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """Matmuls of one layer, with parallel ones merged, and the operations between them."""
+    """One layer's matmuls, merged where they read the same input, and the settings of the operations between them."""
 
     qkv: Matmul
     out: Matmul
@@ -61,15 +61,15 @@ class FusedLayer:
     head_norms: HeadNorms
     layout: HeadLayout
     rotary: str | None
-    """The kind of its rotary positions; None without them."""
+    """Layer type to pass to the rotary module; None without rotary positions."""
     middle: Residual
-    """Between attention and the MLP."""
+    """Residual between attention and the MLP."""
     end: Residual
-    """Between the MLP and the next layer, or the output layer."""
+    """Residual between the MLP and the next layer or the output layer."""
 
 
 class FusedPass:
-    """One pass over the trees of some slots, for captured steps."""
+    """Computes passes over one draft tree per slot, for steps that are captured and replayed."""
 
     def __init__(
         self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
@@ -132,7 +132,7 @@ class FusedPass:
         return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
 
     def _experts(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
-        """A mixture of experts by the library; some give the weights of experts beside their output."""
+        """Run Transformers' mixture of experts; some mixtures return routing weights in addition to their output."""
         outputs = experts(rows.view(self._slots, -1, rows.shape[-1]))
         mixed: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return mixed.view(rows.shape)
@@ -174,7 +174,10 @@ def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | Non
 
 
 def fuse(target: Target) -> FusedPass | None:
-    """The fused pass of a model, whose parallel matrices become parts of merged ones; None for one of another kind."""
+    """Return the fused pass of a target's model, or None if the model is unsupported.
+
+    The weights of matmuls that read the same input become views of one merged tensor, where possible.
+    """
     if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
@@ -193,12 +196,12 @@ def fuse(target: Target) -> FusedPass | None:
 
 
 def operations_of(target: Target) -> Operations:
-    """Triton's operations where they can run, otherwise torch's."""
+    """Return the Triton operations if they can run on the target's device, and otherwise the PyTorch ones."""
     return triton_operations(target.device) or TorchOperations(target.stock.masks)
 
 
 def triton_operations(device: torch.device) -> TritonOperations | None:
-    """Triton's operations, or None without a GPU or Triton."""
+    """Return the Triton operations, or None without a GPU or Triton."""
     if device.type != "cuda":
         return None
     try:
@@ -209,7 +212,7 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
 
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
-    """True if there are hooks on modules that the pass does not call, but those that watch hidden states."""
+    """Return True if modules that the pass doesn't call have hooks, other than those that watch hidden states."""
     experts = [layer.experts for layer in parts.layers if layer.experts is not None]
     callees = (*parts.matmuls, *experts, parts.embedding, parts.rotary)
     called = {id(module) for callee in callees for module in callee.modules()}
@@ -231,12 +234,12 @@ def _embeds(target: Target, module: Module) -> bool:
 
 
 def _memory_of(weight: torch.Tensor) -> int:
-    """Identify a weight's memory; a tensor without memory gets its own id."""
+    """Return the address of a weight's storage, or the tensor's ``id`` if it has no storage."""
     return weight.untyped_storage().data_ptr() or id(weight)
 
 
 def _joined_matmul(modules: list[Any], uses: Counter[int]) -> Matmul:
-    """Concatenated outputs of linear layers, from one matmul where their weights can be merged."""
+    """Return a function that concatenates the outputs of linear layers, with one matmul if their weights can merge."""
     if len(modules) == 1:
         return cast(Matmul, modules[0])
     if all(_is_mergeable(module, uses) for module in modules) and len({module.bias is None for module in modules}) == 1:
@@ -247,9 +250,9 @@ def _joined_matmul(modules: list[Any], uses: Counter[int]) -> Matmul:
 
 
 def _is_mergeable(module: Any, uses: Counter[int]) -> bool:
-    """True if a module is a plain matmul, and nothing shares the memory of its weights.
+    """Return True if a module is an unmodified ``Linear`` whose weights don't share memory with other tensors.
 
-    Others may know this memory, such as an optimizer that keeps all weights in one buffer, and go on writing there.
+    Other owners of shared memory, such as an optimizer that keeps all weights in one buffer, would go on writing there.
     """
     is_plain = type(module) is Linear and "forward" not in vars(module) and not any(map(len, hooks_of([module])))
     return is_plain and all(
@@ -263,13 +266,12 @@ def _is_mergeable(module: Any, uses: Counter[int]) -> bool:
 
 
 def _merged(parameters: list[Any]) -> torch.Tensor:
-    """One tensor of all rows, of which the parameters become parts: no weight lies in memory twice.
+    """Concatenate parameters into one tensor and make each parameter a view of it, so that no weight is stored twice.
 
-    To whoever saves the model each part is a tensor of its own. Tensors that share a storage are refused by some
-    libraries as aliases of each other, and left out by others.
+    Each view gets a separate storage object, because code that saves a model may reject or drop tensors that share one.
     """
     if (merged := _merged_before(parameters)) is None:
-        # Tensors of inference mode cannot be trained; weights that were made in it take no others.
+        # Inference tensors can't be trained, and parameters made in inference mode accept no other tensors.
         with torch.inference_mode(parameters[0].is_inference()):
             merged = torch.cat([parameter.data for parameter in parameters])
             for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):
@@ -279,7 +281,7 @@ def _merged(parameters: list[Any]) -> torch.Tensor:
 
 
 def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
-    """The tensor these parameters already are consecutive parts of, or None."""
+    """Return the merged tensor that consists of exactly these parameters in this order, or None."""
     merged = MERGED.get(parameters[0].data_ptr())
     if merged is None or merged.dtype != parameters[0].dtype:
         return None

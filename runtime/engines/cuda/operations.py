@@ -1,4 +1,7 @@
-"""Operations between a fused pass's matmuls in plain torch (the reference, used without Triton), and tree attention."""
+"""Defines the operations between a fused pass's matmuls, implements them in PyTorch, and replaces a model's attention.
+
+The PyTorch operations are the reference and are used where Triton isn't available.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The heads of a layer's attention."""
+    """The shape and options of a layer's attention."""
 
     query_heads: int
     key_heads: int
@@ -31,14 +34,14 @@ class HeadLayout:
     scale: float
     window: AttentionWindow
     softcap: float | None = None
-    """Bound of the scores, by tanh."""
+    """Bound that a tanh applies to scores; None for unbounded scores."""
     sinks: torch.Tensor | None = None
-    """A score for each query head that takes weight and has no value."""
+    """Attention sinks: one more score per query head that enters the softmax but has no value."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm."""
+    """The weight and settings of an RMSNorm."""
 
     weight: torch.Tensor
     epsilon: float
@@ -47,36 +50,36 @@ class Norm:
 
 @dataclass(frozen=True)
 class Residual:
-    """How a layer adds to the hidden states, and what it reads of them next."""
+    """How to add a sublayer's output to the hidden states, and how to norm the sum for the next matmul."""
 
     after: Norm | None
-    """The norm of what is added."""
+    """Norm of the output, applied before it is added."""
     before: Norm | None
-    """The norm of the sum, which the next matmul reads."""
+    """Norm of the sum, which the next matmul reads."""
     multiplier: float = 1.0
-    """The factor of what is added."""
+    """Scales the output before it is added."""
 
 
 HeadNorms = tuple[Norm, Norm] | None
-"""The norms of queries and keys: of each head, or of all heads together if their weights are as wide."""
+"""Norms of queries and keys. The weight's length tells whether a norm spans one head or all heads together."""
 
 
 class Operations(Protocol):
-    """What a fused pass does between matmuls."""
+    """Operations of a fused pass between its matmuls."""
 
     reads_extent: bool
-    """True if attention reads a fixed number of positions, which the caller chooses."""
+    """True if attention reads a fixed number of cache positions, given to ``begin`` as ``extent``."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
-        """Called before the first pass with everything the other operations will get."""
+        """Prepare for passes that use these residuals and norms; called once, before the first pass."""
         ...
 
     def begin(self, step: StepTensors, extent: int) -> None:
-        """Begin a pass."""
+        """Begin a pass over the trees of ``step``, which the other operations read until the next call."""
         ...
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add to ``hidden`` in place; return the norm of the sum, or ``hidden`` itself without a norm."""
+        """Add ``added``, if any, to ``hidden`` in place; return the normed sum, or ``hidden`` itself without a norm."""
         ...
 
     def rotate_and_store(
@@ -89,27 +92,28 @@ class Operations(Protocol):
     ) -> torch.Tensor:
         """Norm and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
 
-        Returns the queries, ``[tokens, heads * width]`` or more.
+        Return a tensor ``[tokens, columns]`` whose first ``heads * width`` columns are the queries. ``qkv`` may be
+        changed in place.
         """
         ...
 
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
     ) -> torch.Tensor:
-        """Attention of the queries to context and tree, ``[tokens, heads * width]``."""
+        """Attend from the queries to context and tree; return ``[tokens, heads * width]``."""
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """The activation of the first half of each row, times the second one."""
+        """Return the activation of each row's first half, multiplied by its second half."""
         ...
 
     def move(self, tensors: list[torch.Tensor]) -> None:
-        """Move the positions of accepted paths in the cache."""
+        """Move the keys and values of accepted paths to their final positions in the cache."""
         ...
 
 
 class TorchOperations:
-    """Each operation as a few torch calls."""
+    """Implements each operation with a few PyTorch calls."""
 
     reads_extent = True
 
@@ -118,7 +122,7 @@ class TorchOperations:
         self._shifted: list[Norm] = []
         """Norms whose weights have an offset."""
         self._sums: dict[int, torch.Tensor] = {}
-        """Weights with their offsets in float32, by the identity of the norms."""
+        """Float32 sums of weight and offset, by the ``id`` of the norm."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
         norms = [norm for residual in residuals for norm in (residual.after, residual.before)]
@@ -128,7 +132,7 @@ class TorchOperations:
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._extent = step, extent
         if self._shifted:
-            # In each pass, since weights may have been written in place, but in few operations.
+            # Weights may have been changed in place, so each pass adds the offset anew, to all of them at once.
             weights = [norm.weight for norm in self._shifted]
             sums = torch.cat(weights).float() + self._shifted[0].kind.offset
             parts = sums.split(list(map(len, weights)))
@@ -136,7 +140,7 @@ class TorchOperations:
         masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self._found = masks if isinstance(masks, dict) else {"": masks}
         self._repeated: dict[tuple[str, int], torch.Tensor] = {}
-        """Masks for the query heads of a key head, one below the other."""
+        """Masks repeated for the query heads of a key head, by layer type and number of these heads."""
         rows = step.tokens.shape[1]
         self._positions = step.length[:, None] + torch.arange(rows, device=step.length.device)
         self._slots = torch.arange(len(step.tokens), device=step.length.device)[:, None]
@@ -178,7 +182,7 @@ class TorchOperations:
         return normed
 
     def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Heads ``[tokens, heads, width]``, each normed, or all together."""
+        """Norm ``[tokens, heads, width]`` by head, or across all heads if the weight spans them."""
         if len(norm.weight) == heads.shape[2]:
             return self._normed(heads, norm)
         return self._normed(heads.flatten(1), norm).view(heads.shape)
@@ -189,7 +193,7 @@ class TorchOperations:
         slots, rows = self._step.tokens.shape
         groups = layout.query_heads // layout.key_heads
         heads = queries[:, : layout.query_heads * layout.width]
-        # The query heads of a key head as further rows: keys and values are not repeated.
+        # Query heads that share a key head become additional rows, so that keys and values needn't be repeated.
         grouped = heads.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
         keys, values = (part[:slots, :, : self._extent] for part in cache)
         grouped = grouped.reshape(slots, layout.key_heads, groups * rows, layout.width)
@@ -231,7 +235,10 @@ def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 def _attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, layout: HeadLayout
 ) -> torch.Tensor:
-    """Attention with bounded scores or sinks of ``queries [slots, key heads, query heads of each * rows, width]``."""
+    """Compute attention with a softcap or sinks.
+
+    ``queries`` have the shape ``[slots, key heads, query heads per key head * rows, width]``.
+    """
     scores, scale = queries @ keys.mT, layout.scale
     if layout.softcap is not None:
         scores, scale = scores.mul_(scale / layout.softcap).tanh_(), layout.softcap
@@ -248,7 +255,7 @@ def _attention(
 
 
 def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
-    """Move the positions of accepted paths; those that are padding move to where they are."""
+    """Move the keys and values of accepted paths to their final positions; padding moves onto itself."""
     slots, moves = step.moved_from.shape
     targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
     for tensor in tensors:
@@ -263,21 +270,24 @@ WITHOUT_EFFECT = {
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "use_cache",
 }  # fmt: skip
-"""Arguments of attention that change nothing in a pass over a tree."""
+"""Attention arguments that don't affect a pass over a tree."""
 
 
 class TreeAttention:
-    """Replaces attention in passes over trees; the models get masks that only name the window of a layer."""
+    """Replaces a model's attention in passes over trees.
+
+    The model gets one-element masks, whose only use is to identify the attention window of a layer.
+    """
 
     def __init__(self, operations: TritonOperations, windows: list[AttentionWindow]) -> None:
         self._operations, self._windows = operations, windows
         self._window_of: dict[int, AttentionWindow] = {}
-        """By the memory of the mask."""
+        """Attention windows by the address of their mask's memory."""
         self.calls = 0
 
     @contextmanager
     def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
-        """In this block the model attends here; yields its masks."""
+        """Replace the model's attention within this block; yields the masks to pass to the model."""
         self._operations.begin(step, 0)
         window_masks = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
         self._window_of = {memory_of(mask): window for mask, window in zip(window_masks, self._windows, strict=True)}
@@ -295,7 +305,10 @@ class TreeAttention:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Attention ``[slots, rows, heads, width]`` of queries ``[slots, heads, rows, width]``."""
+        """Attend from queries ``[slots, heads, rows, width]``; return ``[slots, rows, heads, width]``.
+
+        Raises NotImplementedError for unknown ``options``, or if a head's keys or values aren't contiguous.
+        """
         slots, heads, rows, width = query.shape
         unknown = {name for name, number in options.items() if number is not None} - HANDLED - WITHOUT_EFFECT
         if unknown or any(part.stride()[2:] != (part.shape[3], 1) for part in (key, value)):
@@ -316,7 +329,7 @@ class TreeAttention:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Identify a tensor's memory, which its slices share."""
+    """Return the address of a tensor's storage, which is also that of its slices."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -331,5 +344,5 @@ def attend(
     attention_mask: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function in the library's interface."""
+    """Attend by the current ``TreeAttention``; has the interface of Transformers' attention functions."""
     return CURRENT.get().attend(query, key, value, attention_mask, options), None

@@ -1,4 +1,7 @@
-"""Triton kernels of a fused pass. Each rounds where the library's module rounds; sums are in float32."""
+"""Triton kernels of a fused pass.
+
+Each kernel rounds where the corresponding Transformers module rounds, and accumulates in float32.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NODES = tl.constexpr(64)
-"""Bits of a row: the nodes of the largest tree."""
+"""Number of bits in a row's ancestor mask: the size of the largest tree."""
 
 
 @triton.jit
 def normed_row(row, weight, column, inside, width, epsilon, OFFSET: tl.constexpr, ROUNDS: tl.constexpr):
-    """The RMSNorm of a row in the dtype that it has; columns behind it must be zeros."""
+    """Return the RMSNorm of a row in the row's dtype; columns beyond ``width`` must be zero."""
     kind = row.dtype
     scaled = row.to(tl.float32)
     scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
@@ -28,7 +31,10 @@ def add_norm_kernel(
     ADDS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``hidden += added``, which is normed before if ``AFTER``; the norm of the sum if ``BEFORE``."""
+    """Add ``added`` to ``hidden`` in place if ``ADDS``, and write the norm of the sum to ``normed`` if ``BEFORE``.
+
+    ``added`` is normed first if ``AFTER``, then multiplied by ``multiplier`` if ``SCALES``.
+    """
     at = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -52,7 +58,7 @@ def norm_parts_kernel(
     qkv, query_norm, key_norm, stride, queries, keys, epsilon,
     OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm in place the queries of all heads of a row together, or its keys."""
+    """Norm a row's queries, or its keys, in place across all heads."""
     is_query = tl.program_id(1) == 0
     width = tl.where(is_query, queries, keys)
     at = tl.program_id(0).to(tl.int64) * stride + tl.where(is_query, 0, queries)
@@ -66,7 +72,7 @@ def norm_parts_kernel(
 
 @triton.jit
 def times_weight(part, weight, column, inside, scale, kind, OFFSET: tl.constexpr, ROUNDS: tl.constexpr):
-    """A part of a row of the dtype ``kind``, in float32, times the scale of its norm and the weight."""
+    """Apply an RMSNorm's ``scale`` and weight to part of a row; return float32 values rounded to the dtype ``kind``."""
     part *= scale
     if ROUNDS:
         part = part.to(kind).to(tl.float32)
@@ -81,9 +87,10 @@ def rotary_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     ROTATES: tl.constexpr, PAIRS: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries in place and keys into the cache, normed before if ``NORMS``; copy values into the cache.
+    """Rotate queries in place, write rotated keys into the cache, and copy values there.
 
-    Two numbers turn together: two side by side if ``PAIRS``, else one of each half. The last ``REST`` of a head stay.
+    Queries and keys are normed first if ``NORMS``. A rotated pair is two adjacent elements if ``PAIRS``, and otherwise
+    one element of each half. The last ``REST`` elements of a head aren't rotated.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF + REST
@@ -142,7 +149,10 @@ def add_block(
     WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to ``BLOCK_N`` keys from ``at`` on: the running maximum, sum and mix of the online softmax."""
+    """Attend to ``BLOCK_N`` keys from position ``at`` on.
+
+    Return the updated maximum, sum and weighted values of the online softmax.
+    """
     column = at + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LOADED)
     there = (column < last)[:, None] & (inner < WIDTH)[None, :]
@@ -182,9 +192,11 @@ def attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A share of the keys for a block of query rows: of the context, which all rows see, and of the tree, by bits.
+    """Attend from a block of query rows to one split of the keys.
 
-    ``parts`` gets the mixed values ``[splits, tokens, heads, VALUES]`` and ``levels`` the logarithm of their weight.
+    All rows attend to the context. The bits of ``ancestors`` select which of the tree's nodes each row attends to.
+    The outputs are ``parts [splits, tokens, heads, VALUES]`` and ``levels [splits, tokens, heads]``, the log2 of each
+    part's sum of softmax weights.
     """
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, slot = tl.program_id(1), tl.program_id(2)
@@ -203,7 +215,7 @@ def attention_kernel(
     position = tl.load(positions + slot * step + row, mask=used, other=0).to(tl.int32)
     end = length + rows
     begin = 0
-    if WINDOW:  # no row sees what lies before the window of the root
+    if WINDOW:  # skip positions before the root's window, which no row attends to
         begin = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST), BLOCK_N) * BLOCK_N
     first = begin + split * share
@@ -243,7 +255,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the parts of all splits, weighted by their levels."""
+    """Combine the parts of all splits for one head of one token, weighted by their levels."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)
@@ -265,7 +277,7 @@ def activated(number, ACTIVATION: tl.constexpr):
         active = number / (1.0 + tl.exp(-number))
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (number + 0.044715 * number * number * number)
-        # Half of one more than the tanh is a sigmoid. Below -40, the exponential overflows and the result is zero.
+        # (1 + tanh(x)) / 2 is sigmoid(2x). Below -40 the result is zero, and the exponential would overflow.
         active = number / (1.0 + tl.exp(-2.0 * tl.maximum(inner, -40.0)))
     else:
         tl.static_assert(ACTIVATION == "gelu")
@@ -275,7 +287,7 @@ def activated(number, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_up, gated, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """The activation of a gate times what it gates, of one row of both side by side."""
+    """Multiply the activation of a row's first half by its second half, for one block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -289,7 +301,7 @@ def gate_kernel(gate_up, gated, width, ACTIVATION: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def move_kernel(cache, input, step, layer_stride, slot_stride, head_stride, heads,
                 WIDTH: tl.constexpr, LOADED: tl.constexpr, MOVES: tl.constexpr):  # fmt: skip
-    """Move the positions of an accepted path of a slot, in one head of the keys or values of one layer."""
+    """Move the rows of a slot's accepted path to their final positions, in one head of a layer's keys or values."""
     part, slot = tl.program_id(0), tl.program_id(1)
     number = tl.load(input + slot * step + 2)
     if number > 0:
@@ -301,5 +313,5 @@ def move_kernel(cache, input, step, layer_stride, slot_stride, head_stride, head
         cache += (part // heads).to(tl.int64) * layer_stride + slot.to(tl.int64) * slot_stride
         cache += (part % heads).to(tl.int64) * head_stride
         rows = tl.load(cache + moved[:, None] * WIDTH + inner[None, :], mask=used, other=0.0)
-        tl.debug_barrier()  # a row may be written where another one is read
+        tl.debug_barrier()  # all loads must finish first: a target may be another row's source
         tl.store(cache + to[:, None] * WIDTH + inner[None, :], rows, mask=used)

@@ -1,4 +1,4 @@
-"""Operations of a fused pass as Triton kernels."""
+"""Implements the operations of a fused pass with Triton kernels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 128
-"""Keys of a split, at least: merging costs as much as reading some."""
+"""Minimum number of keys in a split. With fewer, merging the splits would outweigh what they save."""
 GATED = 1024
-"""Numbers of a program of the gate."""
+"""Columns that one program of the gate kernel computes."""
 PROGRAMS_PER_PROCESSOR = 2
 NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """Query rows and keys per attention program, and its warps."""
+    """Query rows and keys in one block of the attention kernel, and the number of warps."""
 
     queries: int
     keys: int
@@ -36,7 +36,10 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
-        """The largest blocks whose numbers stay in registers; float32 matmuls don't use tensor cores."""
+        """Return the largest blocks that fit into registers. Those for float32 are small, as it can't use tensor cores.
+
+        ``capability`` is the GPU's major compute capability.
+        """
         if dtype == torch.float32:
             return cls(16, 16, 4 if width <= 128 else 8)
         if width > 128:
@@ -48,7 +51,10 @@ HOPPER = 9
 
 
 class TritonOperations:
-    """Each operation is one kernel; attention is two, and so is rotating heads that are normed together."""
+    """Implements each operation with one Triton kernel.
+
+    Attention needs two kernels, and so does ``rotate_and_store`` if a norm spans all heads.
+    """
 
     reads_extent = False
 
@@ -128,7 +134,7 @@ class TritonOperations:
         return qkv
 
     def _norm_all_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm]) -> None:
-        """Norm the queries of a row together, and its keys."""
+        """Norm queries and keys in place, each across all heads."""
         queries, keys = norms
         triton_kernels.norm_parts_kernel[(len(qkv), 2)](
             qkv,
@@ -206,7 +212,7 @@ class TritonOperations:
         return mixed
 
     def _splits(self, programs: int) -> int:
-        """Splits of the keys, so that all multiprocessors have work."""
+        """Return into how many splits to divide the keys so that all multiprocessors have work."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MAX_SPLITS, splits)
@@ -238,12 +244,12 @@ class TritonOperations:
 
 
 def padded(width: int) -> int:
-    """A size of blocks: a power of two that tensor cores take."""
+    """Round a width up to a power of two that tensor cores support, at least 16."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
 def processor_of(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and its major compute capability."""
+    """Return a GPU's number of multiprocessors and its major compute capability; 1 and 0 for other devices."""
     if device.type != "cuda":
         return 1, 0
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,5 @@
-"""Token mixers other than attention: recurrences and short convolutions over the rows of a tree.
+"""Token mixers other than attention: recurrences and short convolutions over draft trees.
 
-Each row starts from the state after its parent. What rows wrote is kept, and the accepted path is replayed.
+Each row of a tree starts from the state after its parent. A pass keeps the inputs of each row's state update, so that
+the accepted path can be replayed.
 """

@@ -1,10 +1,12 @@
-"""A short convolution over the rows of a tree: each row reads itself, its ancestors and the state's columns.
+"""Short convolutions over draft trees: each row reads its own input, its ancestors' inputs and the state's columns.
 
-A row takes over its parent's buffer if no later row starts from it, so a sequence has one buffer, and a tree at most
-one for every two rows. Products are added from the row backwards, wherever an earlier number is stored.
+This module also assigns state buffers to the rows of a tree. A row reuses its parent's buffer if no later row starts
+from the parent, so a chain needs one buffer and a tree at most one for every two rows.
 
-The in-projection gives three times the channels: the input's gate, the output's gate, and the input. The gated input of
-each row is kept.
+Products are always added from the row itself backwards, so sums don't depend on where an earlier input is stored.
+
+The in-projection of a gated convolution gives three values per channel: the input's gate, the output's gate and the
+input. The gated input of each row is kept for replay.
 """
 
 from __future__ import annotations
@@ -27,28 +29,35 @@ from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, clear_num
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, FloatCode
 
 PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
-"""The row before, ``BEFORE`` or ``PADDING``; the buffer that a row starts from, or ``BEFORE``, and that of the state
-after it; the last row that starts from it; and a stack of buffers that are free."""
+"""Fields of a row's origin.
+
+PARENT: parent row, ``BEFORE`` or ``PADDING``. SOURCE: buffer of the state that the row starts from, or ``BEFORE``.
+TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row. FREE: an entry of the stack
+of free buffers, which spans all rows.
+"""
 ORIGIN_FIELDS = FREE + 1
 BEFORE, PADDING = -1, -2
-"""A row starts from the state before the tree; a row is nobody's, and is not computed."""
+"""BEFORE: the row starts from the state before the tree. PADDING: the row isn't part of the tree and isn't computed."""
 
 
 @compiled
 def origins_at(address: int, slot: int, rows: int) -> Numbers:
-    """Origins of the rows of one sequence."""
+    """Return the origins of one sequence's rows, ``[rows, ORIGIN_FIELDS]``."""
     return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
 
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Buffers enough for any tree of this many rows: each except the last belongs to a row with a later child."""
+    """Return how many buffers any tree of this many rows needs at most.
+
+    Each buffer in use except the last belongs to a row with a later child.
+    """
     return rows // 2 + 1
 
 
 @compiled
 def fill_origins(origins: Numbers, parents: Ints) -> None:
-    """Fill a sequence's origins from its tree's parents; further rows are padding."""
+    """Fill in a sequence's origins from its tree's parents; rows beyond the tree become padding."""
     rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
         origins[row, LAST_CHILD] = BEFORE
@@ -105,7 +114,7 @@ def silu_of(builder: Any, numbers: Any, size: Any) -> None:
 
 @generated(*[types.int64] * 4)
 def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
-    """``written = one * two``"""
+    """``written = first * second``"""
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
@@ -118,13 +127,16 @@ def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: 
 
 @compiled
 def window_numbers(layer: Numbers) -> int:
-    """Float32 numbers that ``copy_windows`` needs for one sequence."""
+    """Return the memory that ``copy_windows`` writes for one sequence, in float32 values."""
     return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
 
 
 @compiled
 def copy_windows(layer: Numbers, windows: int, first: int, end: int) -> None:
-    """Copy the columns of states one after another, of some vectors of channels; those of all sequences are counted."""
+    """Transpose the states to windows ``[columns, channels]``, for some vectors of channels.
+
+    ``first`` and ``end`` count vectors through all sequences.
+    """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     vectors = channels // LANES
     for vector in range(first, end):
@@ -139,7 +151,11 @@ def copy_windows(layer: Numbers, windows: int, first: int, end: int) -> None:
 
 @compiled
 def convolve(layer: Numbers, origins: Numbers, row: int, inputs: int, stride: int, window: int, written: int) -> None:
-    """The sums of one row; ``inputs`` are those of all rows of its sequence, ``stride`` numbers apart."""
+    """Write the convolution of one row to ``written``.
+
+    ``inputs`` is the address of the inputs of all rows of the sequence, which are ``stride`` float32 values apart, and
+    ``window`` that of the transposed state.
+    """
     channels, place, column = layer[CHANNELS], row, layer[COLUMNS]
     if layer[CONV_BIAS]:
         copy_numbers(layer[CONV_BIAS], channels, written)
@@ -159,9 +175,9 @@ def convolve(layer: Numbers, origins: Numbers, row: int, inputs: int, stride: in
 def shift_window(
     layer: Numbers, slot: int, inputs: int, stride: int, count: int, path: Numbers, first: int, end: int
 ) -> None:
-    """Turn the state of a sequence into the one after ``count`` of its rows, for some vectors of channels.
+    """Advance a sequence's state past ``count`` of its rows, for some vectors of channels.
 
-    ``path`` are the rows, or the last ones of them, at least as many as a state has columns.
+    ``path`` lists the rows, or only the last ones, but at least as many as the state has columns.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     of_slot = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE
@@ -191,7 +207,11 @@ def gate_inputs(layer: Numbers, projected: int, kept: int, first: int, end: int)
 def convolve_gated(
     layer: Numbers, origins: Numbers, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
-    """Write what the out-projection reads of a row; ``kept`` and ``projected`` are of its whole sequence."""
+    """Convolve a row and multiply it by its output gate, for the out-projection.
+
+    ``kept`` and ``projected`` are the addresses of the gated inputs and the in-projection's output for all rows of the
+    sequence.
+    """
     channels = layer[CHANNELS]
     size = channels * ITEM_SIZE
     if origins[row, PARENT] == PADDING:

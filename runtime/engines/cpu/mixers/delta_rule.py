@@ -1,8 +1,8 @@
-"""The gated delta rule of Qwen3.5 and others, for one head: its state decays and corrects what it recalls of each
-value.
+"""The gated delta rule of Qwen3.5 and other models, by head.
 
-A state ``[key, value]`` is computed a few columns at a time, independently, for all rows of a tree, so that the working
-set stays in the core's cache. All variants keep the same order of operations per column.
+For each row, the head's state decays, and the difference between the row's value and what the state returns for its key
+is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so that the
+working set stays in the core's cache. All variants use the same order of operations per column.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, c
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, norm_row, silu_in_place
 
 LINEAR_FROM = np.float32(20)
-"""Above it, the softplus of a number is the number, as in torch."""
+"""Input above which a softplus returns its input, as in PyTorch."""
 
 
 @compiled
 def step_of(layer: Numbers, head: int, number: Any) -> Any:
-    """A head's time step, from what the projection gives: the softplus of it and the bias."""
+    """Return a head's time step: the softplus of the projected ``number`` plus the head's bias."""
     total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
 
 @compiled
 def decay_of(layer: Numbers, head: int, step: Any) -> Any:
-    """The factor of a head's state for a time step."""
+    """Return the factor by which a head's state decays in a time step."""
     rate = np.float32(np.exp(array_at(layer[DECAY_LOG], (layer[STATE_HEADS],), types.float32)[head]))
     return np.float32(np.exp(np.float32(-rate * step)))
 
@@ -66,7 +66,7 @@ def _multiply_by_sigmoid(builder: Any, gates: Any, numbers: Any, size: Any) -> N
 
 @compiled
 def split_gates(joined: int, queries: int, heads: int, width: int, first: int, end: int) -> None:
-    """Copy the queries of some rows from beside their gates: both halves of a head are side by side."""
+    """Copy some rows' queries from ``joined``, where each head's queries are followed by its gates."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
         copy_numbers(joined + 2 * head * size, width, queries + head * size)
@@ -74,22 +74,22 @@ def split_gates(joined: int, queries: int, heads: int, width: int, first: int, e
 
 @compiled
 def gate_heads(joined: int, attended: int, heads: int, width: int, first: int, end: int) -> None:
-    """Multiply what some rows attended to by the sigmoid of their gates."""
+    """Multiply some rows' attention outputs by the sigmoid of their gates, in place."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
         _multiply_by_sigmoid(joined + (2 * head + 1) * size, attended + head * size, width)
 
 
 EPSILON = np.float32(1e-6)
-"""The epsilon of the norms of queries and keys."""
+"""Epsilon of the L2 norms of queries and keys."""
 VECTORS = 4
-"""Vectors of a state's columns that are computed together, where there are so many."""
+"""Number of vectors of a state's columns that are computed together, if the state is wide enough."""
 ONE = np.float32(1)
 
 
 @generated(types.int64, types.int64, types.float32, types.float32, types.int64)
 def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, written: Any) -> None:
-    """A row divided by its length, times a factor."""
+    """``written = factor * read / sqrt(sum(read**2) + epsilon)``"""
     code = FloatCode(builder)
 
     def square(index: Any, sums: list[Any]) -> list[Any]:
@@ -108,7 +108,7 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
 
 
 def _recalled(vectors: int) -> Any:
-    """An intrinsic: what some columns of a state, once it decayed, hold for a key."""
+    """Return an intrinsic that writes the product of a key and some columns of a state after its decay."""
 
     @generated(*[types.int64] * 4, types.float32, types.int64)
     def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
@@ -136,7 +136,10 @@ def _recalled(vectors: int) -> Any:
 
 
 def _learned(vectors: int) -> Any:
-    """An intrinsic: some columns of a state decay and add a key times what it teaches; a query reads the result."""
+    """Return an intrinsic that updates some columns of a state and writes their product with a query.
+
+    The columns decay, and the outer product of the key and ``change`` is added to them.
+    """
 
     @generated(*[types.int64] * 7, types.float32, types.int64, types.int64)
     def learn(
@@ -201,7 +204,10 @@ def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, writt
 def join_inputs(
     queries: int, keys: int, values: int, of_keys: int, of_values: int, written: int, first: int, end: int
 ) -> None:
-    """Copy queries, keys and values of some rows side by side; the numbers of a row are given in bytes."""
+    """Copy some rows' queries, keys and values next to each other.
+
+    ``of_keys`` and ``of_values`` are the bytes of a row's keys (or queries) and values.
+    """
     for row in range(first, end):
         at = written + row * (2 * of_keys + of_values)
         copy_numbers(queries + row * of_keys, of_keys // ITEM_SIZE, at)
@@ -221,9 +227,10 @@ def spread_inputs(
     first: int,
     end: int,
 ) -> None:
-    """Sort the inputs of some rows, which are there by heads of keys: a query, a key, values and gates of each.
+    """Reorder some rows' inputs, which are grouped by key head.
 
-    ``joined`` gets queries, keys and values side by side; ``scores`` are strengths and steps by heads of keys.
+    ``inputs`` has a query, a key, values and gates for each key head, and ``scores`` strengths and steps. Queries, keys
+    and values of a row are written next to each other to ``joined``.
     """
     heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
     some = states // heads
@@ -255,9 +262,10 @@ def prepare_delta(
     decays: int,
     strengths: int,
 ) -> None:
-    """Convolve one row of a sequence, norm its queries and keys, and find what its states forget and learn.
+    """Convolve one row of a sequence, norm its queries and keys, and compute its decays and write strengths.
 
-    ``inputs`` are those of all rows of the sequence; the rest is of this row. ``strengths`` are changed in place.
+    ``inputs`` is the address of the inputs of all rows of the sequence. The other addresses are those of this row.
+    ``strengths`` are changed in place.
     """
     if origins[row, PARENT] == PADDING:
         return
@@ -278,7 +286,7 @@ def prepare_delta(
 
 @compiled
 def delta_kept_numbers(layer: Numbers) -> int:
-    """Numbers kept per row: the convolution's input, keys, what they taught, and decays."""
+    """Return how many float32 values are kept per row: the convolution's input, keys, changes and decays."""
     heads = layer[STATE_HEADS]
     keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
     return layer[CHANNELS] + keys + values + heads  # type: ignore[no-any-return]
@@ -286,7 +294,7 @@ def delta_kept_numbers(layer: Numbers) -> int:
 
 @compiled
 def delta_state_numbers(layer: Numbers) -> int:
-    """Numbers of a state's columns that are computed together."""
+    """Return the size of the columns of a state that are computed together, in float32 values."""
     return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
 
 
@@ -305,7 +313,10 @@ def recur_delta(
     changes: int,
     written: int,
 ) -> None:
-    """Compute one head of all rows of a sequence, of which the addresses are; ``changes`` get what each row teaches."""
+    """Compute one head for all rows of a sequence, and write what is added to the state at each key to ``changes``.
+
+    The addresses from ``convolved`` on are those of the sequence's first row.
+    """
     channels, key_heads, width, values = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)
@@ -345,7 +356,7 @@ def recur_delta(
 
 @compiled
 def gate_delta(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
-    """Norm what each head of one row read and multiply it by its gate, for the out-projection."""
+    """Norm each head's output for one row and multiply it by its gate, in place, for the out-projection."""
     heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
         clear_numbers(mixed, heads * values)
@@ -361,7 +372,10 @@ def gate_delta(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: in
 def replay_delta(
     layer: Numbers, slot: int, head: int, path: Numbers, keys: int, decays: int, changes: int, unread: int
 ) -> None:
-    """Turn one head's state into the one after a path of rows of its sequence, as these were computed."""
+    """Advance one head's state along a path of rows, by replaying the kept keys, decays and changes.
+
+    ``unread`` is the address of memory for outputs that aren't used.
+    """
     key_heads, width, values = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
     heads = layer[STATE_HEADS]
     key_head = head // (heads // key_heads)

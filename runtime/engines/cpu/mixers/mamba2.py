@@ -1,7 +1,8 @@
-"""Mamba-2's scan, for one head: its state ``[value, key]`` decays and adds the outer product of an input and a key.
+"""The scan of Mamba-2, by head.
 
-The in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time
-step. Values and keys are x and B in the paper, queries are C.
+For each row, the head's state ``[value, key]`` decays, and the outer product of a value and a key is added to it. The
+in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time step.
+Values, keys and queries are called x, B and C in the paper.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ from hdtool.runtime.kernels.vector_code import (
 def _scan(
     builder: Any, state: Any, into: Any, key: Any, query: Any, width: Any, value: Any, decay: Any, written: Any
 ) -> None:
-    """As many rows of a state as a vector has lanes decay and add their value times the key; the query reads them."""
+    """Update ``LANES`` rows of a state and write their products with a query.
+
+    Each row decays, and its value times the key is added to it.
+    """
     code = FloatCode(builder)
     factor = code.splat(decay)
     rows = [builder.mul(width, INDEX(lane)) for lane in range(LANES)]
@@ -81,7 +85,7 @@ def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -
 
 @compiled
 def projected_numbers(layer: Numbers) -> int:
-    """Numbers that the in-projection gives per row."""
+    """Return how many float32 values the in-projection gives per row."""
     return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
 
 
@@ -97,9 +101,10 @@ def prepare_scan(
     keys: int,
     decays: int,
 ) -> None:
-    """Convolve one row of a sequence, and find what its states forget and add.
+    """Convolve one row of a sequence, and compute its keys, its decays and its values times their time steps.
 
-    ``projected`` are those of all rows of the sequence; the rest is of this row.
+    ``projected`` is the address of the in-projection's output for all rows of the sequence. The other addresses are
+    those of this row.
     """
     if origins[row, PARENT] == PADDING:
         return
@@ -119,14 +124,17 @@ def prepare_scan(
 
 @compiled
 def scan_kept_numbers(layer: Numbers) -> int:
-    """Numbers kept per row: the in-projection's output, values times their steps, keys and decays."""
+    """Return how many float32 values are kept per row.
+
+    These are the in-projection's output, values times their time steps, keys and decays.
+    """
     heads, keys = layer[STATE_HEADS], layer[KEY_HEADS] * layer[KEY_WIDTH]
     return projected_numbers(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
 
 
 @compiled
 def scan_state_numbers(layer: Numbers) -> int:
-    """Numbers of a state's rows that are computed together."""
+    """Return the size of the rows of a state that are computed together, in float32 values."""
     return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
 
 
@@ -144,7 +152,7 @@ def scan_head(
     decays: int,
     written: int,
 ) -> None:
-    """Compute one head of all rows of a sequence, of which the addresses are."""
+    """Compute one head for all rows of a sequence; the addresses from ``convolved`` on are those of its first row."""
     channels, key_heads, width, height = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)
@@ -172,7 +180,10 @@ def scan_head(
 
 @compiled
 def gate_scan(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
-    """Multiply what one row read by its gate, and norm each group of heads, for the out-projection."""
+    """Multiply one row's output by its gate and norm each group of heads, for the out-projection.
+
+    The result is written to ``mixed``; ``gates`` are overwritten.
+    """
     groups, numbers = layer[KEY_HEADS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
         clear_numbers(mixed, numbers)
@@ -188,7 +199,10 @@ def gate_scan(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int
 def replay_scan(
     layer: Numbers, slot: int, head: int, path: Numbers, values: int, keys: int, decays: int, unread: int
 ) -> None:
-    """Turn one head's state into the one after a path of rows of its sequence, as these were computed."""
+    """Advance one head's state along a path of rows, by replaying the kept values, keys and decays.
+
+    ``unread`` is the address of memory for outputs that aren't used.
+    """
     key_heads, width, height, heads = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH], layer[STATE_HEADS]
     key_head = head // (heads // key_heads)
     state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE

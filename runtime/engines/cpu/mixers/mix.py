@@ -1,4 +1,4 @@
-"""Mixers of a layer over all rows of a pass: their matmuls and the parallel steps between these."""
+"""Computes a layer's mixer over all rows of a pass: its matmuls and the parallel steps between them."""
 
 from __future__ import annotations
 
@@ -65,15 +65,18 @@ if TYPE_CHECKING:
 WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
 PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
-"""The parts of mixers between their matmuls."""
+"""Steps of mixers between their matmuls, for ``mixer_function``."""
 OF_SLOT, COUNT, GIVEN, PATH = range(4)
-"""The record of a path that becomes part of the context: its sequence, the number of its rows and of those that follow
-here, which may be the last ones only, and these."""
+"""Record of a path that becomes part of the context.
+
+OF_SLOT: the path's sequence. COUNT: number of its rows. GIVEN: number of rows that this record lists, which may be only
+the last ones. PATH: first of the listed rows.
+"""
 
 
 @compiled
 def row_numbers(layer: Numbers) -> int:
-    """Scratch numbers per row."""
+    """Return the scratch memory that a layer's mixer needs per row, in float32 values."""
     channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
@@ -85,7 +88,7 @@ def row_numbers(layer: Numbers) -> int:
 
 @compiled
 def kept_numbers(layer: Numbers) -> int:
-    """Numbers kept per row until it is accepted or rejected."""
+    """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return layer[CHANNELS]  # type: ignore[no-any-return]
     return delta_rule.delta_kept_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_numbers(layer)
@@ -93,7 +96,7 @@ def kept_numbers(layer: Numbers) -> int:
 
 @compiled
 def state_numbers(layer: Numbers) -> int:
-    """Numbers of a state's buffer."""
+    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 if it needs none."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
     return delta_rule.delta_state_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_numbers(layer)
@@ -101,7 +104,7 @@ def state_numbers(layer: Numbers) -> int:
 
 @compiled
 def mixer_numbers(shape: Numbers) -> int:
-    """The float32 numbers of scratch memory that ``mix`` needs."""
+    """Return the scratch memory that ``mix`` needs, in float32 values."""
     if not shape[MIXER_ROW]:
         return 0
     rows = shape[SLOTS] * shape[NEW]
@@ -121,7 +124,7 @@ def _work_at(shape: Numbers, scratch: int) -> int:
 
 @compiled
 def _part_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
-    """Address of a part's buffers; rounded up, the first unit gives the part's number."""
+    """Return the address of a part's state buffers; the first unit, rounded up, gives the part's index."""
     part = -(-first * parts_of(shape[THREADS], units, 1) // units)
     before = part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
     return _buffers_at(shape, scratch) + before  # type: ignore[no-any-return]
@@ -293,7 +296,7 @@ def _compute_scan(
 
 @compiled
 def _path_at(address: int) -> tuple[int, Numbers]:
-    """The sequence of a path, and its rows."""
+    """Return a path's sequence and its listed rows."""
     head = array_at(address, (PATH,), types.int64)
     return head[OF_SLOT], array_at(address, (PATH + head[GIVEN],), types.int64)[PATH:]
 
@@ -311,7 +314,10 @@ def _shift(shape: Numbers, layer: Numbers, kept: int, of_path: int, first: int, 
 
 @cache
 def mixer_function() -> Any:
-    """All parts of mixers between matmuls as one C function, for some units: rows, heads or vectors of channels."""
+    """Return the C function that computes any step of a mixer between its matmuls.
+
+    A call computes the units from ``first`` to ``end``: rows, heads or vectors of channels, depending on the step.
+    """
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_mixer(
@@ -334,14 +340,20 @@ def mixer_function() -> Any:
 
 @compiled
 def _kept_at(shape: Numbers, layer: Numbers) -> int:
-    """Where what is kept of the rows of a layer begins; nothing is kept of a prompt, whose layers share the memory."""
+    """Return the address of the values that a layer keeps of its rows.
+
+    The layers of a prompt's pass share one address, because their values aren't needed after the layer.
+    """
     earlier = 0 if shape[ADVANCES] else layer[JOURNAL_AT] * shape[SLOTS] * shape[NEW]
     return shape[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
 def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, scratch: int, written: int) -> None:
-    """Compute the mixer of a layer for all rows; the states stay as they are unless the pass ``ADVANCES``."""
+    """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
+
+    The layer's states are only updated if the pass ``ADVANCES``.
+    """
     function, kept, work = shape[MIXER_PART], _kept_at(shape, layer), _work_at(shape, scratch)
     channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
     values, of_states = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
@@ -386,7 +398,7 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
         compute_part(shape, function, layer, starts, GATE_SCAN, *addresses, rows, in_values)
         mixed = work + rows * channels * ITEM_SIZE
     if shape[ADVANCES]:
-        # The windows were read: their memory has the last rows of the prompt.
+        # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
         new, columns = shape[NEW], min(shape[NEW], layer[COLUMNS])
         path = array_at(scratch, (PATH + columns,), types.int64)
         path[OF_SLOT], path[COUNT], path[GIVEN] = 0, new, columns
@@ -398,7 +410,7 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
 
 @compiled
 def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scratch: int) -> None:
-    """Turn the states before a pass into those after a path of its rows, which are as they were computed."""
+    """Advance the states from before a pass along a path of its rows, by replaying what mixers kept of these rows."""
     function, count = shape[MIXER_PART], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
@@ -414,14 +426,14 @@ def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scra
 
 
 class KeptRows:
-    """The rows of one pass over trees."""
+    """A copy of what mixers kept of the rows of one pass over trees."""
 
     def __init__(self, mixers: MixerTable, shape: Numbers, layers: Numbers, journal: Array) -> None:
         self._mixers, self._shape, self._layers, self._journal = mixers, shape, layers, journal
         shape[JOURNAL], shape[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
-        """Turn the states of a slot, wherever they are now, into those after a path of its rows."""
+        """Advance a slot's states along a path of its rows; ``states`` may have moved since the pass."""
         self._mixers.fill_states(self._layers, states, int(path[OF_SLOT]))
         scratch = torch.empty(mixer_numbers(self._shape), dtype=torch.float32)
         accept(self._shape, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
