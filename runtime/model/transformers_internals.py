@@ -185,8 +185,7 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Make layers that look up their attention implementation use ``function`` in this block; register it as ``name``.
-    """
+    """Register ``function`` as ``name``, and use it for attention in this block in layers that look attention up."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)

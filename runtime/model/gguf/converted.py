@@ -140,7 +140,7 @@ def _complete(
 ) -> None:
     """Write the requested parts that the folder lacks. The caller must hold the folder's lock."""
     remove_unfinished(folder)
-    manifest = Manifest.read(folder)  # another process may have written it while this one waited for the lock
+    manifest = Manifest.read(folder)  # another process may have written it meanwhile
     if manifest is None:
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
         manifest = _with_configuration(conversion, folder, digest, signature)
