@@ -1,4 +1,4 @@
-"""Chooses, checks and captures the passes over trees of a model, as long as it can be captured."""
+"""Chooses, checks and captures a model's passes over draft trees."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def library_passes(target: Target) -> Iterator[LibraryPass]:
 
 
 RESERVED_SHARE = 1 / 8
-"""Share of the GPU memory that is free after loading which a cache reserves at once.
+"""Share of the free GPU memory after loading that a cache reserves at once.
 
 A cache that grows moves to other memory, for which all steps must be captured again.
 """
@@ -151,7 +151,7 @@ class CapturedPasses:
             _note(reason)
 
     def renew(self, target: Target) -> None:
-        """Capture all steps again, with the model's current weights."""
+        """Release all captured steps, so that they are captured again with the model's current weights."""
         if self.steps:
             if self.is_fused:
                 self._passes = passes_of(target)
@@ -173,7 +173,7 @@ class CapturedPasses:
         while self.steps and start is None:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(wants))
-            except Exception as error:  # model code that cannot be captured raises many kinds
+            except Exception as error:  # model code that cannot be captured may raise any error
                 self._give_up(error_reason(error))
         if start is None:
             return None

@@ -63,7 +63,7 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
         return converted(file, weights=weights, packed=packed)
     except HdtoolError:
         raise
-    except Exception as error:  # the library raises many kinds for damaged files
+    except Exception as error:  # transformers may raise any error for a damaged file
         raise ModelError(f"{file} cannot be loaded (as a GGUF file): {error_reason(error)}") from error
 
 

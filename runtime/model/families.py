@@ -1,4 +1,4 @@
-"""Decides which models can verify draft trees, words refusals, and records hidden states."""
+"""Decides which models can verify draft trees, and records their hidden states."""
 
 from __future__ import annotations
 

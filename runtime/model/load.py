@@ -77,7 +77,7 @@ CONFIG_FILES = ("config.json",)
 
 
 class Packed(NamedTuple):
-    """A model whose weights are stored in blocks."""
+    """Describes where a model's weights are stored in blocks, and reads them."""
 
     folder: Path
     """Folder with the model's configuration."""

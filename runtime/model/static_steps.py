@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """``reserved`` is the number of positions that a cache allocates at once if the pass reads no fixed extent."""
+        """Capture passes of ``used``. If it reads no fixed extent, caches allocate ``reserved`` positions at once."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
@@ -205,7 +205,7 @@ class StaticSteps:
         """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
 
     def use(self, used: StepPass) -> None:
-        """Capture this pass instead from now on."""
+        """Replace the pass to capture, and release all captured steps."""
         self._pass = used
         self.forget()
 

@@ -60,7 +60,7 @@ class CompiledPasses(Protocol):
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify one tree in each of the first slots."""
+        """Verify one tree in each of the first slots, all in one pass."""
         ...
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
@@ -120,7 +120,7 @@ class StockPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify one tree in each of the first slots."""
+        """Verify one tree in each of the first slots, in one pass if their rotary factors agree."""
         slots = cache.slots[: len(trees)]
         if len(trees) == 1 or self._have_other_factors(slots):
             return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]

@@ -198,7 +198,7 @@ def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int
 
 
 def check_decoding(config: DecodeConfig) -> None:
-    """Raise an ``OptionError`` if a leader's method or options need the whole model in one process."""
+    """Raise an ``OptionError`` if there are several processes and the method or options need the whole model in one."""
     if not leader():
         return
     if config.batch_size > 1:

@@ -1,6 +1,6 @@
 """Wraps undocumented parts of transformers that hdtool relies on.
 
-It checks for features rather than versions, so that renamed parts are handled.
+Features are detected rather than inferred from versions, since any release may rename them.
 """
 
 from __future__ import annotations

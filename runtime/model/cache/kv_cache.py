@@ -68,7 +68,7 @@ def move_positions(
 
 
 def compile_moves() -> None:
-    """Compile ``move_positions``, or load it from numba's cache, so that the first step need not."""
+    """Compile ``move_positions``, or load it from numba's cache, ahead of the first step."""
     move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
 
 
@@ -79,7 +79,7 @@ MOST_DUE = 16
 Longer paths are rare and moved immediately.
 """
 NOTHING = torch.empty(0)
-"""Stands for the keys or values of a layer that has none."""
+"""Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
 
@@ -249,7 +249,7 @@ class StaticKVCache(Cache):
         self.length = 0
         """Number of accepted tokens; later positions are not part of the context."""
         self.used = 0
-        """First position that was not written since it was allocated or zeroed; nor was any after it."""
+        """Number of leading positions that passes may have written; all later ones are zero."""
         self.due: tuple[int, list[int]] | None = None
         """Pending move for the next captured step: first target position, and offsets of the positions to move."""
         self._unsure: int | None = None
@@ -388,7 +388,7 @@ class IndexedKVCache(Cache):
         states = storage.states.part(0, len(indices)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
-        self.length = 0  # only the device knows the length, since a captured step runs at different ones
+        self.length = 0  # only the device knows the real length, since a captured step runs at different ones
         self._storage, self._indices, self._extent = storage, indices, extent
         self._slots = torch.arange(len(indices), device=indices.device)[:, None]
 

@@ -102,7 +102,7 @@ def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuilt(cache: Any, of_tensor: Callable[[Place, torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a cache in which ``of_tensor`` has mapped each tensor."""
+    """Return a copy of a cache with each tensor replaced by the result of ``of_tensor``."""
     copies: dict[int, Any] = {}
 
     def rebuilt(value: Any, place: Place) -> Any:
@@ -197,7 +197,7 @@ class ReplaySlot(Slot):
         self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
 
     def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
-        """Accept tokens that a pass has read, and its cache."""
+        """Append accepted tokens that a pass has read, and keep the cache after that pass."""
         if hidden is not None:
             self.hidden.append(hidden)
         self.tokens += tokens

@@ -37,7 +37,7 @@ class Slot:
     def __init__(self, kv: StaticKVCache) -> None:
         self.kv = kv
         self.tokens: list[int] = []
-        """Tokens of the accepted positions."""
+        """Accepted tokens."""
         self.hidden: list[torch.Tensor] = []
         """Hidden states of these tokens, in parts to concatenate; empty if they aren't recorded."""
         self.owner = ""

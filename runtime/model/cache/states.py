@@ -1,4 +1,4 @@
-"""States of recurrent layers and short convolutions in a cache."""
+"""Stores the states of recurrent layers and short convolutions for a cache."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class States:
 
     @property
     def stride(self) -> int:
-        """Stride between the first state's sequences in bytes."""
+        """Stride in bytes between the sequences of the first state."""
         first = next(iter(self.stacks.values()))
         return first.stride(1) * first.itemsize
 

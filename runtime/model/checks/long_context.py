@@ -91,8 +91,8 @@ class LongContext:
 def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
     """Return the contexts to check a model on; none if hdtool's masks cover all of its windows.
 
-    They do if all of the model's code is known, such as that of ``transformers``, where sizes are part of the
-    configuration, and the configuration names only sizes that the masks apply.
+    They do if all of the model's code is known, such as that of ``transformers``, which has its sizes in the
+    configuration, and if the configuration has only sizes that the masks apply.
     """
     config = model.config.get_text_config(decoder=True)
     sizes = dict(sizes_of(vars(config)))
@@ -136,7 +136,7 @@ def _is_foreign(module: Module) -> bool:
 class _SharedContext(Cache):
     """A cache whose layers may share the context's tensors, while each keeps separate keys and values of later tokens.
 
-    Compiled layers don't support this class, since they would write to the shared tensors.
+    Compiled layers don't accept this class, since they would write to the shared tensors.
     """
 
     def __init__(self, storage: KVTensors) -> None:

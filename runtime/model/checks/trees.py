@@ -74,7 +74,7 @@ def prove_recurrent_trees(target: Target) -> None:
         raise refusal(kind, f"has layers that cannot be computed over a tree: {error}") from error
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
     if not distance <= _tolerance(target):
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
@@ -217,7 +217,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
         numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         raise _refused(no_trees, f"it fails on a chain of drafts ({error_reason(error)})") from error
     gaps = distances(actual, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
     distance = decisive(gaps, is_rounded=is_low_precision(target.dtype))
@@ -349,7 +349,7 @@ def prove_trees(target: Target) -> None:
         of_tree = target.verify(cache, [tree])[0].logits
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         reason = error_reason(error)
         raise FamilyError(f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})") from error
     depth = len(paths[0])
@@ -369,7 +369,7 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
             of_tree, plain = context.logits(target.stock.forward, target.stock.masks, tokens, target.shapes, used)
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:  # model code raises many kinds
+        except Exception as error:  # model code may raise any error
             reason = f"fails on a tree {context.found_in} ({error_reason(error)}): {context.cause}"
             raise refusal(kind, reason) from error
         if distance := deviation(of_tree, plain, target.rounding):

@@ -22,7 +22,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 LAYOUT = attrgetter("shape", "dtype")
-"""Reads the parts of a memory layout that address and strides don't show."""
+"""Reads a tensor's shape and dtype, which its address and strides don't determine."""
 
 OF_EVERY_MODULE = frozenset(vars(Module()))
 """Attributes that torch gives to every module."""

@@ -185,12 +185,12 @@ ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Settings with the tokens that end a turn or message; transformers reads only the one that ends a text."""
 LINK = "model.gguf"
 UNSHARDED = 1 << 60
-"""Maximum size in bytes of a file of weights, so large that all weights are in one, which is moved in one step."""
+"""Maximum size of a weight file in bytes, so large that all weights are in a single file."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Converts a GGUF file; ``of`` checks that the file is complete."""
+    """Converts a GGUF file. Create it with ``of``, which checks the file."""
 
     file: Path
     header: GGUFHeader

@@ -209,7 +209,7 @@ def _has_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
-    """Return slices that split a matrix into groups of rows with at most ``PART`` values each."""
+    """Return slices that split a matrix into groups of rows with about ``PART`` values each."""
     size = max(1, PART // matrix.shape[1])
     return (slice(first, first + size) for first in range(0, len(matrix), size))
 

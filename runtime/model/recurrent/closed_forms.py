@@ -234,7 +234,7 @@ class StackedStates:
 
 
 class _TreeLayer(StateLayer):
-    """A cache layer that returns the states from before the tree and records convolution columns separately."""
+    """A cache layer that leaves its states unchanged and records convolution columns separately."""
 
     def __init__(self, layer: int, states: ClosedStates) -> None:
         super().__init__(states.before, has_begun=True)
