@@ -203,8 +203,8 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
 def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
     """Make mixtures of experts select weights on the device in this block.
 
-    The ``eager`` code of transformers reads the chosen experts on the host, which CUDA graphs cannot capture. Grouped
-    matmuls, its default, run in bfloat16 kernels that read the choice on the device.
+    The ``eager`` code of transformers reads the chosen experts on the host, which CUDA graphs cannot capture. Its
+    default, grouped matmuls, has bfloat16 kernels that read the choice on the device.
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
