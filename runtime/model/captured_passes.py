@@ -1,4 +1,4 @@
-"""Captured passes over trees, used while the model can be captured and stays unchanged."""
+"""Chooses, checks and captures a model's passes over draft trees."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 class LibraryPass:
-    """Each layer by the library; attention by it, too, or by ``attention``, which reads no more than the contexts.
+    """A pass with the layers of transformers, and optionally hdtool's own attention.
 
-    The library's attention reads a fixed extent of the cache, and the mask hides what lies behind the contexts.
+    ``attention`` reads only the contexts. Without it, the attention of transformers reads a fixed extent of the cache,
+    and the mask hides positions after the contexts.
     """
 
     def __init__(self, stock: StockPasses, attention: TreeAttention | None = None) -> None:
@@ -72,45 +73,45 @@ class LibraryPass:
 
 
 def library_passes(target: Target) -> Iterator[LibraryPass]:
-    """Library passes that may be captured, the faster one first."""
+    """Yield the passes with transformers' layers that may be captured, the faster one first."""
     operations, windows = triton_operations(target.device), target.stock.windows
-    selects = any(shape.indexer for shape in target.shapes)  # by the mask, which attention of our own does not read
+    selects = any(shape.indexer for shape in target.shapes)  # by the mask, which hdtool's attention doesn't read
     if operations and not selects and not any(window.chunk for window in windows):
         yield LibraryPass(target.stock, TreeAttention(operations, windows))
     yield LibraryPass(target.stock)
 
 
 RESERVED_SHARE = 1 / 8
-"""The share of the memory that is free after loading which the cache of single answers, or of a batch, takes at once.
+"""Share of the free GPU memory after loading that a cache reserves at once.
 
-A cache that grows is other memory, for which all steps are captured again.
+A cache that grows moves to other memory, for which all steps must be captured again.
 """
 
 
 class CapturedPasses:
-    """The captured steps of a target; off where the model cannot be captured."""
+    """Manages the captured steps of a target; disabled if the model cannot be captured."""
 
     def __init__(self) -> None:
         self.steps: StaticSteps | None = None
         self._passes: list[StepPass] = []
-        """The pass that is captured, and those that take its place if it fails."""
+        """The pass that is captured, followed by its fallbacks."""
         self._running: tuple[int, int] | None = None
-        """The nodes of the largest tree, and the number of trees, of a step that was not waited for."""
+        """Nodes of the largest tree and number of trees in the running step; None if no step is running."""
 
     @property
     def is_fused(self) -> bool:
-        """True if hdtool's fused pass is captured, not the library's."""
+        """True if hdtool's fused pass is captured rather than a pass with transformers' layers."""
         return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """Use captured steps from now on, if the model can be captured and gives the same logits."""
+        """Use captured steps from now on if the model can be captured and its logits stay the same."""
         if reason := scattered(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
         self._passes = passes_of(target)
         steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
-        # Captured steps are those of one cache, but an answer may still need what that holds.
+        # Steps are captured for one cache, but an answer may still need the contents of the target's.
         is_free = target.cache.user is None
         cache = target.cache if is_free else target.allocate()
         cache.reserve(1, steps.capacity_for(1, target.context_limit(1)))
@@ -118,10 +119,10 @@ class CapturedPasses:
         self.steps = steps
         while self.steps:
             proven = self._passes[0]
-            # The first two are captured, and the next two replay them.
+            # The first two steps are captured, and the next two replayed.
             actual = [*two_steps(target, cache), *two_steps(target, cache)]
             if self._passes[:1] != [proven]:
-                continue  # it failed, and the next one is in its place
+                continue  # it failed and was replaced by the next one
             pairs = zip(actual, [*expected, *expected], strict=True)
             distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
             if not distance:
@@ -133,7 +134,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
-        """Capture the steps of single answers ahead, as far as memory allows."""
+        """Capture the steps for single answers ahead of time, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):
             if self.steps and cache.capacity > LARGEST_TREE:
                 self.steps.record(cache)
@@ -142,7 +143,7 @@ class CapturedPasses:
         self.steps, self._passes = None, []
 
     def _give_up(self, reason: str) -> None:
-        """Capture the next pass instead; none is left after the library's with masks."""
+        """Capture the next pass instead, or disable capturing and print a note if none is left."""
         del self._passes[0]
         if self.steps and self._passes:
             self.steps.use(self._passes[0])
@@ -151,29 +152,29 @@ class CapturedPasses:
             _note(reason)
 
     def renew(self, target: Target) -> None:
-        """Capture all steps again, of the weights that the model has now."""
+        """Release all captured steps, so that they are captured again with the model's current weights."""
         if self.steps:
             if self.is_fused:
                 self._passes = passes_of(target)
             self.steps.use(self._passes[0])
 
     def forget(self) -> None:
-        """Capture all steps again."""
+        """Release all captured steps; each is captured again when next used."""
         if self.steps:
             self.steps.forget()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
-        """The capacity of a cache: one of few values, so that captured steps remain valid."""
+        """Return the capacity of a cache for ``needed`` positions: if steps are captured, one of few values."""
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
-        """Start the verification of trees; ``wait`` waits for it. None for a pass that is not captured."""
+        """Start to verify trees; ``wait`` waits for the results. Return None if steps are not captured."""
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(wants))
-            except Exception as error:  # model code that cannot be captured raises many kinds
+            except Exception as error:  # model code that cannot be captured may raise any error
                 self._give_up(error_reason(error))
         if start is None:
             return None
@@ -181,7 +182,7 @@ class CapturedPasses:
         return verified
 
     def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the running step; its seconds, nodes and trees, or None if there is none."""
+        """Wait for the running step; return its seconds, nodes and trees, or None if no step is running."""
         if self.steps is None or self._running is None:
             return None
         running, self._running = self._running, None
@@ -189,14 +190,14 @@ class CapturedPasses:
 
 
 def combined_options(wants: Sequence[PassOptions]) -> PassOptions:
-    """Combine what is wanted of a pass over several trees."""
+    """Combine the options of all trees in a pass."""
     return PassOptions(
         max_ranked=max((want.max_ranked for want in wants), default=0), root=any(want.root for want in wants)
     )
 
 
 def reserved_positions(target: Target) -> int:
-    """Positions that fit into a share of the free memory of a GPU."""
+    """Return how many cache positions fit into ``RESERVED_SHARE`` of a GPU's free memory; 0 on other devices."""
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     each = sum(shape.heads * shape.width * shape.dtype.itemsize for shape in shapes)
     if target.device.type != "cuda" or not each:
@@ -206,10 +207,10 @@ def reserved_positions(target: Target) -> int:
 
 
 def passes_of(target: Target) -> list[StepPass]:
-    """The passes that may be captured, the fastest one first."""
+    """Return the passes that may be captured, the fastest first."""
     try:
         fused = fuse(target)
-    except torch.OutOfMemoryError:  # there is no room to merge weights
+    except torch.OutOfMemoryError:  # not enough memory to merge weights
         fused = None
     return [*filter(None, [fused]), *library_passes(target)]
 

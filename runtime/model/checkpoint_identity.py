@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""A folder with any of these can hold a tokenizer."""
+"""Files of which a folder with a tokenizer has at least one."""
 
 
 def place_of(
@@ -30,10 +30,10 @@ def place_of(
     weights: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """The folder to load from; raise for names that cannot be a model's.
+    """Return the folder to load from; raise a ``ModelError`` if the name isn't a model's.
 
-    A GGUF file is converted and files of the hub are downloaded if need be. Without ``weights``, the folder may hold
-    the configuration and the tokenizer alone.
+    GGUF files are converted and hub files downloaded if needed. Without ``weights``, the folder may hold only the
+    configuration and the tokenizer.
     """
     if (name := config.place) is None:
         return demo.MODEL
@@ -52,7 +52,7 @@ def place_of(
 
 
 def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
-    """The GGUF file that a configuration names and the folder of its model; None without weights that stay packed."""
+    """Return the GGUF file that a configuration names and its converted folder; None if no weights stay packed."""
     if not (file := gguf_file(config)) or not stays_packed(file):
         return None
     return file, _converted(file, packed=True)
@@ -63,27 +63,27 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
         return converted(file, weights=weights, packed=packed)
     except HdtoolError:
         raise
-    except Exception as error:  # the library raises many kinds for damaged files
+    except Exception as error:  # transformers may raise any error for a damaged file
         raise ModelError(f"{file} cannot be loaded (as a GGUF file): {error_reason(error)}") from error
 
 
 COMPARED = 256
-"""Tensors of a model in memory that are compared with its files."""
+"""Maximum number of a model's tensors in memory that are compared with its files."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The numbers of safetensors files that are compared, as torch calls them."""
+"""Torch names of the safetensors dtypes that are compared."""
 
 
 def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
-    """The checkpoint that a configuration names; None if its weights are not on this machine.
+    """Return the checkpoint that a configuration names, or None if its weights are not on this machine.
 
-    Nothing is loaded, and no weights are downloaded.
+    The model is not loaded, and no weights are downloaded.
     """
     file = gguf_file(config)
     return _checkpoint_in(place_of(config, revision=revision), file.name if file else _name_of(config))
 
 
 def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
-    """The checkpoint of a model that a server loads; None if the server finds it where hdtool does not look."""
+    """Return the checkpoint of a model that a server loads, or None if hdtool cannot find it."""
     try:
         return checkpoint_of(config, revision)
     except ModelError:
@@ -91,7 +91,7 @@ def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Check
 
 
 def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
-    """The checkpoint that a model was loaded from; None if its weights were changed since, or are not from files."""
+    """Return the checkpoint that a model was loaded from; None if its weights changed since or aren't from files."""
     name = str(getattr(model, "name_or_path", "") or "")
     if not name:
         return None
@@ -106,7 +106,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """The hub's name of a model, or the last part of a path to one."""
+    """Return the hub name of a model, or the last part of its path."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -129,17 +129,17 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
     try:
         return Checkpoint(fingerprint_of(files), name) if files else None
     except (ModelError, OSError):
-        return None  # loading it raises an error that names the fault
+        return None  # loading the model raises an error that names the fault
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """True if a model's numbers equal its files'; tensors of another form or name aren't compared."""
+    """Return True if samples of a model's tensors equal those of its files; skip tensors of other names or shapes."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():
         from hdtool.runtime.kernels.compact_weight import is_packed
 
-        # All others are packed, and packed weights cannot be changed.
+        # All other weights are packed, and packed weights cannot be changed.
         files = [folder / REST]
         stored_names = {sample.name for sample in samples(folder / REST)}
         if not all(name in stored_names or is_packed(parameter) for name, parameter in parameters.items()):
@@ -159,7 +159,7 @@ def _is_like(parameter: Any, sample: Sample) -> bool:
         and parameter.is_floating_point()
         and parameter.is_contiguous()
         and not parameter.is_meta
-        # Libraries that quantize have classes of their own.
+        # Quantization libraries use tensor subclasses.
         and type(parameter.data).__name__ in ("Tensor", "CompactWeight")
     )
 

@@ -1,8 +1,8 @@
-"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, while results stay the same.
+"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, with bitwise equal results.
 
-Every result has the bits of the computation with expanded weights. A weight stays in 16 bits only if these hold its
-numbers exactly. It stays compact only if linear layers, experts and embeddings alone use it, and the compiled matmul
-gives the same bits for both forms.
+A weight is kept in 16 bits only if these represent its values exactly. Any compact weight must be used only by linear
+layers, experts and embeddings, and the compiled matmul must give bitwise equal results for the compact and the expanded
+weight.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.hub import samples, weight_files
 
 MXFP4 = "mxfp4"
-"""The name of the scheme in configurations."""
+"""Name of the quantization scheme in configurations."""
 FORMAT = next(one for one in ALL_FORMATS if one.name == "MXFP4")
 EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
-"""What expands blocks. Without it, as in a later version, weights are expanded."""
+"""Class of transformers that expands MXFP4 blocks. If a version lacks it, weights are loaded expanded."""
 
 
 @contextmanager
 def keeping_mxfp4() -> Iterator[None]:
-    """Make transformers keep float32 experts in blocks while it loads in this block."""
+    """Make transformers load the MXFP4 experts of float32 models in this block without expanding them."""
     try:
         expanding = getattr(import_module(EXPANDING[0]), EXPANDING[1])
         usual = expanding.convert
@@ -84,9 +84,9 @@ def _kept(weights: Any, model: Any, name: str) -> CompactWeight | None:
 
 
 def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | None:
-    """Experts of blocks ``[experts, rows, blocks, bytes]`` with the exponent of each; None for other forms.
+    """Pack experts from MXFP4 blocks ``[experts, rows, blocks, bytes]`` and their scales; None for other layouts.
 
-    A byte has two numbers that follow each other there, and in our format two that are half a block apart.
+    A byte of the checkpoint has two adjacent values, and a byte of the packed format two that are half a block apart.
     """
     size, half = FORMAT.bytes - 1, FORMAT.numbers // 2
     is_known = blocks.dtype == scales.dtype == torch.uint8 and blocks.dim() == 4 and blocks.shape[:3] == scales.shape
@@ -94,7 +94,7 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | 
         return None
     number, rows, count, _ = blocks.shape
     blocks_ = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
-    for expert in range(number):  # so that little memory is needed beside it
+    for expert in range(number):  # one by one, which needs little temporary memory
         levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
         blocks_[expert, ..., 0] = scales[expert]
         blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
@@ -105,17 +105,17 @@ Place = tuple[Module, str]
 """A module and the name of one of its parameters."""
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
-"""The method of transformers that names parameters with a dtype of their own."""
+"""Method of transformers that returns the parameters with a separate dtype."""
 TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
-"""Together, these use all tiles of the compiled matmul."""
+"""Numbers of input rows that together use all tiles of the compiled matmul."""
 _loading = Lock()
 
 
 def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
-    """Keep the weights of linear layers and embeddings in 16 bits where possible, and all others in float32.
+    """Keep the weights of linear layers, experts and embeddings in 16 bits if possible; expand all others to float32.
 
-    Weights that are packed stay so under the same conditions. ``proved`` has the forms of weights for which the
-    compiled matmul is known to have the same bits or not; those that are found out are added.
+    Packed weights stay packed under the same conditions. ``proved`` says for which kinds of weights the compiled matmul
+    is known to be bitwise equal or not; results for other kinds are added.
     """
     proved = {} if proved is None else proved
     arrange_experts(model)
@@ -129,7 +129,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
             continue
         narrow = narrowed(weight.detach()) if fits else None
         if narrow is not None and _is_proved(narrow, places, proved):
-            # A copy: tensors of a file are mapped, at any address, and the file may change.
+            # Cloned, because mapped tensors may be unaligned, and their file may change.
             narrow = narrow.clone() if weight.dtype in NARROW_DTYPES else narrow
             replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
         elif weight.dtype in NARROW_DTYPES and _is_ordinary(weight):
@@ -147,10 +147,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
-    """Pack the weights of torchao that linear layers alone have, where they compute in float32.
-
-    Returns whether there are any.
-    """
+    """Pack the torchao weights of a float32 model that only linear layers use; return True if there are any."""
     packed_any = False
     for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
         module, name = places[0]
@@ -163,9 +160,9 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def loading_as_stored(folder: Path) -> Iterator[None]:
-    """Have transformers load float32 models with weights in 16 bits if all tensors of the checkpoint are stored so.
+    """Make transformers load weights of float32 models in 16 bits if all tensors of the checkpoint have one such dtype.
 
-    Loading in float32 and narrowing afterwards gives the same, but needs twice the memory meanwhile.
+    Loading in float32 and narrowing afterwards gives the same weights, but temporarily needs twice the memory.
     """
     dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
     if dtype is None or usual is None:
@@ -184,9 +181,9 @@ def loading_as_stored(folder: Path) -> Iterator[None]:
 
 
 def expand_weights_read(model: Module) -> None:
-    """Keep the weights in float32 that the passes at loading read otherwise than by linear layers and embeddings.
+    """Expand to float32 the compact weights that earlier passes had to expand.
 
-    Such code is right with weights in 16 bits, but expands them in each pass.
+    Code other than compiled matmuls gets correct results from compact weights, but expands them in each pass.
     """
     for weight, places in compact_places(model):
         if weight.expansions.count:
@@ -198,17 +195,17 @@ def has_compact_weights(model: Module) -> bool:
 
 
 def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
-    """The weights that are kept compact, with all places of each."""
+    """Return the compact weights, each with all of its places."""
     return [(weight, places) for places, weight in weight_places(model) if is_compact(weight)]
 
 
 def is_of_linear_layers(places: list[Place]) -> bool:
-    """True if linear layers and embeddings alone have a weight, of forms that compute with it in blocks."""
+    """Return True if only linear layers, experts and embeddings that support compact weights use a weight."""
     return all(_takes(*place) for place in places)
 
 
 def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
-    """All weights with their places."""
+    """Return all weights, each with its places."""
     entries = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
     return [(places, weight) for places, weight in entries if weight is not None]
 
@@ -223,7 +220,7 @@ def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_gra
 
 
 def _places(model: Module) -> dict[int, list[Place]]:
-    """The places of each parameter: a tied one has several."""
+    """Return the places of each parameter by its id; a tied parameter has several."""
     places: dict[int, list[Place]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -233,7 +230,7 @@ def _places(model: Module) -> dict[int, list[Place]]:
 
 
 def _takes(module: Module, name: str) -> bool:
-    """True if a module computes with a weight in 16 bits without expanding all of it."""
+    """Return True if a module can compute with a compact weight without expanding all of it."""
     if name in WEIGHTS:
         return fits_compiled_experts(module, MATRIX_KINDS)
     if name != "weight" or not isinstance(module, Embedding | Linear):
@@ -242,23 +239,23 @@ def _takes(module: Module, name: str) -> bool:
     if not weight.is_cpu or not _is_ordinary(weight) or weight.dim() != 2 or not weight.is_contiguous():
         return False
     if isinstance(module, Embedding):
-        return module.max_norm is None  # a limit changes the weight
+        return module.max_norm is None  # with a limit, lookups modify the weight
     return type(module) is Linear and fits_compiled_matmul(module, MATRIX_KINDS)
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
-    """True if a weight is not of a class of a library that quantizes."""
+    """Return True if a weight is compact or a plain tensor, rather than of a quantization library's class."""
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
 def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
-    """True if a weight may be stored so, by the matmul with one weight of each form."""
+    """Return True if the compiled matmul is bitwise equal for this kind of weight; test each kind once."""
     if all(isinstance(module, Embedding) for module, _ in places):
         return True
     if isinstance(stored, PackedExperts):
         stored = stored.parts[0][: len(stored.parts[0]) // len(stored)]
     elif len(stored.shape) == 3:
-        stored = matrices_of(stored)[0]  # all experts have one form
+        stored = matrices_of(stored)[0]  # all experts have the same shape
     case = f"{stored.shape[1]} columns of {stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype}"
     if case not in proved:
         proved[case] = _has_same_bits(stored)
@@ -267,7 +264,7 @@ def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> 
 
 @torch.inference_mode()
 def _has_same_bits(narrow: Stored) -> bool:
-    """True if the compiled matmul with compact weights has the bits of that with the expanded ones."""
+    """Return True if the compiled matmul gives bitwise equal results for compact and expanded weights."""
     if narrow.dtype == torch.float16 and not EXPANDS_FLOAT16:
         return False
     part = narrow[: TILE_OUT_FEATURES + 1]
@@ -281,19 +278,19 @@ def _has_same_bits(narrow: Stored) -> bool:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """The 16-bit dtype shared by all tensors of a checkpoint, or None."""
+    """Return the 16-bit dtype that all tensors of a checkpoint have, or None."""
     files = weight_files(folder) or []
     if not files or any(file.suffix != ".safetensors" for file in files):
         return None
     try:
         kinds = {sample.dtype for file in files for sample in samples(file)}
-    except ModelError:  # loading it raises an error that names the fault
+    except ModelError:  # loading the model raises an error that names the fault
         return None
     return STORED.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Give float32 weights to whatever saves the model; tied weights share memory."""
+    """Expand compact weights in a state dict to float32, as for saving; tied weights share memory."""
     expanded: dict[int, torch.Tensor] = {}
     for name, weight in state.items():
         if is_compact(weight):

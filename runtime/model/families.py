@@ -1,4 +1,4 @@
-"""Which models can verify draft trees, the reasons for refusals, and access to hidden states."""
+"""Decides which models can verify draft trees, and records their hidden states."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ if TYPE_CHECKING:
 
 READABLE_LAYERS = {FULL, SLIDING, CHUNKED, *WITHOUT_MASK, *(name for names in ALIASES.values() for name in names)}
 PLAIN = "Use generate of transformers without hdtool"
-"""What works for a model that is refused."""
+"""Advice for users whose model is refused."""
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
-"""Families with ALiBi, which compute distances from the order of tokens."""
+"""Families with ALiBi, which derive distances from the order of tokens and ignore position ids."""
 
 OF_PROMPTS = "reference_sliding_attention"
-"""The kind of layers that keep all tokens of a prompt, and of an answer those in a window."""
+"""Kind of layers that attend to all prompt tokens, but only to the answer tokens within a window."""
 
 HIGH_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.1
-"""Allowed distance of tree logits from plain ones, in standard deviations of the logits. If a model ignores the mask
-or the positions, its logits differ by tenths of a standard deviation at most nodes. Rounding to bfloat16 changes them
-by a few hundredths."""
+"""Maximum distance between logits of a tree and of plain decoding, in standard deviations of the logits.
+
+If a model ignores masks or positions, its logits differ by tenths of a standard deviation at most nodes. Rounding to
+bfloat16 changes them by a few hundredths.
+"""
 STRICT_TOLERANCE = 3e-4
-"""Allowed distance in float32 of recurrent layers and of chains, where passes of exact models differ by 1e-5, and of a
-few by 2e-4. Errors of a recurrence are passed on from step to step, and some layers round them to other tokens at 1e-3.
+"""Maximum distance in float32 for models with recurrent layers and for chains.
+
+Correct passes of most models differ by 1e-5, of a few by 2e-4. A recurrence carries errors from step to step, and in
+some layers an error of 1e-3 changes tokens.
 """
 
 
 def refuse_by_configuration(config: Any) -> None:
-    """Raise for unsupported configurations, before weights are loaded."""
+    """Raise a ``FamilyError`` if the configuration is unsupported, before weights are loaded."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
@@ -48,7 +52,7 @@ def refuse_by_configuration(config: Any) -> None:
 
 
 def without_trees(config: Any) -> str:
-    """Why a model of a configuration cannot verify trees, but chains at most; empty if nothing says so."""
+    """Return why a model with this configuration cannot verify trees, or an empty string if nothing rules them out."""
     kind, text = config.model_type, config.get_text_config(decoder=True)
     if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
         return "uses ALiBi: it derives distances from the order of the tokens, not from position ids"
@@ -57,9 +61,10 @@ def without_trees(config: Any) -> str:
 
 
 def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None:
-    """Raise for models that cannot verify trees, by what they say of themselves; they may verify chains.
+    """Raise a ``FamilyError`` if a model's configuration or arguments show that it cannot verify trees.
 
-    ``positions`` and ``mask`` tell whether the model takes these.
+    ``positions`` and ``mask`` say whether the model accepts position ids and an attention mask. A refused model may
+    still verify chains.
     """
     kind = model.config.model_type
     if reason := without_trees(model.config):
@@ -71,7 +76,7 @@ def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
-    """Raise for model classes that go on from no cache."""
+    """Raise a ``FamilyError`` if the model class cannot continue from a cache."""
     if cache_name(model) is None:
         raise refusal(
             model.config.model_type, f"takes no key-value cache: each step would read the whole context. {PLAIN}"
@@ -79,35 +84,38 @@ def refuse_by_class(model: PreTrainedModel) -> None:
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:
-    """Raise if the logits of a tree's nodes differ from those of their plain paths."""
+    """Raise a ``FamilyError`` if the logits of tree nodes differ from plain decoding of their paths."""
     if distance := deviation(of_tree, plain, rounding):
         raise refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
 
 def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
-    """The distance of logits from those expected if rounding does not explain it, else an empty string.
+    """Describe the distance of logits from those expected; return an empty string if rounding explains it.
 
-    Some models round more than their dtype suggests; ``rounding`` is the measured error.
+    ``rounding`` is the measured error of a model that rounds more than its dtype suggests.
 
-    The median node decides: in low precision a mixture of experts may route a single token to another expert and
+    The median over nodes decides: in low precision, a mixture of experts may route a single token to another expert and
     still be correct, but a model that ignores masks is wrong at nearly all nodes.
     """
     measured = rounding is not None
     tolerance = LOW_PRECISION_TOLERANCE if measured else tolerance_of(expected.dtype)
     distance = distances(actual, expected).median().item()
-    # Both may be off by as much, in opposite directions.
+    # Both may have this rounding error, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
 
 def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
-    """The allowed distance of logits, or of keys and values, that are computed in a dtype."""
+    """Return the maximum distance of logits, keys or values computed in a dtype."""
     if is_low_precision(dtype):
         return LOW_PRECISION_TOLERANCE
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
 
 
 def decisive(each: torch.Tensor, *, is_rounded: bool) -> float:
-    """The distance of several rows by a strict rule: the largest; of rounded logits the median, by `deviation`."""
+    """Return the distance that decides for several rows: the largest, or the median if logits are rounded.
+
+    ``deviation`` explains the median.
+    """
     return float(each.median() if is_rounded else each.max())
 
 
@@ -116,10 +124,10 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def distances(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The root mean square distance of each row of logits, in standard deviations.
+    """Return the root mean square distance of each row of logits, in standard deviations.
 
-    The largest distance would grow with the vocabulary: two correct passes of a model with 32,000 tokens differ by a
-    tenth of a standard deviation somewhere.
+    The maximum would grow with the vocabulary: with 32,000 tokens, the logits of some token differ by a tenth of a
+    standard deviation even between correct passes.
     """
     scale = expected.float().std(dim=-1).clamp_min(1e-12)
     return (actual.float() - expected.float()).square().mean(dim=-1).sqrt() / scale
@@ -130,14 +138,14 @@ def refusal(kind: str, reason: str) -> FamilyError:
 
 
 def tells_prompts_from_answers(config: Any) -> bool:
-    """True if layers attend to answer tokens differently from prompt tokens."""
+    """Return True if layers attend to answer tokens differently from prompt tokens."""
     return OF_PROMPTS in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def context_limit(config: Any, prompt_length: int) -> int | None:
-    """The model's maximum context length in tokens; None if it has none.
+    """Return the maximum context length in tokens for this prompt, or None if the model has none.
 
-    An answer may not cross the length at which all positions are computed differently.
+    A LongRoPE model's answer must not cross ``rotary_switch``, where all its positions change.
     """
     switch = rotary_switch(config)
     if switch and prompt_length <= switch:
@@ -147,9 +155,9 @@ def context_limit(config: Any, prompt_length: int) -> int | None:
 
 
 def rotary_switch(config: Any) -> int | None:
-    """The length beyond which a LongRoPE model takes other rotary factors for all positions; None for other models.
+    """Return the length beyond which a LongRoPE model uses other rotary factors; None for other models.
 
-    This invalidates the KV cache, and one pass has the same factors for all of its rows.
+    The factors change for all positions, which invalidates the KV cache, and all rows of a pass use the same ones.
     """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
@@ -157,24 +165,24 @@ def rotary_switch(config: Any) -> int | None:
 
 
 class HiddenStates:
-    """Watches the input of a model's output layer in each pass, and the outputs of some layers."""
+    """Records the input of a model's output layer in each pass, and optionally the outputs of decoder layers."""
 
     def __init__(self) -> None:
         self.is_watched = False
         self.of_pass: torch.Tensor | None = None
-        """``[batch, tokens, columns]`` of the last pass."""
+        """Hidden states of the last pass, shape ``[batch, tokens, columns]``."""
         self.layers: tuple[int, ...] = ()
-        """Decoder layers whose outputs are the columns after those of the output layer's input."""
+        """Decoder layers whose outputs follow the output layer's input in the columns."""
         self._of_layer: dict[int, torch.Tensor] = {}
         self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
-        """Watch a model from now on; ``run`` makes a forward pass of it, and ``kind`` names it in errors."""
+        """Record each pass of a model from now on. ``run`` makes a forward pass; ``kind`` names the model in errors."""
         module_of_hidden(model, kind, run).register_forward_hook(Recorder(self))
         self.is_watched = True
 
     def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
-        """Watch the output of decoder layers, too, from now on."""
+        """Record the outputs of decoder layers as well from now on."""
         decoder_layers = getattr(decoder, "layers", ())
         if not layers or not all(0 <= layer < len(decoder_layers) for layer in layers):
             raise FamilyError(
@@ -186,7 +194,7 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Where the outputs of these layers are in ``of_pass``, or the output layer's input; None if not watched."""
+        """Return the columns of ``layers`` in ``of_pass``, by default those of the output layer's input, or None."""
         if not self.is_watched:
             return None
         if not self._width:
@@ -210,17 +218,17 @@ class HiddenStates:
             self.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
 
     def rows_of(self, slot: int) -> torch.Tensor:
-        """Hidden states of one slot from the last pass, ``[tokens, width]``."""
+        """Return the hidden states of one slot in the last pass, shape ``[tokens, width]``."""
         assert self.of_pass is not None
         return self.of_pass[slot]
 
     def of_slot(self, slot: int, rows: int) -> torch.Tensor | None:
-        """The first rows of one slot of the last pass; None if they are not watched."""
+        """Return the hidden states of the first ``rows`` tokens of one slot in the last pass; None if not recorded."""
         return self.rows_of(slot)[:rows] if self.is_watched else None
 
 
 class Recorder:
-    """A hook that records a module's output. It does nothing in copies of the model and after unpickling."""
+    """A forward hook that records a module's output. In copies of the model and after unpickling it does nothing."""
 
     only_watches = True
 
@@ -237,18 +245,21 @@ class Recorder:
 
 
 def only_watches(hook: object) -> bool:
-    """True if a hook only watches hidden states, for any target."""
+    """Return True if a hook only records hidden states, for any target."""
     return bool(getattr(hook, "only_watches", False))
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:
-    """Hidden states ``[batch, tokens, width]`` in a module's output, if any."""
+    """Return the hidden states ``[batch, tokens, width]`` in a module's output, or None."""
     hidden = getattr(returned, "last_hidden_state", None)
     return hidden if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 else None
 
 
 def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
-    """The last module that returns hidden states; ``run`` makes a forward pass of the model."""
+    """Return the last module that returns hidden states in a forward pass, which ``run`` must make.
+
+    Raise a ``FamilyError`` if there is none.
+    """
     modules: list[torch.nn.Module] = []
 
     def record(module: torch.nn.Module, _: object, returned: object) -> None:
@@ -270,7 +281,7 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
 
 
 def picked(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows; a device copies ranges of them, but would wait for a list of their numbers."""
+    """Return the given rows, copied as ranges: indexing a GPU tensor by a list would wait for the device."""
     starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
     ranges = zip(starts, [*starts[1:], len(rows)], strict=True)
     return torch.cat([hidden[rows[start] : rows[stop - 1] + 1] for start, stop in ranges])

@@ -1,7 +1,7 @@
-"""Model files on this machine and the Hugging Face hub, and fingerprints of weights.
+"""Finds model files on this machine, downloads them from the Hugging Face hub and computes fingerprints of weights.
 
-A fine-tune has its base's names, shapes and sizes, and may differ in a few matrices only. So a fingerprint samples the
-middle of every tensor, where an embedding's rows belong to tokens that occur.
+A fine-tune has its base's names, shapes and sizes and may differ in only a few matrices. A fingerprint therefore
+samples the middle of every tensor, where an embedding's rows belong to tokens in use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATUSES = {
 
 @contextmanager
 def hub_errors_worded(name: str, revision: str | None = None, file: str | None = None) -> Iterator[None]:
-    """Raise the hub library's errors as a ``ModelError``."""
+    """Convert errors of ``huggingface_hub`` in this block to a ``ModelError`` with advice."""
     try:
         yield
     except HdtoolError:
@@ -48,12 +48,12 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
-    """What was wrong and what to do, without the model's name."""
+    """Return what went wrong and what to do, without the model's name."""
     from huggingface_hub import errors
 
     causes = list(_causes(error))
     page = f"https://huggingface.co/{name}"
-    # The library may report that a file is not in the cache, and the answer of the hub as the cause.
+    # The library may report a file missing from the cache, with the hub's answer as the cause of the error.
     match next(
         (cause for cause in causes if isinstance(cause, (errors.HfHubHTTPError, errors.HFValidationError))), None
     ):
@@ -91,7 +91,7 @@ def _without_answer(causes: list[Exception]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[Exception]:
-    """An error and its causes."""
+    """Yield an error and its chain of causes."""
     cause: BaseException | None = error
     while isinstance(cause, Exception):
         yield cause
@@ -106,19 +106,19 @@ def _is_offline() -> bool:
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""A JSON object whose ``weight_map`` has the shard of each tensor."""
+"""Names of the JSON files whose ``weight_map`` has the shard of each tensor."""
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-"""Weights that are added to those of the model."""
+"""Files with adapter weights, which are added to the model's."""
 
 
 def weight_files(folder: Path) -> list[Path] | None:
-    """The files that hold the weights of the model in a folder; None if one is missing."""
+    """Return the files with the weights of a folder's model, including adapters; None if any are missing."""
     files = next(_complete(folder), None)
     return files and files + [folder / name for name in ADAPTERS if (folder / name).is_file()]
 
 
 def shards(folder: Path) -> list[str] | None:
-    """The names of the shards that an index in the folder lists; None without an index."""
+    """Return the names of the shards that the folder's index lists; None without a readable index."""
     for name in INDEXES:
         try:
             row = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -137,16 +137,16 @@ def _complete(folder: Path) -> Iterator[list[Path]]:
 
 
 CONFIGURATION = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
-"""Files beside the weights: settings, tokenizers, chat templates and code."""
+"""Patterns of files other than weights: settings, tokenizers, chat templates and code."""
 OTHER_FORMATS = ["onnx/*", "original/*", "coreml/*", "openvino/*", "runs/*"]
-"""Folders of repositories that transformers does not read."""
+"""Patterns of repository folders that transformers does not read."""
 SPARE = 1 << 26
-"""Bytes that stay free on the disk after a download."""
+"""Disk space in bytes to leave free after a download."""
 
 
-@cache  # a look-up asks the hub for the newest version
+@cache  # each lookup would ask the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """A model's folder in the hub's cache, after downloading what is missing."""
+    """Return a model's folder in the hub's cache; download missing files first."""
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -155,7 +155,7 @@ def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -
 
 
 def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the cache, without asking the hub."""
+    """Return a model's folder in the hub's cache without asking the hub; None if it isn't cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -168,7 +168,7 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
 
 @cache
 def file_of(repository: str, name: str, revision: str | None = None) -> Path:
-    """A repository's file in the cache, downloaded if missing."""
+    """Return the path of a repository's file in the hub's cache; download the file if missing."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors_worded(repository, revision, name), _progress(repository) as counted:
@@ -183,7 +183,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
         path = snapshot_download(
             name, revision=revision, allow_patterns=CONFIGURATION, ignore_patterns=OTHER_FORMATS, tqdm_class=_Silent
         )
-    except LocalEntryNotFoundError:  # of files that may not be needed
+    except LocalEntryNotFoundError:  # the missing files may not be needed
         if cached := cached_snapshot(name, revision):
             return cached
         raise
@@ -191,7 +191,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights for the cached snapshot in a folder."""
+    """Download the weights of the commit whose snapshot folder this is."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name
@@ -215,7 +215,7 @@ def _download_weights(name: str, folder: Path) -> None:
 
 
 def _forms(folder: Path) -> Iterator[list[str]]:
-    """The names of the files with weights, in the order in which transformers looks for them."""
+    """Yield alternative lists of weight files, in the order in which transformers looks for them."""
     adapters = list(ADAPTERS)
     if not (folder / INDEXES[0]).is_file():
         yield [SINGLE[0], *adapters]
@@ -234,7 +234,7 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
 
 
 class _Silent(tqdm):  # type: ignore[misc]
-    """A bar that is not shown, for downloads of a few kilobytes."""
+    """A progress bar that is never shown, for downloads of a few kilobytes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         options.pop("name", None)
@@ -243,7 +243,7 @@ class _Silent(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def _progress(name: str, size: int = 0) -> Iterator[type[tqdm[Any]]]:
-    """A class of bars for the library, which counts the bytes of all of them in one bar on standard error."""
+    """Yield a tqdm class for ``huggingface_hub`` whose instances all count their bytes in one bar on stderr."""
     with progress_bar(size, name, unit="B") as shown:
         yield _counting(shown)
 
@@ -253,7 +253,7 @@ def _counting(shown: ProgressBar) -> type[tqdm[Any]]:
 
     class Counting(_Silent):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Of what one process receives and writes, the library counts both; what is written is counted here.
+            # The library counts bytes twice, when received and when written; only written bytes are counted here.
             self._counts = options.get("unit") == "B" and not str(options.get("desc")).startswith("Downloading bytes")
             super().__init__(*arguments, **options)
 
@@ -270,27 +270,27 @@ def _counting(shown: ProgressBar) -> type[tqdm[Any]]:
 
 DIGITS = 16
 SAMPLED = 64
-"""Bytes of each tensor."""
+"""Number of bytes sampled from each tensor."""
 PLACES = 1024
-"""Positions at which a file of unknown format is sampled."""
+"""Number of positions at which a file of unknown format is sampled."""
 LARGEST_HEADER = 256 << 20
-"""Bytes of the header of a safetensors file."""
+"""Maximum size of a safetensors header in bytes."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A tensor with some bytes from its middle."""
+    """Metadata of a stored tensor, with some bytes from its middle."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     first: int
-    """The place of the first sampled number in the flat tensor."""
+    """Index of the first sampled element in the flattened tensor."""
     content: bytes
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Sixteen digits, equal for the same weights however they are spread over safetensors files."""
+    """Return a fingerprint of ``DIGITS`` hexadecimal digits, independent of how safetensors files are sharded."""
     digest = hashlib.sha256()
     for line in sorted(line for file in files for line in _lines(file)):
         digest.update(line)
@@ -298,7 +298,7 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 def samples(file: Path) -> Iterator[Sample]:
-    """The tensors of a safetensors file; a ``ModelError`` for a file that is none or was cut short."""
+    """Yield a sample of each tensor in a safetensors file; raise a ``ModelError`` if the file is damaged."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -338,10 +338,10 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _members(file: Path) -> Iterator[bytes]:
-    """What torch.save wrote: an uncompressed archive, whose directory has a checksum of each tensor."""
+    """Yield a line per member of a file from ``torch.save``, an archive whose directory has a checksum per tensor."""
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
-            name = member.filename.partition("/")[2]  # the first folder is called like the file
+            name = member.filename.partition("/")[2]  # the top folder is named after the file
             yield f"{file.name} {name} {member.file_size} {member.CRC:08x}\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""Loads a target and its tokenizer from a folder, a hub name or a GGUF file; errors say what to do."""
+"""Loads a target and its tokenizer from a folder, a hub name or a GGUF file."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
-"""How the names of tokenizers' files begin."""
+"""Prefixes of the names of tokenizer files."""
 NO_BLOCKS = (
     "--quantization {scheme} is for one process on a CPU that converts float16: leave it out, or take int8 or nf4, "
     "which libraries compute with"
 )
 CONFIG_FILES = ("config.json",)
-"""A folder without it holds no model."""
+"""Files without which a folder holds no model."""
 
 
 class Packed(NamedTuple):
-    """Weights of a model in blocks."""
+    """Describes where a model's weights are stored in blocks, and reads them."""
 
     folder: Path
-    """Has the settings of the model."""
+    """Folder with the model's configuration."""
     files: tuple[Path, ...]
-    """What the weights depend on beyond the folder."""
+    """Files outside of the folder that the weights depend on."""
     read: Callable[[], dict[str, torch.Tensor]]
 
 
@@ -94,10 +94,10 @@ class Loaded:
     target: Target
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
-    """Files the model was loaded from, by which its stores are found."""
+    """Checkpoint that the model was loaded from, by which its stores are found; None if unknown."""
 
     def guide(self, grammar: Grammar | None) -> Guide | None:
-        """The state of a new answer that must match a grammar; None for free text."""
+        """Return a guide that makes a new answer match the grammar; None without a grammar."""
         return self._compiler.guide(grammar) if grammar else None
 
     @cached_property
@@ -112,9 +112,9 @@ class Loaded:
         max_new_tokens: int,
         first: Sequence[LogitsProcessor] = (),
     ) -> tuple[Sampler, Container[int]]:
-        """The sampler and the stops of an answer, by the settings that ``generate`` would use.
+        """Return the sampler and the stops of an answer, with the settings that ``generate`` would use.
 
-        ``first`` are processors before those of the settings.
+        The logits processors ``first`` run before those of the settings.
         """
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
@@ -125,12 +125,15 @@ class Loaded:
 
     @property
     def stops(self) -> frozenset[int]:
-        """Tokens that end an answer: those of the model's generation settings, else its tokenizer's."""
+        """Token ids that end an answer, from the model's generation settings or else its tokenizer."""
         return ends_of(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
 def load(config: ModelConfig | str) -> Loaded:
-    """The model and tokenizer of a folder, a hub name or a GGUF file; the embedded demo when no name is given."""
+    """Load the model and tokenizer that a configuration or name selects; without a name, the embedded demo.
+
+    Raise an ``HdtoolError`` that says what to do if that fails.
+    """
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
     device = pick_device(config.device)
@@ -171,7 +174,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
 
 
 def _packed(config: ModelConfig, settings: Any) -> Packed | None:
-    """Location of a model's weights in blocks, or None if they aren't computed in blocks."""
+    """Return where a model's weights are stored in blocks, or None if they aren't used in blocks."""
     if scheme := config.quantization if config.quantization in BLOCKS else None:
         folder = _quantized(config, settings, scheme)
         return Packed(folder, (), lambda: read_quantized(folder))
@@ -188,7 +191,7 @@ def _packed(config: ModelConfig, settings: Any) -> Packed | None:
 
 
 def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
-    """The folder of a checkpoint's weights in blocks."""
+    """Return the folder with a checkpoint's weights in blocks; quantize the checkpoint if needed."""
     name = config.name
     if saved := library_of(settings):
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
@@ -207,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Where the proof of a model is kept; None for one that is proved at each start."""
+    """Return the record of a model's proof, or None if the model must be proved at each start."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -218,14 +221,14 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
         place = packed.folder if packed else place_of(config, CONFIG_FILES, weights=True)
         files = [file for file in place.iterdir() if file.is_file() and file.name not in (CONVERSION, QUANTIZED)]
         return KeptProof(config, settings, family, [*files, *(packed.files if packed else ())])
-    except (HdtoolError, KeyError, OSError):  # loading it raises an error that names the fault
+    except (HdtoolError, KeyError, OSError):  # loading the model raises an error that names the fault
         return None
 
 
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """The target of a model proved by an earlier process; if its results differ, drop the record and return None."""
+    """Load a model that an earlier process proved. If its results differ, delete the record and return None."""
     if proof is None:
         return None
     try:
@@ -246,7 +249,7 @@ def _proved_before(
                 return target
     except (HdtoolError, torch.OutOfMemoryError):
         raise
-    except Exception:  # a library that builds models in another way
+    except Exception:  # such as a version of transformers that builds models differently
         pass
     kept.forget()
     return None
@@ -289,13 +292,13 @@ def _proved_now(
 
 
 def _compute_in_int8(target: Target) -> None:
-    """Compute with activations in 8 bits, once compiled code was compared with the library's in float32."""
+    """Use 8-bit activations from now on; call this after compiled passes were proved in float32."""
     if target.compiled is None or not target.compiled.use_int8_activations():
         raise OptionError(NO_INT8)
 
 
 def load_part(config: ModelConfig) -> Target:
-    """The shard of a model for one of several processes; all processes load at the same time."""
+    """Load this process's shard of a model. All processes must load at the same time."""
     return _attempt(config.name, "a part of it", lambda: Target(_sharded_weights(config, load_settings(config)), never))
 
 
@@ -320,7 +323,7 @@ def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
 
 
 def load_stock(config: ModelConfig) -> PreTrainedModel:
-    """The unmodified model, for comparisons; its weights are those of ``load`` in float32 where they were rounded."""
+    """Load the unmodified model for comparisons; weights that ``load`` quantizes to blocks are expanded to float32."""
     settings = load_settings(config)
     model: PreTrainedModel
     if config.quantization in BLOCKS and (packed := _packed(config, settings)):
@@ -335,14 +338,14 @@ def load_stock(config: ModelConfig) -> PreTrainedModel:
 
 def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
     if config.quantization or library_of(settings):
-        # Loaded onto the device directly: libraries pack weights for the device.
+        # Loaded directly onto the device, because libraries pack weights for a specific device.
         return _weights(config, settings, device, device_map={"": str(device)})
     model = _weights(config, settings, device)
     return _attempt(config.name, f"on {device}", lambda: model.to(device))
 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, without the model."""
+    """Load a model's tokenizer without the model."""
     place = place_of(config, revision=revision)
     try:
         tokenizer: PreTrainedTokenizerBase = _attempt(
@@ -361,10 +364,10 @@ def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrain
 
 
 def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a model's answers, from its configuration files."""
+    """Return the token ids that end a model's answers, from its configuration files or else the tokenizer."""
     place = place_of(config)
     ends = None
-    for kind in (AutoConfig, GenerationConfig):  # the second one takes precedence
+    for kind in (AutoConfig, GenerationConfig):  # the second takes precedence
         with suppress(OSError, ValueError):
             settings = kind.from_pretrained(place, trust_remote_code=config.trust_remote_code)
             configured = getattr(settings, "eos_token_id", None)
@@ -373,14 +376,14 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
 
 
 def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end an answer, by a model's settings or else by its tokenizer."""
+    """Return the token ids that end an answer: ``ends`` from a model's settings or, if None, the tokenizer's."""
     if ends is None:
         ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def load_settings(config: ModelConfig) -> Any:
-    """A model's configuration, without the model."""
+    """Load a model's configuration without the model."""
     place, trust = place_of(config, CONFIG_FILES), config.trust_remote_code
 
     def read() -> Any:
@@ -434,7 +437,7 @@ def _set_generation(model: Any, config: ModelConfig) -> None:
 
 
 def _complete_model(loader: Any, place: Path, name: str, **options: Any) -> Any:
-    """The model; raise if the checkpoint lacks weights, which the library would initialize at random."""
+    """Load a model; raise if the checkpoint lacks weights, which transformers would initialize at random."""
     try:
         loaded = loader.from_pretrained(place, output_loading_info=True, **options)
     except ValueError as error:
@@ -470,7 +473,7 @@ def _listed(available: dict[str, int]) -> str:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """For auto: float32 on CPUs, which is exact, from weights kept in 16 bits; the checkpoint's dtype elsewhere."""
+    """Return the dtype to compute in. For "auto", that is float32 on a CPU, and elsewhere the checkpoint's dtype."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, wanted)
@@ -479,7 +482,7 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
 
 
 def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
-    """Run a loading step; convert errors of the libraries to a ModelError of one line."""
+    """Run a loading step; convert errors of the libraries to a one-line ``ModelError``."""
     try:
         return action()
     except HdtoolError:
@@ -491,7 +494,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """The first sentence of a library's error, or its usual cause."""
+    """Return the first sentence of a library's error, or the usual cause, with advice."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

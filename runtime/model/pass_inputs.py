@@ -1,6 +1,6 @@
-"""Inputs of a pass over draft trees: token ids, positions and tree-attention masks.
+"""Builds the inputs of passes over draft trees: token ids, positions and tree-attention masks.
 
-A step with fixed shapes has one buffer, sent to the device in a single copy.
+Steps with fixed shapes keep their inputs in one buffer, which is sent to the device in a single copy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """The attention window of the layers of one kind."""
+    """The attention window that layers of one kind share."""
 
     kind: str
-    """The name of this kind of layer in the model's configuration."""
+    """Name of this kind of layer in the model's configuration."""
     window: int | None = None
-    """Size of a sliding window, the query token included."""
+    """Size of the sliding window, including the query token; None if there is none."""
     chunk: int | None = None
-    """Size of the chunks of chunked attention."""
+    """Chunk size of chunked attention; None if it isn't used."""
 
     def sees_all(self, length: int) -> bool:
-        """True if a context of ``length`` tokens lies in the window as a whole."""
+        """Return True if a context of ``length`` tokens fits entirely into the window."""
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
     def visible(self, related: Any, query: Any, key: Any) -> Any:
-        """Which ``related`` key positions are in the window of which query positions, as arrays or tensors."""
+        """Restrict ``related``, which says what keys a query may read, to keys within the query's window.
+
+        Takes and returns arrays or tensors.
+        """
         if self.window is not None:
             related = related & (key[..., None, :] > query[..., None] - self.window)
         if self.chunk is not None:
@@ -47,15 +50,15 @@ class AttentionWindow:
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, HYBRID, HYBRID_SLIDING = "indexed_attention", "hybrid", "hybrid_sliding"
 WITHOUT_MASK = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
-"""Kinds of layers that read no mask of attention: recurrences, short convolutions, and those without either."""
+"""Kinds of layers that read no attention mask: recurrences, short convolutions and layers without attention."""
 UNMASKED: dict[str, torch.Tensor | None] = dict.fromkeys(("linear_attention", "conv"))
-"""What models find for these kinds among several masks."""
+"""Entries for these kinds in the masks of models with several kinds of layers."""
 ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
-"""Other names of kinds in the masks of some models: those of layers that also have a state, or an indexer."""
+"""Other names of a kind in some models' masks, for layers that also have a state or an indexer."""
 
 
 def windows_of(config: Any) -> list[AttentionWindow]:
-    """The attention windows of a model, from its configuration."""
+    """Return the attention windows that a model's configuration describes."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds:
@@ -72,15 +75,15 @@ def windows_of(config: Any) -> list[AttentionWindow]:
 
 
 class MaskBuffer:
-    """A reused float32 buffer for masks; columns of a fully visible context are never rewritten."""
+    """A reused float32 buffer for masks, in which the columns of a fully visible context are never rewritten."""
 
     def __init__(self) -> None:
         self._values = np.zeros((LARGEST_TREE + 1, 0), np.float32)
         self._last = 0, 0
-        """The number of rows and the context length of the last mask."""
+        """Number of rows and context length of the last mask."""
 
     def mask(self, parents: npt.NDArray[np.int32], length: int, mask_value: float) -> torch.Tensor:
-        """The mask of a tree ``[1, 1, rows, length + rows]``, valid until the next call."""
+        """Return a tree's mask ``[1, 1, rows, length + rows]``, valid until the next call."""
         rows = len(parents) + 1
         if self._values.shape[1] < length + rows:
             self._values, self._last = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32), (0, 0)
@@ -90,9 +93,9 @@ class MaskBuffer:
 
 
 class AttentionMasks:
-    """The additive masks of a model whose layers have these attention windows.
+    """Makes the additive masks of a model whose layers have these attention windows.
 
-    A model with one kind of layer gets one mask, a model with several kinds one for each.
+    A model with one kind of layer gets a single mask, a model with several kinds a mask per kind.
     """
 
     def __init__(self, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device) -> None:
@@ -102,9 +105,10 @@ class AttentionMasks:
         self._buffer = MaskBuffer()
 
     def of_tree(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
-        """The mask ``[1, 1, rows, length + rows]`` for the root and the nodes of a tree.
+        """Return the mask ``[1, 1, rows, length + rows]`` for the root and nodes of a tree.
 
-        If it may be ``reused``, it is valid until the next such call.
+        Return None if the only kind of layer needs no mask for a bare root. With ``reused``, the mask is valid until
+        the next such call.
         """
         is_bare = not len(tree) and all(window.sees_all(length + 1) for window in self._windows)
         if is_bare and len(self._windows) == 1:
@@ -116,16 +120,16 @@ class AttentionMasks:
         return self._of_each(lambda window: self._of_window(tree, length, window, buffer))
 
     def of_continuation(self, rows: int, length: int) -> Mask:
-        """The causal mask ``[1, 1, rows, length + rows]`` of ``rows`` tokens of a prompt after ``length`` kept ones."""
+        """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
         positions = torch.arange(length + rows).numpy()
         new = positions[length:]
         causal = positions <= new[:, None]
         return self._of_each(lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions))))
 
     def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
-        """The mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
+        """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
 
-        Trees are padded to the size of the largest. The logits of padding are unused, but a row must not be fully
+        Trees are padded to the size of the largest. The logits of padding rows are unused, but no row may be fully
         masked, so padding attends to the first token.
         """
         rows = max(map(len, trees)) + 1
@@ -150,10 +154,10 @@ class AttentionMasks:
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
     ) -> Mask:
-        """The mask ``[slots, 1, rows, extent]``, computed on the device from ancestor bit masks ``[slots, rows]``.
+        """Compute the mask ``[slots, 1, rows, extent]`` on the device, from ancestor bit masks ``[slots, rows]``.
 
-        Its shape does not depend on the ``length`` of the contexts. Padding rows attend to the context and the root, so
-        that no row is fully masked.
+        Its shape does not depend on the contexts' ``length``. Padding rows attend to the context and the root, so that
+        no row is fully masked.
         """
         columns = torch.arange(extent, device=length.device).expand(len(length), -1)
         place = columns - length[:, None]
@@ -200,7 +204,10 @@ def hide_non_ancestors(
     length: int,
     mask_value: float,
 ) -> None:
-    """Show the square of the last mask, ``shown`` rows from column ``start`` on, and hide in that of a new one."""
+    """Write a tree's mask at column ``length``, after making the last tree's square visible again.
+
+    That square has ``shown`` rows and begins at column ``start``.
+    """
     values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
     for row in range(rows):
@@ -218,7 +225,7 @@ def _fill_batch(
     lengths: npt.NDArray[np.int64],
     mask_value: float,
 ) -> None:
-    """Write the masks of several concatenated trees; padding sees only the first token."""
+    """Write the masks of several concatenated trees; padding rows see only the first token."""
     values[:] = mask_value
     values[:, :, 0] = 0.0
     first = 0
@@ -232,29 +239,29 @@ def _fill_batch(
 MOVES = MOST_DUE
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Header fields: context length; first position of a move, number of moved positions, and the positions."""
+"""Header fields: context length, first target position of a move, number of moved positions, and these positions."""
 
 
 class StepTensors(NamedTuple):
-    """The parts of the buffer on the device."""
+    """Views of the parts of the buffer on the device."""
 
     buffer: torch.Tensor
-    """``[slots, numbers]``"""
+    """The whole buffer, shape ``[slots, numbers]``."""
     length: torch.Tensor
-    """Length of the context, ``[slots]``."""
+    """Context lengths, shape ``[slots]``."""
     moved_to: torch.Tensor
-    """First position of the move, ``[slots]``."""
+    """First target position of each slot's move, shape ``[slots]``."""
     moved_from: torch.Tensor
-    """The moved positions, ``[slots, MOVES]``, padded with positions that stay."""
+    """Positions to move, shape ``[slots, MOVES]``, padded with positions that stay in place."""
     tokens: torch.Tensor
     positions: torch.Tensor
-    """``[slots, rows]``"""
+    """Position ids, shape ``[slots, rows]`` as for ``tokens``."""
     ancestor_mask: torch.Tensor
-    """``[slots, rows]``: a bit for each ancestor node of the row, itself included."""
+    """Bits of each row's ancestor nodes, itself included, shape ``[slots, rows]``."""
 
 
 class StepInput:
-    """The buffer on host and device. Padding rows repeat the root; their logits are not used."""
+    """The input buffer of steps, on host and device. Padding rows repeat the root; their logits are unused."""
 
     def __init__(self, device: torch.device, slots: int = 1) -> None:
         size = slots * (HEADER + 3 * (LARGEST_TREE + 1))
@@ -263,7 +270,7 @@ class StepInput:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write the tree of a slot after a context of ``length`` tokens, with nothing to move."""
+        """Write a slot's tree after a context of ``length`` tokens, without a move."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
@@ -289,7 +296,7 @@ class StepInput:
 
 
 class TreeInput:
-    """Token ids and positions of a pass over a tree, in reused tensors: each new one takes a call of torch."""
+    """Writes token ids and positions of trees into reused tensors, which saves torch calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
@@ -305,13 +312,13 @@ class TreeInput:
             self._buffer = buffer
 
     def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
+        """Return token ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
         ids, positions = self._numbers
         fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
         return self._shaped(1, len(tree) + 1)
 
     def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions of several trees, ``[trees, rows]``; smaller trees are padded with their roots."""
+        """Return token ids and positions ``[trees, rows]`` of several trees, each padded with its root."""
         rows = max(map(len, trees)) + 1
         self._make_room(len(trees))
         _fill_trees(
@@ -377,7 +384,7 @@ def _fill_trees(
     parents: npt.NDArray[np.int32],
     rows: int,
 ) -> None:
-    """``heads`` are the root, the number of nodes and the length of the context of each tree."""
+    """Write ids and positions of several trees; ``heads`` has each tree's root, number of nodes and context length."""
     first = 0
     for slot in range(len(heads)):
         root, nodes, length = heads[slot]

@@ -1,4 +1,4 @@
-"""Where and how precisely a model computes: its devices and its dtype."""
+"""Selects attention kernels, reports a model's devices and computes reference logits, also in higher precision."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
 
 
 def use_planless_attention(device: torch.device) -> None:
-    """Have torch choose attention kernels that run at any shape at once.
+    """Disable cuDNN's attention on CUDA devices.
 
-    cuDNN's attention makes a plan for each length of a prompt and each size of a tree, which takes tens of
-    milliseconds each time.
+    It plans for each new prompt length and tree size, which takes tens of milliseconds each time.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """The device of the model's input; for offloaded weights it is the execution device of their hook."""
+    """Return the device of the model's input; for offloaded weights, the execution device of their hook."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     execution = getattr(hook, "execution_device", None)
     return model.device if execution is None else torch.device(execution)
 
 
 def scattered(model: PreTrainedModel) -> str:
-    """Why the weights are not all on one device; empty if they are."""
+    """Return why the weights are not all on one device; an empty string if they are."""
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     if torch.device("meta") in places:
         return "some of its weights are loaded only when they are needed"
@@ -47,13 +46,13 @@ def scattered(model: PreTrainedModel) -> str:
 
 
 def require_accelerate(feature: str) -> None:
-    """Raise if accelerate, which transformers needs to place weights, is not installed."""
+    """Raise a ``ModelError`` if accelerate, which transformers needs to place weights, is not installed."""
     if not find_spec("accelerate"):
         raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")
 
 
 HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-"""The next dtype of much higher precision; float64 has none."""
+"""Next dtype of much higher precision; float64 has none."""
 
 
 @contextmanager
@@ -82,7 +81,7 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
 
 @torch.inference_mode()
 def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
-    """The logits after ``ids``, from one plain pass."""
+    """Return the logits after ``ids``, from one plain pass without a cache."""
     ids_of_pass = torch.tensor([ids], device=model.device)
     logits: torch.Tensor = model(ids_of_pass, use_cache=False, **last_logits_only(model)).logits[0, -1]
     return logits
@@ -90,7 +89,7 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """The logits of an answer from one pass per token, which differ from a single pass only by rounding."""
+    """Return the logits after an answer read token by token; they differ from a single pass only by rounding."""
     parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
     *_, last = passes(model, parts)
     logits: torch.Tensor = last.logits[0, -1]

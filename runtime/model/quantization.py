@@ -1,6 +1,6 @@
-"""Quantization schemes, the libraries they need, their layers, and checks that rows stay independent.
+"""Configures quantization libraries, refuses invalid options and checks that rows of a pass stay independent.
 
-Invalid combinations are refused before weights are read; the later proof of compiled code can also rule out int8
+Invalid combinations are refused before weights are read. The later proof of compiled passes may also rule out int8
 activations.
 """
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""Libraries for quantization on loading; checkpoints name their own."""
+"""Libraries that quantize while loading; quantized checkpoints name theirs."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
-"""Modules to import from the supported libraries."""
+"""Names of the modules to import, by library."""
 
 
 def library_of(settings: Any) -> str:
-    """The library that quantized a checkpoint, from its configuration; empty if none did."""
+    """Return the library that quantized a checkpoint, from its configuration; empty if it isn't quantized."""
     for part in (settings, settings.get_text_config(decoder=True)):
         config_: Any = getattr(part, "quantization_config", None)
         if config_ is not None:
             config_ = config_ if isinstance(config_, dict) else config_.to_dict()
-            method = config_.get("quant_method") or "bitsandbytes"  # old ones say load_in_8bit alone
+            method = config_.get("quant_method") or "bitsandbytes"  # old checkpoints only have load_in_8bit
             return str(getattr(method, "value", method))
     return ""
 
 
 def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
-    """Raise if a quantization cannot be applied or loaded, before weights are read."""
+    """Raise if the quantization cannot be applied or a required library is missing, before weights are read."""
     saved = library_of(settings)
     if scheme and saved:
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
@@ -62,7 +62,7 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """The configuration for transformers: weight-only schemes, which keep the rows of a pass independent."""
+    """Return the configuration for transformers. Schemes are weight-only, which keeps a pass's rows independent."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if scheme == "nf4":
@@ -73,14 +73,17 @@ def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
 
 
 NEIGHBOR_SCALE = 100.0
-"""Perturbation scale of the row-independence test."""
+"""Factor by which the added row is larger than the tested one in the check for row independence."""
 DEPENDENCE_TOLERANCE = 1e-2
-"""Relative change of a row that another row may cause: several times the rounding of bfloat16, less than the 1.2 to
-1.9 % that shared outliers cause in LLM.int8(), and far less than a shared scale causes."""
+"""Maximum relative change of a row that another row may cause.
+
+It is several times the rounding error of bfloat16, but less than the 1.2 to 1.9 % that shared outliers cause in
+LLM.int8(), and far less than the effect of a shared scale.
+"""
 
 
 def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a weight: itself, or those inside a library's tensor subclass."""
+    """Return the tensors of a weight: the weight itself, or the parts of a library's tensor subclass."""
     if type(weight).__module__.startswith("torch.") or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -88,7 +91,7 @@ def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
-    """The layers with quantized weights, by name."""
+    """Return the layers with quantized weights, by name."""
     # Some libraries store their weights under other names.
     named = "weight" if getattr(model.config, "quantization_config", None) is None else "in_features"
     return {
@@ -100,7 +103,7 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
 
 @torch.inference_mode()
 def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise if the output of a row depends on other rows of the pass, as with one activation scale per tensor.
+    """Raise a ``FamilyError`` if a row's output depends on other rows, as with one activation scale per tensor.
 
     The logits of a token would then depend on the drafts in the tree.
     """
@@ -114,11 +117,11 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """Relative change of a row's output when another row is added to the pass."""
+    """Return the relative change of a row's output when another row is added to the pass."""
     places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
     place = places[0] if places and places[0].type != "meta" else device
     row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
-    row[0] = 5.0  # coarsens the quantization of the others without being an outlier
+    row[0] = 5.0  # coarsens the quantization of the other values without being an outlier
     rows = torch.stack([row, NEIGHBOR_SCALE * row.flip(0)]).to(dtype)
     alone, with_neighbor = layer(rows[None, :1])[0, 0].double(), layer(rows[None])[0, 0].double()
     return float((with_neighbor - alone).norm() / alone.norm().clamp_min(1e-12))
@@ -126,10 +129,10 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
 
 @torch.inference_mode()
 def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
-    """Measure the rounding of a model's logits, in standard deviations; print a note if it is large.
+    """Return the rounding error of a model's logits in standard deviations; print a note if it is large.
 
-    ``at_once`` are the logits of ``paths``, each read in one pass. Read token by token they differ by rounding only,
-    which is larger than the dtype suggests if layers quantize their input.
+    ``at_once`` are the logits of ``paths``, each read in one pass. Token by token, they differ only by rounding, which
+    exceeds what the dtype suggests if layers quantize their input.
     """
     logits = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
     rounding = distances(torch.stack(logits, dim=1), at_once).max().item()
@@ -146,8 +149,8 @@ class RowByRow:
     """Makes the 8-bit layers of bitsandbytes compute each row of a pass as if it were alone.
 
     LLM.int8() multiplies an input column in higher precision if any row of the pass has an outlier there, so drafts
-    would affect the rounding of other rows. A row alone has only its own outliers in higher precision. So outliers
-    are removed before the layer, and their contribution is added to its output.
+    would affect the rounding of other rows. Hooks therefore remove each row's outliers before the layer and add their
+    contribution to its output.
     """
 
     def __init__(self, model: Module) -> None:
@@ -159,7 +162,7 @@ class RowByRow:
 
     @property
     def reason(self) -> str:
-        """Why steps can't be captured, if the model has such layers."""
+        """Why steps cannot be captured; empty if the model has no such layers."""
         return "its 8-bit layers look for outliers in each pass" if self.layers else ""
 
     def release(self) -> None:
@@ -169,7 +172,7 @@ class RowByRow:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Enable it within the context; outside, as for prompts, layers compute as in ``generate``."""
+        """Compute row by row in this block; outside, as for prompts, layers compute as in ``generate``."""
         self._on = True
         try:
             yield
@@ -181,7 +184,7 @@ class RowByRow:
         rows = arguments[0]
         if not self._on or rows.numel() == rows.shape[-1]:
             return None
-        outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the criterion of the layer itself
+        outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the layer's own criterion
         if not outliers.any():
             return None
         self._taken_out = rows.masked_fill(~outliers, 0)
@@ -197,7 +200,7 @@ class RowByRow:
 
 
 def _looks_for_outliers(layer: Any) -> bool:
-    library = sys.modules.get("bitsandbytes")  # loaded if the model has such layers
+    library = sys.modules.get("bitsandbytes")  # already imported if the model has such layers
     return library is not None and isinstance(layer, library.nn.Linear8bitLt) and layer.state.threshold > 0
 
 
@@ -210,7 +213,7 @@ TORCHAO = "torchao"
 
 
 def refuse_by_file(config: ModelConfig) -> None:
-    """Raise for options, and for a GGUF file by its header."""
+    """Raise an ``OptionError`` if options or the GGUF file's header rule out int8 activations."""
     if not config.fused_layers or config.attn_implementation or config.dtype != "auto":
         raise OptionError(NO_INT8)
     if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:
@@ -224,7 +227,7 @@ def refuse_by_file(config: ModelConfig) -> None:
 
 
 def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
-    """Raise for a model by its configuration."""
+    """Raise an ``OptionError`` if the model's configuration rules out int8 activations."""
     packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)
     if not packed:
         raise OptionError(

@@ -1,7 +1,7 @@
-"""A checkpoint quantized to Q8_0 or Q4_0 blocks in hdtool's home: made once, and found by its content.
+"""Quantizes checkpoints to Q8_0 or Q4_0 blocks in hdtool's home, once per content.
 
-Linear layers and embeddings are quantized, everything else stays. Embeddings and the output layer use Q8_0 with either
-scheme: their error reaches every logit.
+Only linear layers and embeddings are quantized. Embeddings and the output layer use Q8_0 with either scheme, because
+their error reaches every logit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FORMAT = 1
 KEYS = ("scheme", "sha256", "fingerprint", "transformers", "files", "kinds", "seen")
 MOST_SEEN = 16
 Sources = tuple[Signature, ...]
-"""The files of a checkpoint."""
+"""Signatures of a checkpoint's files."""
 
 
 class KeptFile(NamedTuple):
-    """A file of the folder: its hash and file status, which shows later writes."""
+    """Hash of a file in the folder, and its status, which shows later writes."""
 
     sha256: str
     bytes: int
@@ -65,21 +65,21 @@ class KeptFile(NamedTuple):
 class QuantizedManifest:
     scheme: str
     sha256: str
-    """SHA-256 of the checkpoint."""
+    """SHA-256 over the hashes of the checkpoint's files."""
     fingerprint: str
     """Fingerprint of the checkpoint, by which stores are found."""
     transformers: str
-    """The version that read the checkpoint."""
+    """Version of transformers that read the checkpoint."""
     files: dict[str, KeptFile]
     kinds: dict[str, str]
-    """The format of each weight in blocks."""
+    """Block format of each quantized weight, by name."""
     seen: tuple[Sources, ...] = ()
-    """Files known to have this content."""
+    """Groups of source files known to have this content."""
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> QuantizedManifest | None:
-        """The manifest of a folder; None without one that is whole."""
+        """Return the manifest of a folder, or None if it is missing, damaged or of another format."""
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(tuple(Signature(**fields) for fields in sources) for sources in row.pop("seen"))
@@ -93,7 +93,7 @@ class QuantizedManifest:
         return self.scheme == scheme and self.transformers == metadata.version("transformers")
 
     def is_whole(self, folder: Path) -> bool:
-        """True if all files exist with their content."""
+        """Return True if all files exist with their recorded content."""
         try:
             return all(file.is_at(folder / name) for name, file in self.files.items())
         except OSError:
@@ -105,7 +105,7 @@ class QuantizedManifest:
         return replace(self, seen=(*others, sources)[-MOST_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
-        """The manifest with the current status of a folder's known files."""
+        """Return the manifest with the current status of the files in ``folder``."""
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
@@ -115,14 +115,14 @@ class QuantizedManifest:
 
 
 def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
-    """The folders of all quantized models, with their manifests."""
+    """Yield the folder and the manifest of each quantized model in hdtool's home."""
     for place in quantized_models_at_home().glob(f"[!.]*/{MANIFEST}"):
         if manifest := QuantizedManifest.read(place.parent):
             yield place.parent, manifest
 
 
 def remove(folder: Path) -> None:
-    """Delete the files of a quantized model, the manifest first, and the folder if nothing else is in it."""
+    """Delete a quantized model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
     manifest = QuantizedManifest.read(folder)
     with suppress(OSError):
         (folder / MANIFEST).unlink()
@@ -132,7 +132,10 @@ def remove(folder: Path) -> None:
 
 
 def remove_quantized(folder: Path) -> None:
-    """Delete a quantized model; it is made again when it is needed."""
+    """Delete a quantized model; the next load quantizes its checkpoint again.
+
+    Raise a ``ModelError`` if another process is quantizing to the folder.
+    """
     with file_lock(lock_path(folder), ModelError(f"another process quantizes to {folder}: wait for it")):
         remove(folder)
     lock_path(folder).unlink(missing_ok=True)
@@ -142,13 +145,13 @@ SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
 BLOCKS = "blocks.safetensors"
 DIGITS = 16
 SPARE = 1 << 26
-"""Bytes that stay free on the disk."""
+"""Disk space in bytes to leave free."""
 
 
 def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
-    """The folder of a checkpoint's weights in blocks, which are made if they are not there.
+    """Return the folder with a checkpoint's weights in blocks; quantize the checkpoint if needed.
 
-    ``files`` are all that the weights depend on, and ``load`` loads the model.
+    ``files`` are all files that the weights depend on; ``load`` loads the model.
     """
     sources = tuple(map(Signature.of, files))
     for folder, manifest in quantized_manifests():
@@ -162,7 +165,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
     busy = ModelError(f"another process quantizes {name}")
     with os_errors_as(ModelError, f"{name} cannot be quantized to {folder}", advice), folder_lock(folder, busy):
         remove_unfinished(folder)
-        quantized = QuantizedManifest.read(folder)  # another process may have made it while this one waited
+        quantized = QuantizedManifest.read(folder)  # another process may have written it meanwhile
         if quantized is None or not quantized.is_whole(folder):
             again = ", as files of it were damaged" if folder.is_dir() else ", once"
             print(f"note: quantizing {name} to {SCHEMES[scheme].name} in {folder}{again}", file=sys.stderr)
@@ -173,14 +176,14 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
 
 
 def _remember(manifest: QuantizedManifest, folder: Path) -> None:
-    """Update the manifest with what is known of the files; if it can't be written, hashes are recomputed each time."""
+    """Write the manifest with the files' current status, so that they needn't be hashed again; ignore failures."""
     with suppress(OSError, ModelError):
         if (current := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
             current.write(folder)
 
 
 def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model by name, those in blocks mapped from their file."""
+    """Return a model's weights by name; weights in blocks are memory-mapped."""
     manifest = QuantizedManifest.read(folder)
     try:
         assert manifest
@@ -205,7 +208,7 @@ def _key(scheme: str, digest: str) -> str:
 def _make(
     model: Any, name: str, scheme: str, folder: Path, digest: str, sources: Sources, files: Sequence[Path]
 ) -> QuantizedManifest:
-    """Write a model's weights to a folder; its lock is held."""
+    """Quantize a model and write it to a folder. The caller must hold the folder's lock."""
     blocks, kinds, rest, kept = _quantized_weights(model, SCHEMES[scheme].name)
     if kept:
         total = len(kept) + len(kinds)
@@ -222,7 +225,7 @@ def _make(
         model.generation_config.save_pretrained(place)
         written = list(place.iterdir())
         for file in written:
-            shutil.copymode(place / "config.json", file)  # the library gives it to its owner alone
+            shutil.copymode(place / "config.json", file)  # safetensors makes files that only their owner can read
             sync_to_disk(file)
         weights = [file for file in files if file.suffix != ".json"]
         manifest = QuantizedManifest(
@@ -249,15 +252,15 @@ def _make(
 def _quantized_weights(
     model: Any, kind: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor], list[str]]:
-    """The blocks of a model's weights, the formats of these, all other weights, and the matrices among these.
+    """Return a model's blocks, their formats, all other weights, and the names of matrices that could not be quantized.
 
-    The model's own weights are given up one by one.
+    To save memory, each weight of the model is freed once it is quantized.
     """
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     places = {id(weight): places for places, weight in weight_places(model)}
     blocks, kinds, rest, kept, seen = {}, dict[str, str](), {}, list[str](), set[int]()
     for name, weight in model.state_dict(keep_vars=True).items():
-        if id(weight) in seen:  # a tied one
+        if id(weight) in seen:  # a tied weight
             continue
         seen.add(id(weight))
         if weight.dim() == 2 and id(weight) in places and all(map(_is_matrix, places[id(weight)])):
@@ -290,12 +293,12 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     try:
         save_file(tensors, file)
-    except SafetensorError as error:  # of a full disk, among others
+    except SafetensorError as error:  # such as a full disk
         raise OSError(0, " ".join(str(error).split())) from error
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete what was made from the checkpoint's earlier contents."""
+    """Delete models quantized from the checkpoint's earlier contents, unless other files still have that content."""
     paths = [source.path for source in sources]
     for other_folder, manifest in quantized_manifests():
         held = any(all(file.holds for file in seen) for seen in manifest.seen)

@@ -1,8 +1,8 @@
-"""Steps with fixed shapes, captured once (as a CUDA graph) and then replayed.
+"""Captures steps with fixed shapes once (as CUDA graphs) and replays them.
 
-A step moves the accepted paths' cache positions, verifies a tree in each of the first slots and computes the arg-max at
-each node. There is one captured step per number of slots and tree size and, if its pass reads a fixed number of
-positions, per cache extent.
+A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
+at each node. There is one captured step per number of slots and tree size and, if the pass reads a fixed number of
+cache positions, per extent.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 WARM_UPS = 1
-"""Runs before a capture: compilation and lazy initialization of libraries cannot be captured."""
+"""Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
 
 FIRST_THAT_RECOVERS = 2, 12
-"""Releases of torch before this one cannot capture after a capture that failed (pytorch/pytorch#180395)."""
+"""First torch release that can capture again after a failed capture (pytorch/pytorch#180395)."""
 
 Run = Callable[[], None]
 
 
 class Capture(Protocol):
-    """Captures runs so that they can be replayed on the same tensors."""
+    """Captures functions so that they can be replayed on the same tensors."""
 
     def record(self, run: Run) -> Run:
         """Return a function that replays ``run``; capturing may call ``run`` any number of times."""
         ...
 
     def reset(self) -> None:
-        """Release everything captured so far; it isn't replayed again."""
+        """Release everything captured so far; it must not be replayed again."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one memory pool, which is little larger than that of the largest graph.
+    """Captures CUDA graphs that share a memory pool, which is little larger than the largest graph needs.
 
     Sharing is safe because nothing in the pool is read after the next replay has started.
     """
@@ -55,8 +55,8 @@ class CudaGraphs:
         self._device = device
         self._side = torch.cuda.Stream(device)
         self.reset()
-        # The first capture of a process makes the seed tensor of the device's generator. Made under inference mode, it
-        # would fail every later capture outside of it, such as those of a compiled `generate`.
+        # The first capture of a process creates the seed tensor of the device's generator. If it were created in
+        # inference mode, every later capture outside of that mode would fail, such as that of a compiled `generate`.
         with torch.inference_mode(False):
             number = torch.zeros(1, device=device)
 
@@ -79,25 +79,25 @@ class CudaGraphs:
             finally:
                 main.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
-            # A workspace from before the capture would be freed or used by others while graphs still write to it; one
-            # that is allocated during the capture lies in the pool of the graphs.
+            # A cuBLAS workspace from before the capture could be freed or used elsewhere while graphs still write to
+            # it; one that is allocated during the capture belongs to the graphs' pool.
             clear_cublas_workspaces()
             try:
-                # Other threads may use the device meanwhile.
+                # Thread-local, so that other threads may use the device meanwhile.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                     run()
             finally:
-                torch.cuda.set_stream(main)  # a capture that fails at its end leaves the side stream current
+                torch.cuda.set_stream(main)  # a capture that fails as it ends leaves the side stream current
                 clear_cublas_workspaces()
         return graph.replay
 
     def reset(self) -> None:
-        # A pool and its handle end with the last of its graphs.
+        # A pool and its handle become invalid with the last of its graphs.
         self._pool = torch.cuda.graph_pool_handle()
 
 
 class DeviceClock:
-    """Measures work on a device, independently of the host."""
+    """Measures the duration of work on a device: with events on CUDA, with the host's clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -117,7 +117,7 @@ class DeviceClock:
             self._times[which] = time.perf_counter()
 
     def seconds(self) -> float:
-        """Wait for the device to arrive at ``stop``; the seconds since ``start``."""
+        """Wait until the device has reached ``stop``; return the seconds since ``start``."""
         if not self._events:
             return self._times[1] - self._times[0]
         self._events[1].synchronize()
@@ -125,16 +125,16 @@ class DeviceClock:
 
 
 def recovers() -> bool:
-    """True if torch can capture again after a capture that failed."""
+    """Return True if torch can capture again after a failed capture."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= FIRST_THAT_RECOVERS
 
 
 @contextmanager
 def refused_waits() -> Iterator[None]:
-    """In this block, operations that wait for the device raise, as none of them can be captured.
+    """Make operations that synchronize with the device raise in this block, since they cannot be captured.
 
-    This holds for all threads: another one that waits meanwhile raises, too.
+    This affects all threads: operations of other threads raise as well.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -145,16 +145,16 @@ def refused_waits() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates them again."""
+    """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates a new one."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]
-"""Makes a Capture for a device; None if steps are not captured and have the shape of their tree."""
+"""Returns a ``Capture`` for a device, or None if steps are not captured and take the shape of their tree."""
 
 
 def by_device(device: torch.device) -> Capture | None:
-    """CUDA graphs on CUDA devices; elsewhere steps without padding are faster."""
+    """Return ``CudaGraphs`` on CUDA devices, otherwise None: elsewhere steps without padding are faster."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -163,60 +163,60 @@ def never(device: torch.device) -> Capture | None:
 
 
 SHORTEST_EXTENT = 512
-"""The smallest number of cache positions read; larger ones are this times a power of two, or halfway between two."""
+"""Smallest extent in cache positions. Larger ones are this times a power of two, or halfway between two of these."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
-"""Rows of a captured step for one slot. Matmuls use tiles of 64 rows: one more row starts another tile."""
+"""Numbers of rows per slot of captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
-"""Sizes that are captured before an answer needs them. Budgets choose no larger ones."""
+"""Sizes that are captured before an answer needs them; budgets don't choose larger ones."""
 
 
 class StepOutput(NamedTuple):
-    """What a pass gives, on the device."""
+    """The outputs of a pass, on the device."""
 
     logits: torch.Tensor
-    """``[slots * rows, vocabulary]``"""
+    """Shape ``[slots * rows, vocabulary]``."""
     hidden: torch.Tensor | None
-    """``[slots, rows, width]``; None if hidden states are not watched."""
+    """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
     states: StatesOfTree | None = None
     """States of recurrent layers after each row."""
 
 
 class StepPass(Protocol):
-    """A pass over trees in fixed shapes."""
+    """A pass over trees with fixed shapes."""
 
     reads_extent: bool
-    """True if it reads a fixed number of positions, whatever the length of the contexts."""
+    """True if the pass reads a fixed number of positions, whatever the context lengths."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        """Move the positions that are due, and verify the trees; neither waits for the device nor depends on values."""
+        """Make pending moves and verify the trees, without synchronization or control flow that depends on values."""
         ...
 
 
 class StaticSteps:
-    """The captured steps of one model."""
+    """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """``reserved`` is the number of positions that a cache takes at once, where no pass reads an extent of it."""
+        """Capture passes of ``used``. If it reads no fixed extent, caches allocate ``reserved`` positions at once."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
-        """By the memory of the cache; then by slots, rows and extent."""
+        """Captured steps by cache storage, then by slots, rows and extent."""
         self._buffers: dict[int, _Buffers] = {}
-        """By the number of slots that they have room for: a power of two, since each has logits of all its rows."""
+        """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
 
     def use(self, used: StepPass) -> None:
-        """Capture this pass from now on."""
+        """Replace the pass to capture, and release all captured steps."""
         self._pass = used
         self.forget()
 
     def forget(self) -> None:
-        """Capture all steps again."""
+        """Release all captured steps; each is captured again when next used."""
         self._steps.clear()
         self._buffers.clear()
         self._capture.reset()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """The capacity for each of some sequences: one of few values, so that captured steps remain valid."""
+        """Return the capacity per slot for ``needed`` positions: one of few values, so that steps can be reused."""
         capacity = SHORTEST_EXTENT
         while capacity < needed:
             capacity *= 2
@@ -225,23 +225,23 @@ class StaticSteps:
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps of one slot now, so that no answer waits for it.
+        """Capture the steps for one slot ahead of time, so that no answer waits for them.
 
-        Steps that read an extent are captured when first used, as there is one for each extent.
+        Steps that read a fixed extent are captured when first used, since there is one per extent.
         """
         for rows in () if self._pass.reads_extent else RECORDED:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
-        """Wait for the last step's logits and arg-max; return the seconds it took."""
+        """Wait for the last step's logits and argmax; return the seconds it took."""
         return self._clock.seconds()
 
     def prepared(
         self, cache: Cache, trees: Sequence[DraftTree], want: PassOptions = LOGITS_ONLY
     ) -> Callable[[], list[Verified]]:
-        """Return the function that starts the verification of trees; capture the step first if its shape is new.
+        """Return a function that starts to verify the trees; capture the step first if its shape is new.
 
-        The step makes the moves that are due in the cache. Rankings and the logits of roots come to the host if wanted.
+        The step makes the cache's pending moves. ``want`` says whether rankings and root logits are copied to the host.
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -257,7 +257,7 @@ class StaticSteps:
         steps = self._steps.setdefault(cache.storage, {})
         shape = len(trees), rows, extent
         if shape not in steps:
-            for slot in slots:  # capturing runs the step, which writes to the positions of the accepted path
+            for slot in slots:  # capturing runs the step, which would overwrite the accepted path
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
             steps[shape] = self._captured(buffers, cache.storage, *shape)
@@ -295,34 +295,33 @@ class StaticSteps:
 
 
 class _Step:
-    """A captured step."""
+    """A captured step, and the states it writes."""
 
     run: Run
     states: StatesOfTree | None = None
-    """In memory that each replay writes to."""
+    """Recurrent states after each row, which each replay overwrites."""
 
 
 class _Buffers:
-    """Input and output buffers of steps over up to a number of slots, at fixed addresses."""
+    """Input and output buffers at fixed addresses, for steps over up to ``slots`` slots."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
         words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
         self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
-        """What goes to the host in one copy, which must be of one block.
+        """Results that are copied to the host together, hence in one contiguous tensor.
 
-        It begins with the arg-max of each row, whether each of these logits is finite, and rankings: tokens, then
-        logits.
+        First the argmax of each row, then whether its logit is finite, then the rankings: tokens and their logits.
         """
         self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         self._roots: torch.Tensor | None = None
-        """The logits of the root of each slot, on the host."""
+        """Logits of each slot's root, on the host."""
 
     def write(self, output: StepOutput) -> None:
-        """Keep the outcome of a pass; the first one tells its shapes."""
+        """Copy a pass's outputs to the buffers, which the first call allocates."""
         logits, hidden, _ = output
         if self._logits is None:
             self._logits = logits.new_zeros((self._rows, logits.shape[1]))
@@ -337,10 +336,10 @@ class _Buffers:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
     def received(self, slots: int, rows: int, want: PassOptions) -> Callable[[int, int], Verified]:
-        """Send the outcome of so many rows in each slot to the host; the function gives some of them.
+        """Start copying the results to the host; return a function that selects rows of them.
 
-        Ranking is no part of the captured step, of which there would be one for each number of tokens. The host
-        launches its few kernels while the device computes the pass.
+        Rankings are not part of the captured step, which would then be needed for each number of ranked tokens. The
+        host launches their few kernels while the device computes the pass.
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
@@ -356,7 +355,7 @@ class _Buffers:
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
-            # A copy: the next replay overwrites the buffer.
+            # Cloned, because the next replay overwrites the buffer.
             hidden = self._hidden[used].clone() if self._hidden is not None else None
             of_ranks = (ranked[used], scores[used]) if k else None
             root = None if roots is None else roots[first // rows]
@@ -376,13 +375,13 @@ class _Buffers:
 
 
 def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens and the logits of rankings in an outcome, ``[rows, most]``."""
+    """Return views of the ranked tokens and their logits in ``outcome``, shape ``[rows, k]``."""
     tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
     return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
 
 
 def extent_for(rows: int) -> int:
-    """The smallest extent with at least this many positions."""
+    """Return the smallest extent with at least ``rows`` positions."""
     extent = SHORTEST_EXTENT
     while extent < rows:
         if extent * 3 // 2 >= rows:

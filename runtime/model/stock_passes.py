@@ -1,4 +1,4 @@
-"""Passes by the library's own code over prompts and draft trees, and over chains with any kind of cache."""
+"""Runs passes with transformers' own code over prompts and draft trees, and over chains with any kind of cache."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ if TYPE_CHECKING:
 
 
 class CompiledPasses(Protocol):
-    """Passes of one model; each method returns None for a pass that the model's own code computes."""
+    """Compiled passes of one model. A method returns None for a pass that the model's own code must compute."""
 
     is_current: bool
-    """True if the model was the compiled one when the last prompt was read."""
+    """True if the model matched the compiled passes when the last prompt was read."""
 
     def check(self, *, again: bool = True) -> None:
-        """Before a prompt is read, find out whether the model is the compiled one; ``again`` if it may have changed."""
+        """Update ``is_current`` before a prompt is read; ``again`` is True if the model may have changed."""
         ...
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Give hidden states in each pass from now on, and behind them the outputs of these layers.
+        """Return hidden states from each pass from now on, followed by the outputs of these layers.
 
-        The hooks that watch the model by now belong to it.
+        Hooks that record hidden states by now count as part of the model.
         """
         ...
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one.
 
-        If this returns None, the slot may have some of the tokens.
+        If this returns None, the slot may already have some of the tokens.
         """
         ...
 
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify a tree in each of the first slots."""
+        """Verify one tree in each of the first slots, all in one pass."""
         ...
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in one slot of several."""
+        """Verify a tree in one of several slots."""
         ...
 
     def use_int8_activations(self) -> bool:
-        """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights."""
+        """Quantize activations to 8 bits in matmuls with packed weights from now on; return True if there are any."""
         ...
 
     @property
     def pads(self) -> bool:
-        """True if trees that are verified in one pass are padded to the largest."""
+        """True if trees that are verified together are padded to the largest."""
         ...
 
     @property
@@ -84,7 +84,7 @@ NOTHING = nullcontext()
 
 
 class StockPasses:
-    """Passes of one model, and their timings."""
+    """Runs and times passes of one model with its own code."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -95,21 +95,21 @@ class StockPasses:
         self._switch = rotary_switch(self.config)
         self.masks = AttentionMasks(self.windows, self.dtype, self.device)
         self.last_only = last_logits_only(model)
-        """The option of a pass that computes the last logits alone."""
+        """Option that makes a pass compute only the last token's logits."""
         self._last_of_all = last_logits_of_all_rows(model)
         self.row_by_row = RowByRow(model)
         self.hidden = HiddenStates()
         self.cache_name = cache_name(model) or ""
-        """Noted at first: a `forward` that wraps the model's need not name its arguments."""
+        """Name of the cache argument, read once because a wrapper of ``forward`` need not name its arguments."""
         self.recurrent: RecurrentLayers | None = None
-        """What computes recurrent layers over trees, if the model has any."""
+        """Runs recurrent layers over trees, if the model has any."""
         self.takes_positions, self.takes_mask = takes(model, "position_ids"), takes(model, "attention_mask")
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
-        """Read tokens after those of a slot; the logits ``[1, vocabulary]`` after the last one."""
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one."""
         first = slot.length
-        # For a whole prompt, the model makes its own mask or uses a causal kernel.
+        # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
         mask = self.masks.of_continuation(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         slot.begin_reading()
@@ -120,18 +120,18 @@ class StockPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify one tree in each of the first slots."""
+        """Verify one tree in each of the first slots, in one pass if their rotary factors agree."""
         slots = cache.slots[: len(trees)]
         if len(trees) == 1 or self._have_other_factors(slots):
             return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
         return self._verify_together(cache, trees)
 
     def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
-        """True if slots are on both sides of the length at which rotary factors change."""
+        """Return True if slots are on different sides of the length at which rotary factors change."""
         return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
-        """Verify a tree in one slot."""
+        """Verify a tree in a single slot."""
         mask = self.masks.of_tree(tree, slot.length, reused=True)
         with self._over([tree], [slot], slot.states, slot.kv):
             logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
@@ -158,7 +158,7 @@ class StockPasses:
     def _over(
         self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
     ) -> Iterator[None]:
-        """Compute recurrent layers over trees in this block; the slots take the states after their rows."""
+        """Compute recurrent layers over trees in this block; afterwards give each slot the states after its rows."""
         if self.recurrent is None or states is None:
             yield
             return
@@ -175,7 +175,7 @@ class StockPasses:
         cache: LibraryCache,
         **options: Any,
     ) -> torch.Tensor:
-        """One pass of the model: logits ``[batch, tokens, vocabulary]``."""
+        """Run a pass over lists of token ids; return logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
         return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
 
@@ -187,7 +187,7 @@ class StockPasses:
         cache: LibraryCache,
         **options: Any,
     ) -> torch.Tensor:
-        """One pass of the model over ids that are on its device: logits ``[batch, tokens, vocabulary]``."""
+        """Run a pass over token ids on the model's device; return logits ``[batch, tokens, vocabulary]``."""
         logits: torch.Tensor = self.call(ids, positions, mask, cache, **options).logits
         return logits
 
@@ -199,7 +199,7 @@ class StockPasses:
         cache: LibraryCache | None,
         **options: Any,
     ) -> Any:
-        """One pass of the model over ids that are on its device: all that it returns."""
+        """Run and time a pass over token ids on the model's device; return the model's output."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
             started = time.perf_counter()
             options_: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
@@ -213,12 +213,17 @@ class StockPasses:
 
 
 MOST_WAITING = 12
-"""Maximum accepted tokens a pass rereads together with drafts; with more, it verifies none, so that its cache is surely
-kept."""
+"""Maximum number of accepted tokens that a pass reads again together with drafts.
+
+If more are waiting, the pass verifies no drafts, so that its cache is kept for certain.
+"""
 
 
 class ReplayPasses:
-    """Passes over chains, for a model that cannot verify trees: each first rereads what its cache lacks."""
+    """Passes over chains, for a model that cannot verify trees.
+
+    Each pass first reads the accepted tokens that the slot's cache lacks.
+    """
 
     def __init__(self, stock: StockPasses, shared: frozenset[Place]) -> None:
         self._stock, self._shared = stock, shared
@@ -228,7 +233,7 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int) -> Verified:
-        """Read tokens after the first ``start`` ones of a slot."""
+        """Read tokens into a slot after its first ``start`` tokens; return the last token's logits."""
         held = _slot(cache, slot)
         held.cut(start)
         logits, after, hidden = self._pass(held, tokens, 1)
@@ -237,14 +242,17 @@ class ReplayPasses:
 
     @staticmethod
     def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
-        """The part of a tree that the next pass of a slot verifies: its first chain, or none if many tokens wait."""
+        """Return the part of a tree that the slot's next pass verifies: its first chain.
+
+        If more than ``MOST_WAITING`` tokens are waiting, that is only the root.
+        """
         if len(_slot(cache, slot).waiting) > MOST_WAITING:
             return DraftTree.bare(tree.root)
         return tree.first_chain()
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify a chain in each of the first slots, one after another; counts as one pass."""
+        """Verify a chain in each of the first slots, one after another; the log counts them as one pass."""
         log = self._stock.log
         passes, seconds = log.passes, log.seconds
         verified = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]
@@ -262,7 +270,7 @@ class ReplayPasses:
         return Verified(logits, held.hidden_of_tree)
 
     def _pass(self, held: ReplaySlot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Read the tokens that wait, and new ones: the last logits, the cache after them, and hidden states."""
+        """Read waiting and ``new`` tokens; return the logits of the last ``keep``, the cache and hidden states."""
         stock, tokens = self._stock, [*held.waiting, *new]
         first = held.filled.length
         ids = torch.tensor([tokens], device=stock.device)

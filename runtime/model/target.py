@@ -1,8 +1,8 @@
 """The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible.
 
-Its number of CPU threads is measured where passes are compiled, since these give the same bits with any number: on a
-busy machine, or if memory is the bottleneck, fewer can be faster. In the library's code the number can change the order
-of a sum, so there it depends on the machine only.
+For compiled passes, the number of CPU threads is measured: on a busy machine, or if memory bandwidth is the bottleneck,
+fewer can be faster, and the results are bitwise equal with any number. In transformers' code the number can change the
+order of a sum, so there it depends only on the machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROOM = 512
-"""Positions by which a cache grows at least when an answer fills it."""
+"""Minimum number of positions by which a cache grows when an answer fills it."""
 
 
 class Target:
@@ -56,43 +56,47 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
     ) -> None:
-        """``capture`` makes what captures steps with fixed shapes, if steps are captured on a device.
+        """Check that the model can verify trees, or else chains; raise a ``FamilyError`` if it can do neither.
 
-        ``shapes`` are those of the layers' keys and values where an earlier check of this model found them.
+        ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``shapes`` are those
+        of the layers' keys and values if an earlier check found them; the model isn't checked again then.
         """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
         use_masked_attention(model)
         self.model = model.eval()
         self.stock = StockPasses(model)
-        """What computes passes that are neither captured nor compiled."""
+        """Computes the passes that are neither captured nor compiled."""
         self.config, self.device, self.dtype = self.stock.config, self.stock.device, self.stock.dtype
         self.log, self.hidden = self.stock.log, self.stock.hidden
         weakref.finalize(self, self.stock.row_by_row.release)  # the model may outlive its target
         self.vocabulary = embedded_tokens(model)
-        """The number of token embeddings; larger ids have none."""
+        """Number of token embeddings; token ids must be smaller."""
         self.processes = 1
-        """Processes that share the weights (tensor parallelism)."""
+        """Number of processes that share the weights (tensor parallelism)."""
         self.busy = Lock()
-        """Held during a step of an answer: one thread at a time uses the model."""
+        """Held during each decoding step, so that only one thread at a time uses the model."""
         self.shapes: tuple[LayerShape, ...] = tuple(shapes or ())
         """Shapes of each layer's keys and values."""
         self.state_shapes: tuple[StateShape, ...] = ()
         """Shapes of the recurrent layers' states."""
         self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
-        """True if a prompt may be read in several passes: no pass ignores earlier tokens."""
+        """True if a prompt may be read in several passes, because each pass continues from earlier tokens correctly."""
         self.rounding: float | None = None
-        """Rounding of the logits in standard deviations; measured for quantized layers, and where it matters."""
+        """Rounding error of the logits in standard deviations.
+
+        Measured for quantized models and if the tolerance of the dtype is too small, otherwise None.
+        """
         self._replay: ReplayPasses | None = None
-        """Verifies chains, if the model cannot verify trees."""
+        """Passes over chains, if the model cannot verify trees."""
         self.no_trees: FamilyError | None = None
         """Why the model cannot verify trees; None if it can."""
         self._capture, self._captured = capture, CapturedPasses()
         self.compiled: CompiledPasses | None = None
-        """What computes passes in the place of the model's code, once it was proved to do the same."""
+        """Compiled passes that replace the model's code once they are proved equal to it."""
         self._overflow_noted = False
         self._first_logits: torch.Tensor | None = None
-        """After a single token, to notice weights that were changed unseen."""
+        """Logits after a single token, to detect weight changes that torch doesn't track."""
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
         if not self.shapes:
@@ -102,7 +106,7 @@ class Target:
             self._changes.record(holds_memory=True)
 
     def _prove(self) -> None:
-        """Check that the model computes trees, or else chains, and that steps may be captured."""
+        """Check that the model verifies trees, or else chains, and capture steps if possible."""
         self._captured.disable()
         if self.no_trees:
             self._replay = prove_chains(self, self.no_trees)
@@ -111,13 +115,13 @@ class Target:
             refuse_trees(self.model, positions=self.stock.takes_positions, mask=self.stock.takes_mask)
             prove_trees(self)
         except FamilyError as no_trees:
-            if self._own_cache or self._changes.count:  # what it verified before were trees
+            if self._own_cache or self._changes.count:  # it has verified trees before
                 raise
             self._forget_shapes()
             self._replay, self.no_trees = prove_chains(self, no_trees), no_trees
             return
         if (recurrent := self.stock.recurrent) and not recurrent.can_be_captured:
-            return  # what they compute depends on the shape of the tree
+            return  # running level by level depends on the tree's shape
         if capture := self._capture(self.device):
             self._captured.enable(self, capture)
 
@@ -126,13 +130,13 @@ class Target:
 
     @property
     def pads(self) -> bool:
-        """True if trees that are verified in one pass are padded to the largest."""
+        """True if trees that are verified together are padded to the largest."""
         compiled = None if self.captures else self._current()
         return compiled is None or compiled.pads
 
     @property
     def takes_trees(self) -> bool:
-        """True if it verifies trees; otherwise it verifies only chains, from the library's own cache."""
+        """True if the model verifies trees; otherwise it verifies only chains, with caches of transformers."""
         return self._replay is None
 
     def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
@@ -140,17 +144,18 @@ class Target:
 
     @property
     def changes(self) -> int:
-        """Number of changes of adapters, weights or hooks so far; each voids what was computed before."""
+        """Number of changes to adapters, weights or hooks so far; each invalidates all cached contexts."""
         return self._changes.count
 
     @torch.inference_mode()
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """True if the model computes what it did before a prompt was read; what slots hold is void otherwise.
+        """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
 
-        Without a prompt that ``goes_on`` from what was kept, the first answer is noted and nothing is compared.
+        Writing to a weight through ``.data`` leaves its version unchanged. The logits after a single token are
+        therefore compared with those of the first call. Later calls compare only if a prompt ``goes_on`` from a cached
+        context; otherwise they return True.
 
-        Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it. Keys
-        and values are compared where a prompt is read on; states are not computed again, so a token is read for them.
+        Where a prompt goes on, its keys and values are also compared. Recurrent states can't be, hence this check.
         """
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return True
@@ -165,13 +170,13 @@ class Target:
         return False
 
     def changing(self) -> AbstractContextManager[None]:
-        """Notice no changes of the model in this block: they are hdtool's own, and change no answer."""
+        """Ignore changes to the model in this block, which hdtool makes itself and which don't affect answers."""
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
-        """Discard what was captured if adapters, weights or hooks of the model changed since the last prompt.
+        """Discard captured and compiled passes if the model's adapters, weights or hooks changed since the last prompt.
 
-        A model with other modules or hooks is proven again, and FamilyError is raised if that fails.
+        A model with other modules or hooks is checked again; raise a ``FamilyError`` if the check fails.
         """
         with lock_of(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
             changed = self._changes.found(self._discard)
@@ -185,8 +190,8 @@ class Target:
         self._first_logits = None
         self._captured.renew(self)
         if self.compiled:
-            self.compiled.check()  # first: its passes are not those of the model that is proven
-        # Other processes would have to prove theirs at the same time.
+            self.compiled.check()  # first, so that the check below doesn't use outdated passes
+        # With several processes, all of them would have to run the check at the same time.
         if (is_other_code or self.vocabulary != embedded_tokens(self.model)) and self.processes == 1:
             self.vocabulary = embedded_tokens(self.model.eval())
             with self.changing(), self.log.unchanged():
@@ -194,21 +199,21 @@ class Target:
 
     @property
     def captures(self) -> bool:
-        """True if steps have fixed shapes and are captured."""
+        """True if steps run with fixed shapes and are captured."""
         return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
-        """A ``Capture`` for passes of other modules, if the model's steps are captured."""
+        """Return a ``Capture`` for passes of other modules, or None if the model's steps aren't captured."""
         return self._capture(self.device) if self.captures else None
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
     def reads_in_pieces(self, length: int) -> bool:
-        """True if a prompt of this length may be read in several passes.
+        """Return True if a prompt of this length may be read in several passes.
 
-        Not where a pass determines how its rows are computed: in LLM.int8(), in a LongRoPE model beyond its original
-        length, and in recurrent layers that ignore what came before a pass.
+        It may not if a row's result depends on the pass: in LLM.int8(), in a LongRoPE model beyond its original length,
+        and in models whose passes don't continue correctly from earlier ones.
         """
         is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
         return is_fixed and self.continues
@@ -220,16 +225,16 @@ class Target:
 
     @property
     def cache(self) -> Cache:
-        """The cache of answers that come one after another; it keeps the context of the last one."""
+        """Cache for answers that are decoded one after another; it keeps the context of the last one."""
         if self._own_cache is None:
             self._own_cache = self.allocate()
         return self._own_cache
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Read tokens into a slot after the first ``start`` ones, which it holds; the rest of what it holds is dropped.
+        """Read tokens into a slot after its first ``start`` tokens; drop the slot's later tokens.
 
-        Returns the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
+        Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
         """
         self.wait()
         if self._replay:
@@ -244,13 +249,14 @@ class Target:
         if logits is None:
             logits = self.stock.read(tokens[sequence.length - start :], sequence)
         if self.captures or len(cache.slots) > 1:
-            sequence.kv.clear_from(end)  # their passes read past the context
+            sequence.kv.clear_from(end)  # these passes read beyond the context
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots, all in one pass: a row of logits for its root and each node.
+        """Verify one tree in each of the first slots in a single pass; return logits for the root and each node.
 
-        They are valid until the next call. A captured step may still run when this returns: ``wait`` waits for it.
+        Results are valid until the next call. A captured step may still be running when this returns: call ``wait``
+        before reading them.
         """
         used = cache.slots[: len(trees)]
         if self._replay:
@@ -261,7 +267,7 @@ class Target:
             needed = longest + LARGEST_TREE + 1
             cache.reserve(needed, needed + max(ROOM, longest // 2))
             used = cache.slots[: len(trees)]
-        # Without padding, a tree attends to its own context alone, so the sum of all of them counts.
+        # Without padding, each tree attends only to its own context, so the cost depends on the sum of all contexts.
         is_mean = len(trees) > 1 and not self.pads
         self.log.context = sum(slot.kv.length for slot in used) // len(used) if is_mean else longest
         verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
@@ -277,7 +283,7 @@ class Target:
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify a slot's root without drafts after a pass with drafts overflowed; discard what that pass wrote."""
+        """Verify a slot's root without drafts, after a pass with drafts overflowed; discard what that pass wrote."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         if self._replay:
             return self._replay.verify_alone(cache, slot, tree)
@@ -298,13 +304,14 @@ class Target:
             self.log.add(*waited)
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the nodes of ``path`` to the context of a slot; the rest of its tree is discarded."""
+        """Append the root and the nodes of ``path`` to a slot's context; the rest of its tree is discarded."""
         cache.slots[slot].commit(path, later=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
-        """Give hidden states in each pass from now on, for drafters that use them.
+        """Return hidden states from each pass from now on, for drafters that use them.
 
-        Returns the columns of the input of the output layer, or those of the outputs of these decoder layers.
+        The returned slice has the columns of the output layer's input or, if ``layers`` are given, of the outputs of
+        these decoder layers.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known
@@ -343,7 +350,7 @@ class Target:
         return self.compiled if self.compiled and self.compiled.is_current else None
 
     def note_overflow(self) -> None:
-        """Print once that logits were NaN or infinite."""
+        """Print a note that logits were NaN or infinite, at most once."""
         if not self._overflow_noted:
             self._overflow_noted = True
             print(
@@ -354,25 +361,25 @@ class Target:
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """The number of token embeddings; a tokenizer may have more ids."""
+    """Return the number of token embeddings; a tokenizer may have more ids."""
     number = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return int(number or model.config.get_text_config(decoder=True).vocab_size)
 
 
 NODES = (0, 15)
-"""Sizes of the trees that are timed."""
+"""Numbers of nodes in the trees that are timed."""
 REPEATS, PATIENCE = 3, 0.02
-"""Repetitions after a warm-up pass, and the seconds after which they stop."""
+"""Number of timed repetitions after a warm-up, and the time in seconds after which no more are started."""
 MIN_SPEEDUP = 1.03
-"""Twice as many threads are used only if they are faster by this factor."""
+"""Factor by which twice as many threads must be faster to be used."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
-    """Set the number of threads to ``wanted``, or choose one up to torch's current number; return it.
+    """Set the number of threads to ``wanted``, or choose one up to torch's current number; return the number.
 
-    Compiled passes are timed with all threads, with half, and so on, until fewer are slower. With a ``record``,
-    processes of the next 24 hours use the same number. Other models use the CPUs that a container may use.
+    Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
+    processes reuse the result for 24 hours. Other models use as many threads as the container's CPU quota allows.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -384,7 +391,7 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
 
 
 def cpu_quota(root: Path = CGROUPS) -> int | None:
-    """The CPUs whose time a container may use, rounded up; None without a limit. torch does not know it."""
+    """Return the number of CPUs that a container may use, rounded up; None without a limit. torch ignores the limit."""
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((root / file).read_text() for file in files).split()
@@ -411,7 +418,7 @@ def _measured(target: Target, best: int) -> int:
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Mean seconds of one pass of each size, slow passes of a busy machine included."""
+    """Return the mean time in seconds of one pass per tree size, including passes slowed by a busy machine."""
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))

@@ -1,7 +1,7 @@
-"""Tensor parallelism: processes started by torchrun compute one model, each with a shard of its weights.
+"""Tensor parallelism: processes that torchrun starts run one model, each with a shard of its weights.
 
-Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints; the others repeat its
-operations on the target. So decisions that depend on time or rounding can't differ between processes.
+Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The followers repeat
+its operations on the target, so decisions that depend on time or rounding cannot differ between processes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import DecodeConfig, ModelConfig
 
 MESSAGE_SIZE = 1 << 14
-"""Bytes of the first broadcast of a message; the rest follows in a second one. A tree takes about a tenth."""
+"""Size of a message's first broadcast in bytes; any rest follows in a second one. A tree takes about a tenth."""
 LENGTH_BYTES = 8
 MESSAGE_TIMEOUT = timedelta(days=30)
-"""Timeout between two messages, during which the leader may wait for a prompt."""
+"""Maximum time between two messages, during which the leader may wait for a prompt."""
 ERROR_DELAY = 5.0
-"""Seconds that a follower waits before it prints an error, because the leader may have the same one."""
+"""Time in seconds that a follower waits before it prints an error, since the leader may print the same one."""
 
 Load = Callable[["ModelConfig"], Target]
 
 
 class ProcessGroup:
-    """The process group, with messages from the leader to the followers."""
+    """The processes of one model, with messages from the leader to the followers."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -53,11 +53,11 @@ class ProcessGroup:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         self.size = dist.get_world_size()
         self.is_leader = dist.get_rank() == 0
-        # Messages have a group of their own, so that they do not queue behind computations.
+        # Messages use a separate group, so that they don't queue behind computations.
         self._messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
 
     def broadcast(self, operation: str, *arguments: object) -> None:
-        """Send an operation to the followers."""
+        """Send an operation and its arguments to the followers."""
         payload = pickle.dumps((operation, arguments))
         message = bytearray(MESSAGE_SIZE)
         message[:LENGTH_BYTES] = len(payload).to_bytes(LENGTH_BYTES, "little")
@@ -67,7 +67,7 @@ class ProcessGroup:
             self._send(bytearray(rest))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """Receive the next operation and its arguments."""
+        """Wait for the leader's next operation; return it with its arguments."""
         message = self._send(bytearray(MESSAGE_SIZE))
         size = int.from_bytes(message[:LENGTH_BYTES], "little")
         payload = message[LENGTH_BYTES : LENGTH_BYTES + size]
@@ -77,7 +77,7 @@ class ProcessGroup:
         return operation, arguments
 
     def _send(self, message: bytearray) -> bytearray:
-        """Broadcast the message of the first process; return it in all of them."""
+        """Broadcast the first process's message in place; return it in every process."""
         dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0, group=self._messages)
         return message
 
@@ -86,13 +86,13 @@ _group: ProcessGroup | None = None
 
 
 def leader() -> ProcessGroup | None:
-    """The process group if there are several processes and this is the leader."""
+    """Return the process group if this process leads several processes, otherwise None."""
     return _group
 
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Make this process the leader; the followers end at the end of the context."""
+    """Make this process the leader in this block; the followers end when it does."""
     global _group
     _group = ProcessGroup()
     try:
@@ -130,26 +130,26 @@ def follow(load: Load) -> int:
 
 
 def _report_late(error: HdtoolError) -> int:
-    """Print an error after a delay: if the leader ends with the same one, torchrun ends this process first."""
+    """Print an error after a delay, in which torchrun ends this process if the leader failed as well."""
     time.sleep(ERROR_DELAY)
     print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
     return error.exit_code
 
 
 class LeadingTarget(Target):
-    """The leader's target, which broadcasts each operation before it performs it.
+    """The leader's target, which broadcasts each operation before performing it.
 
-    Followers know a cache by its number.
+    Messages refer to caches by their number.
     """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup) -> None:
-        self._group: ProcessGroup | None = None  # the check of the model runs in each process without messages
+        self._group: ProcessGroup | None = None  # each process checks the model by itself, without messages
         super().__init__(model, never)
         self._group, self.processes = group, group.size
         self._caches = 0
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Rounding differs between processes, so their checks of kept tokens could, too: prompts are read whole."""
+        """Return False: rounding differs between processes, so their checks of cached tokens could disagree."""
         return False
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
@@ -170,7 +170,7 @@ class LeadingTarget(Target):
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
         self._broadcast("recompute", cache, slot, root)
-        # The followers verify as part of their own recompute.
+        # Followers verify as part of their own recompute.
         group, self._group = self._group, None
         try:
             return super().recompute(cache, slot, root)
@@ -187,7 +187,7 @@ class LeadingTarget(Target):
 
 
 def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int, *arguments: Any) -> None:
-    """Perform an operation of the leader's target on the cache with this number."""
+    """Repeat an operation of the leader's target on the cache with this number."""
     if operation == "allocate":
         caches[number] = target.allocate(*arguments)
     elif operation == "prefill":
@@ -198,7 +198,7 @@ def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int
 
 
 def check_decoding(config: DecodeConfig) -> None:
-    """Raise for methods and options that need the whole model in one process, before it is loaded."""
+    """Raise an ``OptionError`` if there are several processes and the method or options need the whole model in one."""
     if not leader():
         return
     if config.batch_size > 1:
@@ -219,7 +219,7 @@ def check_decoding(config: DecodeConfig) -> None:
 
 
 def check_device(wanted: str) -> None:
-    """Raise if the device is not the one that the library assigns to each process."""
+    """Raise an ``OptionError`` if the device is not the kind that processes of torchrun compute on."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", available):
         raise OptionError(
@@ -229,7 +229,7 @@ def check_device(wanted: str) -> None:
 
 
 def check_sharding(config: Any, name: str, size: int) -> None:
-    """Raise if a model cannot be split over this number of processes."""
+    """Raise a ``ModelError`` if a model cannot be split over ``size`` processes."""
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     if not getattr(text, "base_model_tp_plan", None):

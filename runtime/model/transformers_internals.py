@@ -1,6 +1,6 @@
-"""Undocumented parts of transformers that hdtool relies on.
+"""Wraps undocumented parts of transformers that hdtool relies on.
 
-All checks are for features, never versions, so that a release may rename them.
+Features are detected rather than inferred from versions, since any release may rename them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the cache in ``forward``, its output and ``generate``; before 5.24 it has the second one, or the third in
-models of recurrent layers alone."""
+"""Names of the cache argument in ``forward``, its output and ``generate``.
+
+Releases before 5.24 use the second name, or the third in purely recurrent models.
+"""
 MASKED_ATTENTION = ("sdpa", "eager")
-"""Attention implementations that take arbitrary masks; flash attention does not."""
+"""Attention implementations that accept arbitrary masks; flash attention does not."""
 
 
 def cache_name(module: torch.nn.Module) -> str | None:
-    """The argument by which a model or one of its layers takes its KV cache; None if it takes none."""
+    """Return the name of the KV cache argument of a model or layer, or None if it has none."""
     accepted = inspect.signature(module.forward).parameters
     return next((name for name in CACHE_NAMES if name in accepted), None)
 
 
 def cache_argument(module: torch.nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
-    """The arguments of a pass that reads and writes ``cache``."""
+    """Return the keyword argument that makes a pass read and write ``cache``."""
     name = cache_name(module)
     assert name is not None, "refuse_by_class refuses models without a cache"
     return {name: cache}
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The KV cache in a pass's arguments or output fields, or None."""
+    """Return the KV cache in a pass's arguments or output fields, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The outputs of passes over consecutive parts of a sequence, each of which continues the one before."""
+    """Run passes over consecutive parts of a sequence, each from the cache of the one before; yield their outputs."""
     cache: Any = None
     for ids in parts:
         out = model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
@@ -54,7 +56,7 @@ def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[An
 
 
 def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The logits after a prompt as ``generate`` computes them, whatever else it gives to the model."""
+    """Return the logits after a prompt as ``generate`` computes them, with the inputs that it prepares."""
     generated: Any = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -67,19 +69,19 @@ def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def is_own_cache(cache: object) -> bool:
-    """True if the caller of ``generate`` passed this cache: ``generate`` marks the caches it is given."""
+    """Return True if the caller of ``generate`` passed this cache, which ``generate`` marks as user-defined."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
-    """True if ``forward`` names this argument."""
+    """Return True if ``forward`` has a parameter with this name."""
     return argument in inspect.signature(model.forward).parameters
 
 
 def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
-    """The auto class that loads a model of text by its configuration; None if the library has none.
+    """Return the auto class that loads a text model with this configuration, or None if transformers has none.
 
-    Multimodal checkpoints load whole and read text alone.
+    A multimodal checkpoint is loaded as a whole but reads only text.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
@@ -89,27 +91,27 @@ def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
     known: list[Any] = [each for each in classes if type(settings) in each._model_mapping]
     named = getattr(settings, "architectures", None) or ()
-    # Some configurations are those of a text model and of a whole one: the checkpoint says which it is.
+    # Some configurations belong to both a text model and a multimodal one; the checkpoint says which was saved.
     saved = (each for each in known if len(known) > 1 and each._model_mapping[type(settings)].__name__ in named)
     return next(saved, known[0] if known else None)
 
 
 def is_known_type(model_type: str) -> bool:
-    """True if the library has a configuration of this type of model."""
+    """Return True if transformers has a configuration class for this model type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """The option of a pass by which the model computes only the logits after its last token, if it has one."""
+    """Return the option that makes a pass compute only the last token's logits; empty if the model has none."""
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
 
 def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
-    """The option for the last logits alone in a pass in which every layer computes all tokens.
+    """Return the option for only the last token's logits in a pass whose layers all still compute every token.
 
-    Decoders that take it themselves leave tokens out of their last layers for a number, but not for positions.
+    Given a number, some decoders skip tokens in their last layers; given positions, they don't.
     """
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     slices = decoder is not None and decoder is not model and takes(decoder, "logits_to_keep")
@@ -117,7 +119,7 @@ def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """A processor of a batch as it treats one of its rows alone; None if it has a state of the whole batch."""
+    """Return a batch's logits processor for one of its rows; None if the processor depends on the whole batch."""
     from transformers import (
         ClassifierFreeGuidanceLogitsProcessor,
         EncoderNoRepeatNGramLogitsProcessor,
@@ -138,7 +140,7 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, torch.Tensor):  # the padding of each row, which a repetition penalty leaves out
+    if isinstance(ignored, torch.Tensor):  # the padding of each row, which a repetition penalty ignores
         alone: Any = copy.copy(processor)
         alone.prompt_ignore_length = ignored[row : row + 1]
         return cast("LogitsProcessor", alone)
@@ -146,14 +148,14 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """True if the model has a recurrent state beside its KV cache."""
+    """Return True if the model has a recurrent state besides its KV cache."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
-    """True if the library drops keys beyond a sliding window, which the masks of this model's code do not know.
+    """Return True if transformers drops keys beyond a sliding window from the cache, but the model's masks ignore it.
 
-    Its pass over a whole prompt then attends to more than passes over parts of it.
+    A pass over a whole prompt then attends to more tokens than passes over its parts.
     """
     if not getattr(config, "sliding_window", None) or getattr(config, "layer_types", None):
         return False
@@ -171,19 +173,19 @@ def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
 
 
 def attention_of(config: Any) -> str:
-    """The attention implementation that a configuration selects."""
+    """Return the name of the attention implementation that a configuration selects."""
     return cast(str, config._attn_implementation)
 
 
 def use_masked_attention(model: PreTrainedModel) -> None:
-    """Select an attention implementation that takes arbitrary masks."""
+    """Select an attention implementation that accepts arbitrary masks."""
     if attention_of(model.config) not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In this block the layers of a model that look attention up attend by ``function``."""
+    """Register ``function`` as ``name``, and use it for attention in this block in layers that look attention up."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -193,20 +195,20 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     try:
         yield
     finally:
-        for config, previous in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+        for config, previous in zip(configs, before, strict=True):  # setting it also sets the parts, which come later
             config._attn_implementation = previous
 
 
 @contextmanager
 def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
-    """In this block mixtures of experts choose the weights of a token on its device.
+    """Make mixtures of experts select weights on the device in this block.
 
-    The library's ``eager`` code reads on the host which experts are used, and no graph can record that. Its grouped
-    matmuls, which are what it uses unless told otherwise, are in bfloat16 kernels that read the choice themselves.
+    The ``eager`` code of transformers reads the chosen experts on the host, which CUDA graphs cannot capture. Its
+    default, grouped matmuls, has bfloat16 kernels that read the choice on the device.
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for config, previous in zip(configs, before, strict=True):  # each sets that of its parts, which follow it
+    for config, previous in zip(configs, before, strict=True):  # setting it also sets the parts, which come later
         config._experts_implementation = "grouped_mm" if previous == "eager" else previous
     try:
         yield
@@ -216,7 +218,7 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """A configuration and its parts' configurations, such as one for images."""
+    """Yield a configuration and, recursively, those of its parts, such as a vision model."""
     yield config
     for name in getattr(config, "sub_configs", None) or ():
         if (part := getattr(config, name, None)) is not None:
@@ -224,7 +226,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:
-    """True if processes share the weights so that all of them must make equally many passes (ZeRO-3, FSDP)."""
+    """Return True if weights are sharded so that all processes must make equally many passes (ZeRO-3, FSDP)."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -233,10 +235,10 @@ def must_pass_in_step(model: PreTrainedModel) -> bool:
 
 
 def argument_of_generate(name: str) -> Any:
-    """The value of an argument of the enclosing ``generate`` call.
+    """Return the value of an argument of the enclosing ``generate`` call; None outside of one.
 
-    transformers 5 does not pass ``streamer`` and ``synced_gpus`` to a callable, although it has put the prompt into
-    the streamer, so its reader would wait forever. Both are local variables of that frame.
+    transformers 5 passes neither ``streamer`` nor ``synced_gpus`` to a custom generate function, although it has
+    already put the prompt into the streamer, whose reader would wait forever. Both are local variables of that frame.
     """
     from transformers import GenerationMixin
 

@@ -1,4 +1,4 @@
-"""The target's cache: keys, values and states, and the context kept between answers.
+"""The target's cache: keys, values and recurrent states, which are kept between answers.
 
-Imports `runtime/model/families` for the tolerance of rounding.
+Imports `runtime/model/families` to select rows of a tensor.
 """

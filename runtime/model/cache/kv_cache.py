@@ -1,8 +1,8 @@
-"""The static cache: keys and values of all layers in one preallocated tensor, and the states of recurrent layers.
+"""Static KV cache: preallocated keys and values of all layers, and the states of recurrent layers.
 
-Positions of the accepted context come first, positions of the tree being verified right after them. Committing a
-path is one gather over all layers; rejected positions are overwritten by the next step. States are those after the
-accepted context; a pass over a tree leaves them as they are, and committing a path replaces them.
+The accepted context comes first, directly followed by the tree being verified. Committing a path gathers its
+positions in all layers at once, and the next step overwrites rejected positions. Recurrent states are those after the
+accepted context: only committing a path changes them, not the pass over the tree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hdtool.runtime.kernels.compiled import Array, compiled, copy_numbers
 from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 WORD_SIZE = 4
-"""Bytes moved at once."""
+"""Number of bytes moved at once."""
 
 
 class Place(NamedTuple):
-    """A tensor ``[rows, 1, heads, positions, width]`` of one sequence as compiled code reads it; sizes are bytes."""
+    """Address and strides in bytes of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
 
     address: int
     rows: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """True if compiled code moves the positions of a tensor, as words of memory."""
+    """Return True if ``move_positions`` supports a tensor: on a CPU, one sequence, contiguous rows of whole words."""
     is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
     return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
 
@@ -58,7 +58,7 @@ def move_positions(
     start: int,
     path: Array,
 ) -> None:
-    """Move the positions ``start + path`` of all rows and heads to ``start`` and after."""
+    """Move the positions ``start + path`` to ``start`` and after, in each row and head."""
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):
@@ -68,22 +68,25 @@ def move_positions(
 
 
 def compile_moves() -> None:
-    """Compile ahead, or load from numba's cache, before the first step."""
+    """Compile ``move_positions``, or load it from numba's cache, ahead of the first step."""
     move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
 
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 MOST_DUE = 16
-"""Positions that a captured step can move before it computes. Longer paths are rare and moved at once."""
+"""Maximum number of positions that a captured step can move before it computes.
+
+Longer paths are rare and moved immediately.
+"""
 NOTHING = torch.empty(0)
-"""Keys and values of a layer without any."""
+"""Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
-"""Capacities are multiples of this, so that answers of similar length reuse a cache."""
+"""Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Shape, dtype and device of the keys, or of the values, of one layer."""
+    """Shape, dtype and device of a layer's keys or values."""
 
     heads: int
     width: int
@@ -101,7 +104,7 @@ class LayerShape(NamedTuple):
     keys: HeadShape | None = None
     values: HeadShape | None = None
     indexer: HeadShape | None = None
-    """The shape of the keys by which an indexer selects the positions that are attended to."""
+    """Shape of the keys of an indexer, which selects the positions that attention reads."""
 
     @property
     def kept(self) -> list[HeadShape]:
@@ -109,7 +112,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
-    """The shapes of each layer, from a ``transformers`` cache that a forward pass filled."""
+    """Return the shapes of each layer in a ``transformers`` cache that a forward pass filled."""
 
     def shape(tensor: torch.Tensor | None) -> HeadShape | None:
         return None if tensor is None else HeadShape.of(tensor)
@@ -125,7 +128,7 @@ def layer_shapes(used: DynamicCache) -> list[LayerShape]:
 
 
 class StaticLayer(CacheLayerMixin):
-    """One layer's view of the shared tensor, in the interface of ``transformers``."""
+    """A ``transformers`` cache layer that forwards its updates to a cache of preallocated tensors."""
 
     is_sliding = False  # old positions are kept; sliding windows are part of the masks
     supports_early_init = False
@@ -157,7 +160,7 @@ class StaticLayer(CacheLayerMixin):
 
 
 class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
-    """The view of a layer that has attention and a recurrence side by side."""
+    """A ``transformers`` cache layer for a layer with both attention and a recurrence."""
 
     def __init__(self, cache: Any, index: int, states: StateLayer) -> None:
         StaticLayer.__init__(self, cache, index)
@@ -168,7 +171,7 @@ class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
 
 
 def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool) -> list[Any]:
-    """Each layer's view of a cache: of its keys and values, of its states, or of both."""
+    """Return a ``transformers`` cache layer for each layer: over its keys and values, its states, or both."""
     of_states = states.layers(has_begun=has_begun) if states else {}
     views: list[Any] = []
     for index, (keys, _) in enumerate(layers):
@@ -185,18 +188,19 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class KVTensors:
-    """One tensor ``[keys and values of all layers, batch, heads, positions, width]``, and each layer's views of it.
+    """The preallocated keys and values of all layers, and each layer's views of them.
 
-    Models with layers of different shapes or devices have one tensor for each, and so have the keys of indexers.
+    Keys and values of equal ``HeadShape`` share one tensor ``[rows, batch, heads, positions, width]``, with one row for
+    the keys and one for the values of each layer. Indexer keys are stored likewise.
     """
 
     tensors: list[torch.Tensor]
     layers: list[Views]
     capacity: int
     states: States | None = None
-    """States of recurrent layers, for the same sequences."""
+    """Recurrent states of the same sequences; None if the model has none."""
     indexers: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """The keys of the indexer of each layer that has one, ``[batch, 1, positions, width]``."""
+    """Indexer keys by layer, shape ``[batch, 1, positions, width]``; layers without an indexer are absent."""
 
     @classmethod
     def for_layers(
@@ -217,7 +221,7 @@ class KVTensors:
 
     @cached_property
     def places(self) -> list[Place] | None:
-        """Addresses of the tensors' positions for compiled code; None on devices other than a CPU."""
+        """Addresses and strides of the tensors for compiled code; None if it cannot move them, as on a GPU."""
         return [Place.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -225,7 +229,7 @@ class KVTensors:
         return sum(tensor.nbytes for tensor in self.tensors) + (self.states.bytes if self.states else 0)
 
     def of_slot(self, slot: int) -> KVTensors:
-        """The views of one batch slot."""
+        """Return views of one slot of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
             return view if view is NOTHING else view.narrow(0, slot, 1)
@@ -237,19 +241,19 @@ class KVTensors:
 
 
 class StaticKVCache(Cache):
-    """The ``transformers`` cache of one sequence, in preallocated tensors."""
+    """A ``transformers`` cache for one sequence in preallocated tensors."""
 
     def __init__(self, storage: KVTensors) -> None:
         super().__init__(layers=views_of_layers(self, storage.layers, storage.states, has_begun=False))
         self.storage = storage
         self.length = 0
-        """Positions of accepted tokens; later positions are not part of the context."""
+        """Number of accepted tokens; later positions are not part of the context."""
         self.used = 0
-        """Positions from here on were never written."""
+        """Number of leading positions that passes may have written; all later ones are zero."""
         self.due: tuple[int, list[int]] | None = None
-        """A move of positions that the next captured step makes: where to, and the offsets of those to move."""
+        """Pending move for the next captured step: first target position, and offsets of the positions to move."""
         self._unsure: int | None = None
-        """Where positions begin that an interrupted move may have left half moved."""
+        """First target position of a move that may have been interrupted halfway, or None."""
 
     @property
     def slots(self) -> int:
@@ -261,18 +265,18 @@ class StaticKVCache(Cache):
 
     @property
     def settled(self) -> int:
-        """Number of accepted positions that hold their own token once the pending move is made."""
+        """Number of accepted positions that hold the right keys and values once the pending move is made."""
         return self.length if self._unsure is None else self._unsure
 
     def settle(self) -> None:
-        """Make the pending move."""
+        """Make the pending move, if there is one."""
         if due := self.due:
             self.begin_move()
             self.move(*due)
             self.end_move()
 
     def begin_move(self) -> None:
-        """The move that is due is being made; it cannot be made again if it is interrupted before ``end_move``."""
+        """Mark the pending move as started. If it is interrupted before ``end_move``, it cannot be repeated."""
         if due := self.due:
             self._unsure, self.due = due[0], None
 
@@ -280,7 +284,7 @@ class StaticKVCache(Cache):
         self._unsure = None
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` positions only."""
+        """Keep only the first ``length`` positions."""
         if self.due:
             if length > self.due[0]:
                 self.settle()
@@ -288,15 +292,15 @@ class StaticKVCache(Cache):
         self.length, self._unsure = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Record whether the states follow a token; otherwise the next pass doesn't read them."""
+        """Set whether the states follow any token; if not, the next pass doesn't read them."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
 
     def clear_from(self, position: int) -> None:
-        """Zero what earlier passes wrote from ``position`` on.
+        """Zero all keys and values that earlier passes wrote from ``position`` on.
 
-        A mask hides these values only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
+        A mask hides leftover values only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
         """
         if self.used > position:
             for tensor in self.storage.tensors:
@@ -320,14 +324,14 @@ class StaticKVCache(Cache):
         return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """The tensors for ``new`` positions, which the caller writes, and where they start."""
+        """Return the tensors in which the caller writes ``new`` positions, and a list with the first of these."""
         self.used = max(self.used, self.length + new)
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
-        """Accept the first ``fixed`` new positions, then those at ``path``, given as offsets from there.
+        """Accept the first ``fixed`` new positions, then those at the offsets ``path`` after them.
 
-        With ``later``, positions that have to move are moved by the next captured step.
+        With ``later``, the next captured step moves positions that must move, unless they exceed ``MOST_DUE``.
         """
         start = self.length + fixed
         if must_move(path):
@@ -338,7 +342,7 @@ class StaticKVCache(Cache):
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Move the positions ``start + path``, which increase, to ``start`` and after."""
+        """Move the positions ``start + path`` to ``start`` and after; ``path`` must increase."""
         if (places := self.storage.places) is None:
             self._move_by_torch(start, path)
             return
@@ -354,11 +358,11 @@ class StaticKVCache(Cache):
             tensor.narrow(3, start, len(path)).copy_(chosen)
 
     def at(self, position: int) -> list[torch.Tensor]:
-        """A copy of the keys and values of one position, ``[layers, ...]`` for each shape of layers."""
+        """Return copies of the keys and values at one position, one tensor per ``HeadShape``."""
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
-        """Copy another sequence of the same batch or of a smaller cache, or its first ``length`` tokens."""
+        """Copy the first ``length`` tokens of another sequence, or all of them. They must fit the capacity."""
         source.settle()
         self.due = self._unsure = None
         self.length = source.settled if length is None else length
@@ -369,22 +373,22 @@ class StaticKVCache(Cache):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """True if the positions of a path, which increase, are not contiguous yet."""
+    """Return True if the positions of a path are not contiguous yet; ``path`` must increase."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
 class IndexedKVCache(Cache):
-    """The cache of a step with fixed shapes over the first slots of a batch.
+    """A ``transformers`` cache for a step with fixed shapes over the first slots of a batch.
 
-    The indices of new positions are in a device tensor ``[slots, rows]``, and ``extent`` positions are read whatever
-    the length: the mask hides those after the context.
+    The step writes its rows at ``indices``, a device tensor ``[slots, rows]``, and always reads ``extent`` positions;
+    the mask hides those after the context.
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
         states = storage.states.part(0, len(indices)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
-        self.length = 0  # known on the device only, since a captured step runs at different lengths
+        self.length = 0  # only the device knows the real length, since a captured step runs at different ones
         self._storage, self._indices, self._extent = storage, indices, extent
         self._slots = torch.arange(len(indices), device=indices.device)[:, None]
 
@@ -407,10 +411,10 @@ class IndexedKVCache(Cache):
 
 
 class SlotKVCache(Cache):
-    """The cache of a batch; its slots have contexts of different lengths."""
+    """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Each of the first slots gets ``new`` positions after ``lengths`` old ones."""
+        """Provide for ``new`` positions in each of the first slots, after ``lengths`` existing ones."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
@@ -435,15 +439,15 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """The tensors for ``new`` positions in each slot, which the caller writes, and where they start."""
+        """Return the tensors in which the caller writes ``new`` positions per slot, and the first one in each slot."""
         return self._storage, self._lengths
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros; on a CPU, in pages of its own, which return to the system with the tensor.
+    """Return a tensor of zeros; on a CPU it has a separate memory mapping, which is released with the tensor.
 
-    Caches live longer than what is allocated beside them and differ in size. An allocator that mixes both keeps more
-    and more memory that nobody uses.
+    Caches differ in size and live longer than other tensors. An allocator shared by both would fragment and keep more
+    and more unused memory.
     """
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:

@@ -1,10 +1,10 @@
-"""Slots that hold caches of ``transformers`` of any kind, which are never changed: each pass is made on a copy.
+"""Slots for any kind of ``transformers`` cache; each pass runs on a copy.
 
-Keys and values grow by concatenation, which makes new tensors, so a copy need only refer to the old ones. States are
-updated in place.
+Keys and values grow by concatenation into new tensors, so the copy can share the old ones. States are updated in
+place, so they are cloned.
 
-A cache cannot lose its last tokens. After a rejected draft a slot keeps the cache from before the pass, and the
-accepted tokens wait: they are read again at the head of the next pass.
+These caches cannot drop their last tokens. After a rejected draft, a slot therefore keeps the cache from before the
+pass, and the next pass reads the accepted tokens again first.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
 
 Place = tuple[Any, ...]
-"""Where a tensor is in a cache: attributes, keys and indices from the outside in."""
+"""Path to a tensor in a cache: attribute names, keys and indices, outermost first."""
 WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device
-"""What is not looked into."""
+"""Types that are neither copied nor searched for tensors."""
 
 
 def copied(cache: Any, shared: Collection[Place]) -> Any:
-    """A copy for a pass that must leave the cache unchanged; passes replace the tensors at ``shared``."""
+    """Return a copy of a cache that a pass may change. Tensors at ``shared`` are not cloned, as passes replace them."""
     return _rebuilt(cache, lambda place, tensor: tensor if place in shared else tensor.clone())
 
 
 def tensors_of(cache: Any) -> dict[Place, torch.Tensor]:
-    """All tensors of a cache."""
+    """Return the tensors of a cache by place."""
     tensors: dict[Place, torch.Tensor] = {}
 
     def note(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def tensors_of(cache: Any) -> dict[Place, torch.Tensor]:
 
 
 def with_views_of(longer: Any, cache: Any, shared: Collection[Place]) -> Any:
-    """A copy of a cache that shares memory with a longer cache it is a prefix of."""
+    """Return a copy of a cache whose tensors at ``shared`` are views of ``longer``, a cache that begins with it."""
     others = tensors_of(longer)
 
     def view(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def with_views_of(longer: Any, cache: Any, shared: Collection[Place]) -> Any:
 
 
 def bytes_of(caches: Iterable[Any]) -> int:
-    """The memory of some caches, that which they share once."""
+    """Return the total memory of the caches in bytes, counting shared memory once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for cache in caches
@@ -67,9 +67,9 @@ def bytes_of(caches: Iterable[Any]) -> int:
 
 
 class Replaced:
-    """Finds the places whose tensors each pass replaces and leaves as they were; passes must not be in inference mode.
+    """Finds the places whose tensors every pass replaces without changing them in place.
 
-    Tensors that a pass does not reach, or that it replaces in some passes only, are not among them.
+    Passes must not run in inference mode, in which tensors have no version counters.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Replaced:
         return frozenset(self._always - self._other)
 
     def watch(self, cache: Callable[[], Any], run: Callable[[], object]) -> None:
-        """Watch a pass that updates a cache, or gives another one."""
+        """Run a pass and record which tensors it replaces; ``cache`` returns the cache before and after the pass."""
         before = {place: (tensor, tensor._version) for place, tensor in tensors_of(cache()).items()}
         run()
         after = tensors_of(cache())
@@ -91,7 +91,7 @@ class Replaced:
 
 
 def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a view of one that begins with it along one dimension; the tensor itself if none does."""
+    """Return ``tensor`` as a view of ``longer`` if that begins with it along one dimension, otherwise itself."""
     if longer.dim() != tensor.dim() or longer.dtype != tensor.dtype or longer.device != tensor.device:
         return tensor
     differ = [dim for dim, (long, short) in enumerate(zip(longer.shape, tensor.shape, strict=True)) if long != short]
@@ -102,7 +102,7 @@ def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuilt(cache: Any, of_tensor: Callable[[Place, torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a cache whose tensors a function gives."""
+    """Return a copy of a cache with each tensor replaced by the result of ``of_tensor``."""
     copies: dict[int, Any] = {}
 
     def rebuilt(value: Any, place: Place) -> Any:
@@ -129,7 +129,7 @@ def _rebuilt(cache: Any, of_tensor: Callable[[Place, torch.Tensor], torch.Tensor
 
 
 class Filled(NamedTuple):
-    """A cache of the library after the first tokens of a sequence."""
+    """A ``transformers`` cache after the first ``length`` tokens of a sequence."""
 
     length: int = 0
     cache: Any = None
@@ -139,18 +139,18 @@ NOTHING_READ = Filled()
 
 
 class ReplaySlot(Slot):
-    """One sequence, and the caches after some of its beginnings."""
+    """One sequence, and the caches after some of its prefixes."""
 
     def __init__(self, shared: Collection[Place]) -> None:
-        """Passes replace the tensors of a cache at ``shared``, and may change others in place."""
+        """Create an empty slot; ``shared`` has the places of tensors that passes replace and never change in place."""
         super().__init__(StaticKVCache(KVTensors([], [], 0)))
         self._shared = shared
         self.filled = NOTHING_READ
-        """The cache that the next pass goes on from."""
+        """Cache from which the next pass continues."""
         self.older: list[Filled] = []
         """Caches after fewer tokens, from which another prompt may continue."""
         self._after = NOTHING_READ
-        """What the pass over a chain left, of which nothing is accepted yet."""
+        """Cache after the last verified chain, until a path is committed."""
 
     @property
     def bytes(self) -> int:
@@ -166,7 +166,7 @@ class ReplaySlot(Slot):
 
     @property
     def waiting(self) -> list[int]:
-        """Accepted tokens that the next pass reads first."""
+        """Accepted tokens that ``filled`` lacks; the next pass reads them first."""
         return self.tokens[self.filled.length :]
 
     def resumes_at(self, shared: int) -> int:
@@ -180,7 +180,7 @@ class ReplaySlot(Slot):
         self.older = [*shortened, self.filled][-MOST_SNAPSHOTS:]
 
     def copy_of_filled(self) -> Any:
-        """The cache for a pass over further tokens; None at first, as models make theirs."""
+        """Return a copy of the cache for a pass over further tokens; None at first, since models create their own."""
         return copied(self.filled.cache, self._shared)
 
     def cut(self, length: int) -> None:
@@ -191,25 +191,25 @@ class ReplaySlot(Slot):
         self.tree = None
 
     def _go_back(self, source: ReplaySlot, length: int) -> None:
-        """Take over a slot's longest cache of at most ``length`` tokens."""
+        """Take over the caches of ``source`` with at most ``length`` tokens, and continue from the longest."""
         candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
         self.older = [filled for filled in source.older if filled.length <= length]
         self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
 
     def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
-        """Accept tokens that a pass appended."""
+        """Append accepted tokens that a pass has read, and keep the cache after that pass."""
         if hidden is not None:
             self.hidden.append(hidden)
         self.tokens += tokens
         self.filled = Filled(len(self.tokens), cache)
 
     def verified(self, tree_length: int, cache: Any) -> None:
-        """Note that a pass read all waiting tokens, the root and a chain of this many nodes."""
+        """Record the cache of a pass that read all waiting tokens, the root and a chain of ``tree_length`` nodes."""
         self._after = Filled(self.length + 1 + tree_length, cache)
 
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:
         tree, hidden, after = self.tree, self.hidden_of_tree, self._after
-        if tree is None:  # the prompt was read, and nothing drafted for it
+        if tree is None:  # the prompt was read, but no chain verified
             return
         self.tree = self.hidden_of_tree = None
         self._after = NOTHING_READ
@@ -230,7 +230,7 @@ class ReplaySlot(Slot):
 
 
 class ReplayCache(Cache):
-    """Slots whose caches ``transformers`` allocates."""
+    """Slots for caches that ``transformers`` allocates."""
 
     @property
     def keeps_states(self) -> bool:

@@ -1,4 +1,4 @@
-"""An engine's cache: keys, values and states of several sequences, and their tokens."""
+"""An engine's cache: keys, values, recurrent states and tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ NEVER_CONTINUED = -1
 
 
 class StatesOfTree(Protocol):
-    """The states after each row of a verified tree."""
+    """States after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Advance a slot's states from before the tree along a path of its rows, the root first."""
+        """Advance ``states`` from before the tree along a path of rows, which starts with the root.
+
+        ``slot`` is the index of the tree's slot in the pass.
+        """
         ...
 
 
 class Slot:
-    """One sequence of a cache.
+    """One sequence in a cache.
 
-    It keeps what it holds when its answer ends, until another sequence is read into it.
+    Its contents stay when its answer ends, until another sequence replaces them.
     """
 
     def __init__(self, kv: StaticKVCache) -> None:
         self.kv = kv
         self.tokens: list[int] = []
-        """Tokens of the accepted positions."""
+        """Accepted tokens."""
         self.hidden: list[torch.Tensor] = []
-        """The hidden states of these tokens, if they are watched."""
+        """Hidden states of these tokens, in parts to concatenate; empty if they aren't recorded."""
         self.owner = ""
-        """The tenant whose prompt it holds; no prompt of another tenant continues it."""
+        """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
         self.version = 0
-        """The number of changes of the model before it was read, or ``NEVER_CONTINUED``."""
+        """How often the model had changed when the prompt was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
-        """The last verified tree, of which nothing is accepted yet."""
+        """Last verified tree, until a path is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
         self.states_of_tree: StatesOfTree | None = None
         self.place_in_tree = 0
-        """Index of its slot in the pass that verified the tree."""
+        """Index of this slot in the pass that verified the tree."""
         self.states_length = 0
-        """Number of accepted tokens that the states follow; -1 after an interrupted update."""
+        """Number of accepted tokens that the states follow; -1 during an update or after an interrupted one."""
         self.snapshots: list[Snapshot] = []
-        """States after fewer tokens, from which another prompt may continue."""
+        """Copies of the states after fewer tokens, from which another prompt may continue."""
 
     @property
     def states(self) -> States | None:
-        """States of recurrent layers."""
+        """Recurrent states, or None if the model has none."""
         return self.kv.storage.states
 
     @property
@@ -63,18 +66,19 @@ class Slot:
 
     @property
     def length(self) -> int:
-        """Accepted tokens."""
+        """Number of accepted tokens."""
         return self.kv.length
 
     @property
     def valid(self) -> int:
-        """Accepted tokens whose keys and values are in place; fewer after an interrupt than were accepted."""
+        """Number of accepted tokens whose keys and values are in place; may be below ``length`` after an interrupt."""
         return min(len(self.tokens), self.kv.settled)
 
     def resumes_at(self, shared: int) -> int:
-        """How many of the first ``shared`` tokens, which a prompt begins with, need not be read again.
+        """Return how many tokens a prompt need not read again if it begins with this slot's first ``shared`` tokens.
 
-        Keys and values of the last one are computed again and compared. States are those of snapshots alone.
+        Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
+        reading resumes at the longest length whose states exist: the current ones or a snapshot.
         """
         if self.states is None:
             return max(0, shared - 1)
@@ -82,7 +86,7 @@ class Slot:
         return max((length for length in lengths if length <= shared), default=0)
 
     def keep_states(self) -> None:
-        """Keep a copy of the current states."""
+        """Add a copy of the current states to ``snapshots``."""
         if self.states and self.states_length > 0:
             self.snapshots = kept(self.snapshots, Snapshot(self.states_length, self.states.copy()))
 
@@ -96,7 +100,7 @@ class Slot:
         self.tree = self.states_of_tree = None
 
     def _cut_states(self, length: int) -> None:
-        """Return to the states after ``length`` tokens, if they were kept."""
+        """Restore the states after ``length`` tokens from a snapshot; without one, mark longer states as unusable."""
         if self.states is None:
             return
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
@@ -112,13 +116,13 @@ class Slot:
         self.kv.begin_states(has_begun=self.states_length > 0)
 
     def begin_reading(self) -> None:
-        """The states are being updated by a pass over further tokens, until ``extend``."""
+        """Mark the states as being updated by a pass over further tokens; ``extend`` ends the update."""
         assert self.states is None or self.states_length == self.length, "the states are those of another length"
         self.states_length = -1
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Append accepted tokens."""
-        if hidden is not None:  # first: an interrupt may leave hidden states too many, but never too few
+        """Append accepted tokens that a pass has read, and their hidden states if these are recorded."""
+        if hidden is not None:  # first, so that an interrupt can leave too many hidden states but never too few
             self.hidden.append(hidden)
         self.kv.length += len(tokens)
         self.states_length = self.kv.length
@@ -127,7 +131,7 @@ class Slot:
     def commit(self, path: Sequence[int], *, later: bool = False) -> None:
         """Accept the root and the nodes of ``path``; with ``later``, the next captured step moves their positions."""
         tree, hidden = self.tree, self.hidden_of_tree
-        if tree is None:  # the prompt was read, and nothing drafted for it
+        if tree is None:  # the prompt was read, but no tree verified
             return
         self.tree = self.hidden_of_tree = None
         rows = [0, *(node + 1 for node in path)]
@@ -143,13 +147,13 @@ class Slot:
             self.tokens += tree.tokens[path].tolist()
 
     def all_hidden(self) -> torch.Tensor | None:
-        """The hidden states of all accepted tokens, if they are watched."""
+        """Return the hidden states of all accepted tokens, or None if they aren't recorded."""
         if len(self.hidden) > 1:
             self.hidden = [torch.cat(self.hidden)]
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Take over another slot's first ``length`` tokens, or all."""
+        """Copy the first ``length`` tokens of another slot, or all of them, with their keys, values and states."""
         self.kv.copy_from(source.kv, length)
         self._copy_states(source)
         self.tokens = source.tokens[: self.kv.length]
@@ -170,11 +174,11 @@ class Slot:
 
 
 class Cache:
-    """Slots for sequences that are answered together; the first ones are in use."""
+    """Slots for sequences that are decoded together; those in use come first."""
 
     @property
     def keeps_states(self) -> bool:
-        """True if a prompt can only go on from where its states were kept."""
+        """True if a prompt can continue a context only at lengths whose states were kept."""
         return bool(self.storage.states)
 
     def __init__(
@@ -186,9 +190,9 @@ class Cache:
     ) -> None:
         self._shapes, self._state_shapes = shapes, state_shapes
         self.number = 0
-        """Cache number shared by the processes of a model."""
+        """Number that identifies the cache in all processes of a tensor-parallel model."""
         self.user: object = None
-        """The loop whose answers it holds."""
+        """Decoding loop whose answers the cache holds; None if it is free."""
         self.slots: list[Slot] = []
         self._allocate(slots, capacity)
 
@@ -198,9 +202,9 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, capacity: int, wished: int = 0) -> None:
-        """Provide for this many positions in each slot, or for as many as ``wished`` if memory allows.
+        """Grow each slot to ``capacity`` positions, or to ``wished`` if that is more and memory allows.
 
-        What the slots hold stays.
+        The slots keep their contents.
         """
         if capacity <= self.storage.capacity:
             return
@@ -208,21 +212,21 @@ class Cache:
             with suppress(torch.OutOfMemoryError):
                 return self.reserve(wished)
         if not any(slot.length for slot in self.slots):
-            self._allocate(len(self.slots), 0)  # frees the memory of the old one before more is allocated
+            self._allocate(len(self.slots), 0)  # frees the old tensors before larger ones are allocated
         self._allocate(len(self.slots), capacity)
 
     @torch.inference_mode()
     def pretend(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens that nothing has read, to time passes after them, with ``room`` for more."""
+        """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` for more."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):
-                numbers.fill_(0.01)  # pages that were never written are one page, which is always in the CPU's cache
+                numbers.fill_(0.01)  # unwritten pages all map to one zero page, always a CPU cache hit
         self.slots[slot].extend(tokens, None)
 
     def _allocate(self, slots: int, capacity: int) -> None:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
-        # A view of the only slot would be another object, which nothing but its identity tells from the whole.
+        # Passes recognize a storage by its identity, so the only slot must not have a second object for its tensors.
         parts = [storage] if slots == 1 else [storage.of_slot(slot) for slot in range(slots)]
         new_slots = [Slot(StaticKVCache(part)) for part in parts]
         for new, before in zip(new_slots, self.slots, strict=False):
@@ -230,7 +234,7 @@ class Cache:
         self.storage, self.slots = (
             storage,
             new_slots,
-        )  # last: an interrupt leaves slots of the old storage, and all of them
+        )  # last, so that an interrupt leaves the old storage with all of its slots
 
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
@@ -238,7 +242,7 @@ class Cache:
 
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
-        """A copy of a slot's contents in its own memory."""
+        """Return a copy of a slot with newly allocated tensors."""
         held = self.slots[slot]
         copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
         copy.copy_from(held)
@@ -246,6 +250,6 @@ class Cache:
 
     @torch.inference_mode()
     def load(self, slot: int, saved: Slot, length: int) -> None:
-        """Put the first ``length`` tokens of a saved slot into one of these."""
+        """Copy the first ``length`` tokens of a saved slot into slot number ``slot``; grow the cache if needed."""
         self.reserve(length)
         self.slots[slot].copy_from(saved, length)

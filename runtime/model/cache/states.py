@@ -1,4 +1,4 @@
-"""States of recurrent layers and short convolutions in a cache."""
+"""Stores the states of recurrent layers and short convolutions for a cache."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 CONV, RECURRENT = "conv_states", "recurrent_states"
-"""The kinds of states, by the names of the library's attributes for them."""
+"""Kinds of states, named after the attributes of ``transformers`` caches that hold them."""
 
 
 class StateName(NamedTuple):
-    """One state of a model."""
+    """Identifies one state of a model."""
 
     layer: int
     kind: str
     number: int
-    """A layer may have several states of a kind."""
+    """Index among the layer's states of this kind."""
 
 
 FIRST = StateName(0, "", 0)
 
 
 class StateShape(NamedTuple):
-    """A state, and its tensor for one sequence."""
+    """Name of a state, and shape, dtype and device of its tensor for one sequence."""
 
     name: StateName
     shape: tuple[int, ...]
@@ -36,12 +36,12 @@ class StateShape(NamedTuple):
 
 
 def has_states(cache: DynamicCache) -> bool:
-    """True if any layer of a ``transformers`` cache has a state."""
+    """Return True if any layer of a ``transformers`` cache has a state."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
 def state_shapes(used: DynamicCache) -> list[StateShape]:
-    """The states of all layers, from a ``transformers`` cache that a forward pass filled."""
+    """Return the name and shape of each state in a ``transformers`` cache that a forward pass filled."""
     return [
         StateShape(StateName(layer, kind, index), tuple(state.shape[1:]), state.dtype, state.device)
         for layer, layer_cache in enumerate(used.layers)
@@ -57,7 +57,10 @@ Names = tuple[StateName, ...]
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """All states of some sequences; those of equal shape are one tensor ``[states, sequences, ...]``."""
+    """All states of some sequences.
+
+    States of equal shape, dtype and device share a tensor ``[states, sequences, ...]``.
+    """
 
     stacks: Mapping[Names, torch.Tensor]
 
@@ -75,7 +78,7 @@ class States:
 
     @cached_property
     def tensors(self) -> dict[StateName, torch.Tensor]:
-        """Each state, ``[sequences, ...]``."""
+        """Views of the states by name, shape ``[sequences, ...]``."""
         return {name: stack[place] for names, stack in self.stacks.items() for place, name in enumerate(names)}
 
     @property
@@ -84,28 +87,28 @@ class States:
 
     @property
     def address(self) -> int:
-        """Address of the first state; it identifies these states while they exist."""
+        """Memory address of the first state, which identifies these states as long as they exist."""
         return next(iter(self.stacks.values())).data_ptr()
 
     @property
     def stride(self) -> int:
-        """Bytes from that of one sequence to that of the next."""
+        """Stride in bytes between the sequences of the first state."""
         first = next(iter(self.stacks.values()))
         return first.stride(1) * first.itemsize
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zero all states, as before the first token."""
+        """Reset all states to zero, their value before the first token."""
         for stack in self.stacks.values():
             stack.zero_()
 
     def part(self, first: int, sequences: int) -> States:
-        """A view of consecutive sequences."""
+        """Return a view of ``sequences`` consecutive sequences from ``first`` on."""
         return States({names: stack.narrow(1, first, sequences) for names, stack in self.stacks.items()})
 
     @cached_property
     def by_layer(self) -> dict[int, dict[StateName, torch.Tensor]]:
-        """The states of each layer that has any."""
+        """Views of the states by layer and name; layers without states are absent."""
         layers: dict[int, dict[StateName, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
             layers.setdefault(name.layer, {})[name] = tensor
@@ -121,12 +124,12 @@ class States:
             stack.copy_(source.stacks[names])
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
-        """Layers of a ``transformers`` cache that read and write these states."""
+        """Return ``transformers`` cache layers that read and write these states, by layer number."""
         return {layer: StateLayer(tensors, has_begun=has_begun) for layer, tensors in self.by_layer.items()}
 
 
 class StateLayer(LinearAttentionLayer):
-    """The states of one layer in the interface of ``transformers``, which updates them in place."""
+    """A ``transformers`` cache layer over the states of one layer, which passes update in place."""
 
     def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
         number = max(name.number for name in tensors) + 1
@@ -142,13 +145,13 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Record whether the states follow a token; otherwise they aren't read."""
+        """Set whether the states follow any token; if not, passes don't read them."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
 
 class Snapshot(NamedTuple):
-    """The states after the first tokens of a sequence."""
+    """The states after the first ``length`` tokens of a sequence."""
 
     length: int
     states: States
@@ -158,5 +161,5 @@ MOST_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """The snapshots that remain when one is added: those of the longest contexts."""
+    """Return the snapshots to keep once ``new`` is added: ``new`` and the longest ones that are shorter."""
     return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MOST_SNAPSHOTS:]

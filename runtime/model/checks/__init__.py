@@ -1,4 +1,4 @@
-"""Checks of a model: draft trees, long contexts, and changes between prompts.
+"""Checks that a model verifies draft trees and long contexts correctly, and detects changes between prompts.
 
-Imports `runtime/kernels`, the attention masks and the KV cache of `runtime/model`, and draft trees.
+May import `runtime/kernels`, the attention masks and the KV cache of `runtime/model`, and draft trees.
 """

@@ -1,6 +1,7 @@
-"""Proves that a model follows masks and positions after a long context, where its own window would show.
+"""Checks that a model follows masks and positions after a long context, where a window of its own would show.
 
-No long prompt is read: all layers share random keys and values, so a pass costs little more than after a short context.
+No long prompt is read: all layers share random keys and values, so a pass takes little longer than after a short
+context.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
-"""Minimum and maximum context tokens of the proof, within the model's own limit."""
+"""Minimum and maximum context length of the check in tokens, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
 OF_STATES = re.compile(r"conv|chunk|kernel")
-"""Sizes that recurrent layers have, which are no windows of attention."""
+"""Matches sizes that belong to recurrent layers rather than to attention windows."""
 COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
 MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
-"""Sizes that hdtool's masks apply to the layers whose kind says so."""
+"""Sizes that hdtool's masks apply to layers of the matching kind."""
 KNOWN_CODE = ("torch", "transformers", "hdtool", "accelerate")
 ROWS = 4
-"""The root of the tree and its nodes, each of which is the only one on its path."""
+"""Number of rows of the tree: the root and its children."""
 Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, Cache], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LongContext:
-    """A context of the proof."""
+    """A context after which the check verifies a tree."""
 
     length: int
     hidden: int
-    """Cache positions hidden by the mask, in the middle and at the end, as other branches are."""
+    """Number of cache positions that the mask hides, in the middle and at the end, like other branches."""
     largest: tuple[str, int] | None
-    """Largest size the model names beyond those in hdtool's masks."""
+    """Name and value of the model's largest size that hdtool's masks don't apply; None without such a size."""
 
     @property
     def found_in(self) -> str:
-        """What a refusal says of this context."""
+        """Description of this context for error messages."""
         return f"after a context of {self.length:,} tokens"
 
     @property
@@ -64,9 +65,9 @@ class LongContext:
         shapes: Sequence[LayerShape],
         filled: DynamicCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits after a root and a node in a tree, and those of plain decoding, where the model makes its own masks.
+        """Return logits after a root and a node: in a tree, and in plain decoding, where the model makes its own masks.
 
-        ``tokens`` are the root and the nodes; ``filled`` has keys and values of any tokens.
+        ``tokens`` are the root and the nodes. ``filled`` provides sample keys and values of any tokens.
         """
         first, middle, inner = self.length, self.length // 2, self.hidden // 2
         cache = _drawn_cache(shapes, filled, first + self.hidden + ROWS)
@@ -88,10 +89,10 @@ class LongContext:
 
 
 def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
-    """The contexts that a model must be proven on; none where all of its windows are those of hdtool's masks.
+    """Return the contexts to check a model on; none if hdtool's masks cover all of its windows.
 
-    That is so if the code of a model belongs to ``transformers``, where sizes are part of the configuration, and the
-    configuration names no others than those of the masks.
+    They do if all of the model's code is known, such as that of ``transformers``, which has its sizes in the
+    configuration, and if the configuration has only sizes that the masks apply.
     """
     config = model.config.get_text_config(decoder=True)
     sizes = dict(sizes_of(vars(config)))
@@ -110,7 +111,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     length = min(max(DEFAULT_LENGTH, largest[1] * 5 // 4 if largest else 0), LARGEST_LENGTH)
     if limit is None or length + length // 2 + ROWS <= limit:
         return [LongContext(length, length // 2, largest)]
-    # The end of the model's context is further than places can be hidden: it gets a proof with fewer of them.
+    # Near the model's context limit fewer positions can be hidden, so a second context checks that end.
     inner = max(1, (limit - ROWS) * 2 // 3)
     return [
         LongContext(inner, inner // 2, largest),
@@ -119,23 +120,23 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
 
 
 def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The attributes that are sizes of a window or of a state, by their names."""
+    """Yield the attributes that are sizes of a window or a state, judging by their names."""
     for name, value in attributes.items():
         if type(value) is int and value > 1 and SIZE.search(name) and not COUNT.search(name):
             yield name, value
 
 
 def _is_foreign(module: Module) -> bool:
-    """True if a module's code is neither torch's nor the library's; linear layers are exempt."""
+    """Return True if a module's code is from none of ``KNOWN_CODE``; linear layers are exempt."""
     is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
 
 
 class _SharedContext(Cache):
-    """A cache whose layers may share the tensors of the context; each has its own keys and values of later tokens.
+    """A cache whose layers may share the context's tensors, while each keeps separate keys and values of later tokens.
 
-    It is none that compiled layers take, since these would write to the shared tensors.
+    Compiled layers don't accept this class, since they would write to the shared tensors.
     """
 
     def __init__(self, storage: KVTensors) -> None:
@@ -172,7 +173,7 @@ class _SharedContext(Cache):
 
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
-    """A cache of random keys and values, shared by layers unless one reads another's."""
+    """Return a cache with random keys and values, which layers share unless some read another layer's."""
     if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:
@@ -191,8 +192,8 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
             layer for layer, views in zip(filled.layers, storage.layers, strict=True) if views[0] is keys
         ]
         layer = max(like, key=lambda entry: float(entry.values.float().norm()))
-        # Early keys are large, so that much attention goes to what a window hides. Values repeat, as those of a token
-        # that occurs several times do in a first layer, where choices among them depend on the order of keys.
+        # Early keys are large, so that much attention goes to positions a window would hide. Values repeat, like those
+        # of a repeated token in the first layer, so that choices between equal ones depend on the order of keys.
         count = keys.shape[2]
         drawn = torch.randn(keys.shape, generator=random) * torch.linspace(2, 0.5, count)[:, None]
         keys.copy_(drawn * layer.keys.float().std().cpu())
@@ -205,7 +206,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 
 
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
-    """A mask with hidden columns that begin at ``start``."""
+    """Return the mask with ``hidden`` more columns inserted at ``start``, which hide their positions."""
     if isinstance(mask, dict):
         return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}
     assert mask is not None

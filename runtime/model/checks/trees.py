@@ -1,4 +1,4 @@
-"""Checks that a model verifies draft trees, or chains, as it decodes token by token."""
+"""Checks that a model gives the same logits for draft trees or chains as for decoding token by token."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ if TYPE_CHECKING:
 
 
 def some_context(length: int, vocabulary: int) -> list[int]:
-    """Arbitrary tokens for measurements and checks."""
+    """Return arbitrary tokens for measurements and checks."""
     return [(7 * place + 3) % vocabulary for place in range(length)]
 
 
 def small_tree(
     vocabulary: int, number: int = 5, depth: int = 3, length: int = 4
 ) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """A context and a tree of equal paths; wrong masks or positions change the logits of all paths but one."""
+    """Return a context, a tree of ``number`` separate paths of ``depth`` nodes each, and these paths.
+
+    If a model ignores masks or positions, the logits of all paths but the first are wrong.
+    """
     context = some_context(length, vocabulary)
     paths = [[(31 * path + 11 * place + 5) % vocabulary for place in range(depth)] for path in range(number)]
     tokens = [token for path in paths for token in path]
@@ -53,13 +56,16 @@ def small_tree(
 
 
 CONTEXT, FIRST_PART = 13, 5
-"""Tokens of the context of the check, and of its first part, which are more than a convolution reads."""
+"""Context length of the check, and the length of its first part; both exceed the size of convolutions."""
 PATHS, DEPTH = 3, 2
 
 
 @torch.inference_mode()
 def prove_recurrent_trees(target: Target) -> None:
-    """Check that a model with recurrent layers computes trees; raise FamilyError if it does not."""
+    """Check that a model with recurrent layers computes trees correctly; raise a ``FamilyError`` if not.
+
+    Set the target's shapes, recurrent layers, rounding and ``continues``.
+    """
     kind = target.model.config.model_type
     try:
         expected = _find_recurrences(target)
@@ -68,7 +74,7 @@ def prove_recurrent_trees(target: Target) -> None:
         raise refusal(kind, f"has layers that cannot be computed over a tree: {error}") from error
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
     if not distance <= _tolerance(target):
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
@@ -76,16 +82,16 @@ def prove_recurrent_trees(target: Target) -> None:
 
 
 class Expected(NamedTuple):
-    """Logits of token-by-token decoding by the model's own code."""
+    """Logits of the model's own code for token-by-token decoding."""
 
     of_rows: list[torch.Tensor]
-    """After the root of the small tree, and after each depth of its paths: ``[paths, vocabulary]``."""
+    """Logits after the root of the small tree and after each depth of its paths, shape ``[paths, vocabulary]``."""
     of_context: torch.Tensor
-    """After the context, root included, if it is read in one pass."""
+    """Logits after the context and the root, read in one pass."""
 
 
 def _find_recurrences(target: Target) -> Expected:
-    """Find the mixers and the cache shapes; return the logits of token-by-token decoding."""
+    """Find the target's mixers and cache shapes; return the logits of token-by-token decoding."""
     context, _, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
     target.rounding = None
@@ -111,7 +117,7 @@ def _find_recurrences(target: Target) -> Expected:
 
 
 def _distance(target: Target, expected: Expected) -> float:
-    """The largest distance of logits of the small tree; computes in closed form if this is exact, else by levels."""
+    """Return the largest distance for the small tree. Keep closed forms if they are exact, else switch to levels."""
     recurrent = target.stock.recurrent
     assert recurrent
     if recurrent.has_closed_forms:
@@ -121,7 +127,7 @@ def _distance(target: Target, expected: Expected) -> float:
                 return distance
         except (torch.OutOfMemoryError, KeyboardInterrupt):
             raise
-        except Exception:  # code that calls what it mixes by in another way
+        except Exception:  # code that calls the replaced functions in another way
             pass
         recurrent.use_levels()
     return _distance_of_tree(target, expected)
@@ -136,36 +142,37 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Logits after each row's last token by the model's own code, after ``start`` earlier tokens."""
+    """Return the logits of the model's own code after each row's last token; ``start`` tokens are in the cache."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
 
 def _distance_of_tree(target: Target, expected: Expected) -> float:
-    """The largest distance of a row of the small tree, or of the next pass after a commit."""
+    """Return the largest distance of a row in the small tree or in the next pass after a commit."""
     context, tree, paths = _small_tree(target)
     cache = target.allocate()
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     of_tree = target.verify(cache, [tree])[0].logits.clone()
     of_paths = of_tree[1:].view(PATHS, DEPTH, -1)
     actual = [of_tree[:1].expand(PATHS, -1), *of_paths.unbind(1)]
-    target.commit(cache, 0, [DEPTH])  # the first node of the second path, so that positions and states move
+    target.commit(cache, 0, [DEPTH])  # the first node of the second path, so that positions move and states advance
     again = target.verify(cache, [DraftTree.bare(paths[1][1])])[0].logits
     distance = max(_between(target, *pair) for pair in zip(actual, expected.of_rows, strict=True))
     return max(distance, _between(target, again[-1:], expected.of_rows[-1][1:2]))
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest distance; in low precision the median, since a row may be routed to other experts."""
-    # Some models in low precision have logits in float32.
+    """Return the largest distance, or in low precision the median, since a row may be routed to other experts."""
+    # Some models in low precision return logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
     return decisive(distances(actual, expected), is_rounded=is_rounded)
 
 
 def _continues(target: Target, expected: Expected) -> bool:
-    """True if the model's own pass over several tokens goes on from the states of the passes before.
+    """Return True if a pass over several tokens continues correctly from the states of earlier passes.
 
-    It is also compared with decoding: the layers of some models read several tokens in another way.
+    Its logits are also compared with token-by-token decoding, since some models' layers read several tokens in another
+    way.
     """
     context, _, _ = _small_tree(target)
     cache = target.allocate()
@@ -174,23 +181,26 @@ def _continues(target: Target, expected: Expected) -> bool:
         in_parts = target.prefill(cache, 0, context[FIRST_PART:], FIRST_PART).logits
     except (torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception:  # model code that starts at the first token only
+    except Exception:  # model code that can only start at the first token
         return False
     gaps = [_between(target, logits, expected.of_context) for logits in (in_parts, expected.of_rows[0][:1])]
     return all(distance <= _tolerance(target) for distance in gaps)
 
 
 LEAST_CONTEXT, MOST_CONTEXT = 24, 288
-"""Tokens of the context of the check, which are more than a window or a block has unless it is larger than this."""
+"""Minimum and maximum context length of the check, chosen to exceed any window or block size below the maximum."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
-"""Drafts of each pass, and how many of them are accepted."""
+"""Number of drafted and of accepted tokens in each pass."""
 DECODED = sum(1 + accepted for _, accepted in CHAINS)
 READ_AGAIN = 3
-"""Tokens of a pass from the cache after the context, once all chains were verified."""
+"""Number of tokens read again from the kept cache after the context, once all chains are verified."""
 
 
 def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
-    """The passes over chains of a model that verifies no trees, for a reason; raise FamilyError if they fail, too."""
+    """Return passes over chains for a model that cannot verify trees; raise a ``FamilyError`` if chains fail as well.
+
+    ``no_trees`` says why trees fail. Chains must give the logits of token-by-token decoding.
+    """
     model, stock = target.model, target.stock
     if stock.row_by_row.layers:
         raise no_trees
@@ -199,7 +209,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
     context, tokens = _context(target), some_context(DECODED, target.config.vocab_size)
     before = dict(_tensors_in_modules(model))
     try:
-        # Versions of tensors tell what a pass changes in place, and inference mode has none.
+        # Tensor versions show what a pass changes in place; inference mode doesn't track them.
         with torch.inference_mode(False), torch.no_grad():
             plain, places = _token_by_token(stock, context, tokens)
         passes = ReplayPasses(stock, places)
@@ -207,7 +217,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
         numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         raise _refused(no_trees, f"it fails on a chain of drafts ({error_reason(error)})") from error
     gaps = distances(actual, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
     distance = decisive(gaps, is_rounded=is_low_precision(target.dtype))
@@ -224,16 +234,16 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """How far logits after a prompt are from those of ``generate``, and from those of a prompt read in two parts.
+    """Return how far a prompt's logits are from those of ``generate``, and those of two parts from those of one.
 
-    ``generate`` may number positions in another way. Parts differ where a prompt is attended to in both directions.
+    ``generate`` may number positions differently. Parts differ if attention within the prompt is bidirectional.
     """
     ids = torch.tensor([list(context)], device=stock.device)
     positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2
     whole = stock.call(ids, positions, None, None).logits[:, -1]
     try:
         by_library = first_logits(stock.model, ids)
-    except Exception:  # a forward of another kind, which generate cannot call
+    except Exception:  # generate cannot call this model's forward
         by_library = whole
     first = cache_in(stock.call(ids[:, :middle], positions[:, :middle], None, None))
     in_parts = stock.call(ids[:, middle:], positions[:, middle:], None, first).logits[:, -1]
@@ -245,7 +255,7 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(target: Target) -> list[int]:
-    """As many tokens as the largest size that the model names, or the largest that is not too large, and some more."""
+    """Return a context longer than any window or state size in the configuration that fits ``MOST_CONTEXT``."""
     sizes = [size for _, size in sizes_of(vars(target.config)) if size + LEAST_CONTEXT <= MOST_CONTEXT]
     length, limit = max(sizes, default=0) + LEAST_CONTEXT, target.context_limit(1)
     if limit is not None:
@@ -256,7 +266,7 @@ def _context(target: Target) -> list[int]:
 def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
 ) -> tuple[torch.Tensor, frozenset[Place]]:
-    """Logits after each of the tokens, and the places in the cache that passes replace."""
+    """Return the logits after each of the tokens, and the places in the cache whose tensors passes replace."""
     logits: list[torch.Tensor] = []
     cache: Any = None
 
@@ -273,12 +283,15 @@ def _token_by_token(
         replaced.watch(lambda: cache, partial(read, [token], length))
         length += 1
     plain = torch.stack(logits[1:])
-    replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace less
+    replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace fewer
     return plain, replaced.places
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Logits after each token by chains of which some drafts are rejected, and again those after the first few."""
+    """Return the logits after each token, verified in chains with some rejected drafts.
+
+    The last row is from a pass that reads the first ``READ_AGAIN`` tokens again.
+    """
     cache, logits, place = passes.allocate(1), [], 0
     passes.prefill(cache, 0, context, 0)
     cache.slots[0].keep_states()
@@ -294,7 +307,7 @@ def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[in
 
 
 def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are attributes of modules, and neither parameters nor buffers."""
+    """Yield tensor attributes of modules that are neither parameters nor buffers, by name."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor):
@@ -303,19 +316,19 @@ def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 @torch.inference_mode()
 def prove_trees(target: Target) -> None:
-    """Check that the model of a target follows masks and positions; raise FamilyError if it does not.
+    """Check that a target's model follows masks and positions; raise a ``FamilyError`` if not.
 
-    The plain pass for comparison also gives the shapes of the KV cache and the rounding of the logits.
+    The plain pass for comparison also determines the target's KV cache shapes and the rounding error of its logits.
     """
     model, kind = target.model, target.model.config.model_type
     is_quantized = bool(quantized_layers(model))
-    # The median of the paths decides. In low precision some may differ in experts; in float32 few are enough, and
-    # a row of a large model takes up to 20 ms on a CPU.
+    # The median over paths decides. In low precision, some paths may be routed to other experts. In float32 few paths
+    # are enough, which saves time: a row of a large model takes up to 20 ms on a CPU.
     is_rounded = is_quantized or is_low_precision(target.dtype)
     context, tree, paths = small_tree(target.config.vocab_size, *((5, 3) if is_rounded else (3, 2)))
     try:
         used = DynamicCache(config=target.config)
-    except Exception as error:  # a configuration of parts, none of which decodes
+    except Exception as error:  # a configuration with parts, none of which is a decoder
         raise refusal(
             kind, f"has a configuration of which the library makes no cache ({error_reason(error)})"
         ) from error
@@ -336,7 +349,7 @@ def prove_trees(target: Target) -> None:
         of_tree = target.verify(cache, [tree])[0].logits
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code may raise any error
         reason = error_reason(error)
         raise FamilyError(f"models of type {kind!r} cannot be used: checking a small tree failed ({reason})") from error
     depth = len(paths[0])
@@ -349,14 +362,14 @@ def prove_trees(target: Target) -> None:
 
 
 def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCache) -> None:
-    """Check a tree after a context longer than any window the model may have beyond those of the masks."""
+    """Check a tree after contexts longer than any window the model may apply besides hdtool's masks."""
     kind, limit = target.model.config.model_type, target.context_limit(LARGEST_LENGTH)
     for context in long_contexts(target.model, target.stock.windows, limit):
         try:
             of_tree, plain = context.logits(target.stock.forward, target.stock.masks, tokens, target.shapes, used)
         except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:  # model code raises many kinds
+        except Exception as error:  # model code may raise any error
             reason = f"fails on a tree {context.found_in} ({error_reason(error)}): {context.cause}"
             raise refusal(kind, reason) from error
         if distance := deviation(of_tree, plain, target.rounding):
@@ -365,7 +378,7 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
 
 
 def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
-    """Logits of a tree, and of the same tree after an accepted path that must be moved."""
+    """Return the logits of a tree, and those of the same tree after committing a path whose positions must move."""
     context, tree, _ = small_tree(target.config.vocab_size)
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]

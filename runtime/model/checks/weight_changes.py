@@ -1,6 +1,6 @@
-"""Detects changed weights, hooks or adapters of a model.
+"""Detects changes to a model's weights, hooks and adapters.
 
-Adapters replace modules, training and merging replace weights, and hooks expect every module to be called.
+Adapters replace modules, training and merging replace weights, and hooks rely on every module being called.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 LAYOUT = attrgetter("shape", "dtype")
-"""Memory layout beyond address and strides: a transposed tensor has the same address."""
+"""Reads a tensor's shape and dtype, which its address and strides don't determine."""
 
 OF_EVERY_MODULE = frozenset(vars(Module()))
-"""Attributes that torch gives to a module."""
+"""Attributes that torch gives to every module."""
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 class RecordedWeights:
-    """The submodules, parameters and buffers of modules, and where their numbers lie."""
+    """Records the submodules, parameters and buffers of modules, and the memory of the weights."""
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self._holders = [
@@ -47,7 +47,7 @@ class RecordedWeights:
         self._addresses = self._now_at()
 
     def memory(self) -> list[torch.UntypedStorage]:
-        """The memory of all weights, which is not freed while this list exists."""
+        """Return the storages of all weights; holding them keeps the memory from being freed."""
         return [tensor.untyped_storage() for tensor in self._tensors]
 
     def are_same(self) -> bool:
@@ -63,7 +63,7 @@ class RecordedWeights:
         return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _now_stored(self) -> list[Any]:
-        """None for a weight that became an ordinary parameter: it stays the same object."""
+        """Return what compact weights store; None for one that became an ordinary parameter in place."""
         return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
 
     def _now_at(self) -> list[tuple[Any, ...]]:
@@ -72,7 +72,7 @@ class RecordedWeights:
 
 
 class RecordedModel:
-    """All that the answers of a model depend on, as far as Python shows it."""
+    """Records what a model's answers depend on: modules, code, hooks, weights and plain attributes."""
 
     def __init__(self, model: Module) -> None:
         self._modules = list(model.modules())
@@ -85,15 +85,15 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """True if nothing changed, including added or replaced modules."""
+        """Return True if modules, code, weights and settings are unchanged; in-place writes to weights don't count."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
-        """True if weights were written in place, as by an optimizer; what was compiled or captured stays valid."""
+        """Return True if weights were written in place, as by an optimizer; compiled and captured passes stay valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:
-        """True if a model has the recorded modules, classes and hooks."""
+        """Return True if a model has the recorded modules, classes, forwards and hooks."""
         modules = list(model.modules())
         is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
         return is_same and self._code == self._code_now()
@@ -102,14 +102,14 @@ class RecordedModel:
         return [-1 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
     def _code_now(self) -> list[Hashable]:
-        """Ids of hooks are never used twice."""
+        """Return the hook ids, classes and forwards of all modules; torch never reuses the id of a hook."""
         hooks: Iterator[Hashable] = map(tuple, hooks_of(self._modules))
         forwards = (vars(module).get("forward") for module in self._modules)
         kinds: list[Any] = list(map(type, self._modules))
         return [*hooks, *kinds, *forwards, *(kind.forward for kind in dict.fromkeys(kinds))]
 
     def _settings_now(self) -> list[Hashable]:
-        """Plain attributes of modules, such as active adapters and their scales."""
+        """Return the plain attributes of modules, such as active adapters and their scales."""
         return [
             (name, _plain(value))
             for module in self._modules
@@ -119,24 +119,24 @@ class RecordedModel:
 
 
 def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
-    """The hooks of modules, and those of all modules."""
+    """Return torch's global hooks and the hooks of these modules, as dictionaries by id."""
     of_all = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
     return of_all + [getattr(module, name) for module in modules for name in HOOKS]
 
 
 def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors of a weight that have memory: itself, or those inside a tensor subclass of a library."""
+    """Yield the tensors with a weight's memory: the weight itself, or the parts of a tensor subclass."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         for part in parts:
-            if isinstance(part, torch.Tensor):  # a distributed tensor names its mesh, too
+            if isinstance(part, torch.Tensor):  # a distributed tensor also lists its mesh
                 yield from _with_numbers(part)
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor
 
 
 def _plain(value: Any) -> Hashable:
-    """A value that changes if a setting is replaced or changed in place; None for objects that are not settings."""
+    """Return a value that changes if a setting is replaced or modified in place; None for other objects."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -149,19 +149,19 @@ def _plain(value: Any) -> Hashable:
 
 
 class ModelChanges:
-    """State of a model at its last prompt, and how often it has changed since."""
+    """Records a model's state at each prompt and counts changes between prompts."""
 
     def __init__(self, model: Module) -> None:
         self._model = model
         self.count = 0
         self._recorded: RecordedModel | None = None
         self._memory: list[torch.UntypedStorage] = []
-        """Memory of the weights that captured steps read: a replaced weight is not freed within an answer."""
+        """Memory that captured steps read, held so that a weight replaced during an answer isn't freed."""
         self._notices = True
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Notice no changes of the model in this block: they are hdtool's own, and change no answer."""
+        """Ignore changes to the model in this block, which hdtool makes itself and which don't affect answers."""
         noticed, self._notices, self._recorded = self._notices, False, None
         try:
             yield
@@ -173,10 +173,11 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """True if the model changed since it was recorded; it must be recorded again then, or if it never was.
+        """Return True if the model changed since it was recorded, or never was; the caller must then record it again.
 
-        ``discard`` is called with whether the model has other code, but not if its weights were merely written in
-        place; if it fails, the model is still another one at the next prompt.
+        If there was a record, ``discard`` is called first: with True if modules or code changed, and with False if only
+        weights or settings did. It is not called if weights were only written in place. If it raises, the next call
+        finds the change again.
         """
         if not self._notices:
             return False

@@ -1,5 +1,5 @@
-"""GGUF models: locating and converting the file, and weights that stay in its blocks.
+"""Locates and converts GGUF models, and computes with weights that stay in the file's quantized blocks.
 
-Imports `data`, `runtime/kernels` and `runtime/config`. Transformers reads the files; its class names stay in `convert`
-and `packing`.
+May import `data`, `runtime/kernels` and `runtime/config`. Transformers reads the files; only `convert` and `packing`
+use its classes.
 """

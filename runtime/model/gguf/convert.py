@@ -1,9 +1,9 @@
 """Converts a GGUF file with transformers: configuration, tokenizer and weights.
 
-The file's header is read once; SmolLM2's has 150,000 values. Transformers unpacks most architectures' tensors into a
-dictionary before it fills the model, and converts a few architectures' one by one. Both code paths are patched to hand
-over each weight, which leaves a single zero in the model. Weights are written in float32, or only those that no matmul
-takes from the file.
+The file's header is parsed only once, as it is large: SmolLM2's has 150,000 values. For most architectures transformers
+unpacks all tensors into a dictionary before it fills the model; for a few it converts them one by one. Both code paths
+are patched to pass each weight to a callback. If the callback takes the weight, a single expanded zero replaces it in
+the model, which limits memory use.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hdtool.runtime.model.gguf.packing import PackingPlan
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Keep the header of each file and the list of tensor names for as long as the context lasts, and no tensor."""
+    """In this block, parse headers and build tensor name maps only once, and keep no mapped tensors in memory."""
     import gguf
 
     maps: list[mmap.mmap] = []
 
     class Reader(gguf.GGUFReader):
-        """Takes parts of a plain array: parts of a ``memmap`` take five times as long."""
+        """Slices a plain array, because slicing a ``memmap`` takes five times as long."""
 
         @property
         def data(self) -> Any:
@@ -57,7 +57,7 @@ def read_once() -> Iterator[None]:
         try:
             return really(*arguments)
         finally:
-            for mapped in maps:  # the pages would stay in memory beside the numbers
+            for mapped in maps:  # otherwise its pages stay in memory beside the expanded values
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     names = cache(gguf.get_tensor_name_map)
@@ -69,15 +69,15 @@ def read_once() -> Iterator[None]:
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FLOAT32 = 0
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The values of all Llama models since 3.1; only the factor differs."""
+"""RoPE scaling of all Llama models since 3.1; only the factor differs."""
 READ = "gpt-oss"
-"""The architecture whose scaling transformers reads."""
+"""Architecture whose RoPE scaling transformers reads."""
 
 
 def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Add the scaling of Llama 3 to a configuration; print a note for a scaling of another kind.
+    """Add Llama 3's RoPE scaling to a configuration; print a note if the file has any other kind.
 
-    The file has no settings for it, but a tensor with the divisor of each frequency.
+    GGUF files have no setting for Llama 3's scaling, only a tensor with the divisor of each frequency.
     """
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
@@ -99,7 +99,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """True if these divide the frequencies as Llama 3 does with this factor: low ones, and those between by a part."""
+    """Return True if the divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, blended between."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -108,18 +108,18 @@ def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: floa
 
 
 Take = Callable[[str, torch.Tensor], bool]
-"""Called with the name and the value of a weight; whether the model can do without it."""
+"""Callback with a weight's name and value; returns True to drop the weight from the model."""
 Function = Callable[..., Any]
 PUTTING = "core_model_loading", "set_param_for_module"
 READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
-"""Functions of transformers. Without them, as in a later version, weights are in memory all at once."""
+"""Functions of transformers to patch. In a version without them, all weights are in memory at once."""
 
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads in this block."""
+    """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights it takes."""
     with ExitStack() as patches:
-        # Else threads read ahead without a limit.
+        # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
             with suppress(ImportError):
@@ -130,7 +130,7 @@ def weights_in_turn(take: Take) -> Iterator[None]:
 
 
 def _putting(put: Function, take: Take) -> Function:
-    """Put a weight into the model, then hand it over."""
+    """Wrap ``put``, which sets a weight of the model, to call ``take`` afterwards."""
 
     def put_in_turn(model: Any, name: str, *arguments: Any, **options: Any) -> None:
         put(model, name, *arguments, **options)
@@ -143,7 +143,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 
 def _reading(read: Function, take: Take) -> Function:
-    """Unpack a file without the weights that are handed over."""
+    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for those it takes."""
     unpacking: Any = import_module(f"transformers.{READING[0]}")
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _processor(kind: type[Any], take: Take, taken: dict[str, tuple[int, ...]]) -
             if not take(place, torch.from_numpy(np.ascontiguousarray(tensor.weights))):
                 return tensor
             taken[place] = tensor.weights.shape
-            return tensor._replace(name="")  # tensors without a place in the model are left out
+            return tensor._replace(name="")  # transformers skips tensors whose name maps to no weight
 
     return InTurn
 
@@ -180,24 +180,24 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
 
 LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-"""Formats of tensors that are not quantized."""
+"""Dtypes of unquantized tensor formats, by type number."""
 ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""Tokens that end a turn or a message; transformers reads the one that ends a text."""
+"""Settings with the tokens that end a turn or message; transformers reads only the one that ends a text."""
 LINK = "model.gguf"
 UNSHARDED = 1 << 60
-"""Bytes of a file of weights: all are in one, which one step puts in place."""
+"""Maximum size of a weight file in bytes, so large that all weights are in a single file."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A complete GGUF file that transformers can read."""
+    """Converts a GGUF file. Create it with ``of``, which checks the file."""
 
     file: Path
     header: GGUFHeader
 
     @classmethod
     def of(cls, file: Path) -> Conversion:
-        """Check the file and the libraries; raise a ``ModelError`` that says what is wrong."""
+        """Check the file and the installed libraries; raise a ``ModelError`` if the file cannot be converted."""
         header = GGUFHeader.read(file)
         if lacking := [name for name in LIBRARIES if not find_spec(name)]:
             needed = " and ".join(lacking)
@@ -215,7 +215,7 @@ class Conversion:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the checkpoint: float32 for quantized tensors, whose values no narrower dtype holds."""
+        """Dtype of the converted weights: float32 if any are quantized, as no narrower dtype holds their values."""
         kinds = {tensor.kind for tensor in self.header.tensors}
         if not kinds <= PLAIN.keys():
             return torch.float32
@@ -224,11 +224,11 @@ class Conversion:
 
     @property
     def bytes(self) -> int:
-        """The size of the converted weights, at most: transformers leaves some tensors out."""
+        """Maximum size of the converted weights in bytes; transformers leaves some tensors out."""
         return sum(tensor.numbers for tensor in self.header.tensors) * self.dtype.itemsize
 
     def write_configuration(self, folder: Path) -> None:
-        """Write the configuration, the generation settings and the tokenizer."""
+        """Write the configuration, generation settings and tokenizer to ``folder``."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig
 
         with self._alone(folder) as (source, name), read_once():
@@ -236,7 +236,7 @@ class Conversion:
                 settings: Any = AutoConfig.from_pretrained(source, gguf_file=name)
                 settings.dtype = self.dtype
                 settings.eos_token_id = self._ends(settings.eos_token_id)
-                # Servers choose the class by this name, which GGUF files do not have.
+                # Servers choose the model class by this name, which GGUF files lack.
                 settings.architectures = [cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]).__name__]
                 restore_scaling(settings, self.file, self.header)
                 settings.save_pretrained(folder)
@@ -245,7 +245,7 @@ class Conversion:
                 AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
 
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
-        """Write the weights for a configuration from ``write_configuration``."""
+        """Write all weights to ``folder``; ``configuration`` is a folder from ``write_configuration``."""
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
             for weight in model.parameters():
@@ -255,7 +255,7 @@ class Conversion:
         return (folder / WEIGHTS,)
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
-        """Write which weights stay in the file, and the other weights; reuses expanded weights."""
+        """Write the packing plan and the weights that can't stay packed; reuse weights found in ``configuration``."""
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
             return plan.write(load_file(there).items(), folder)
@@ -266,7 +266,7 @@ class Conversion:
         return plan.write(_weights_once(model), folder)
 
     def _model(self, configuration: Path, folder: Path) -> Any:
-        """The model in float32, as transformers reads it."""
+        """Load the model in float32 with transformers; raise a ``ModelError`` if the file lacks weights."""
         from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
         with self._alone(folder) as (source, name), read_once(), self._errors_worded("weights"), _progress():
@@ -286,7 +286,7 @@ class Conversion:
         return model
 
     def _ends(self, token_ids: int | list[int] | None) -> int | list[int] | None:
-        """The tokens that end an answer: those that transformers read and those that end a turn."""
+        """Return the token ids that end an answer: those that transformers read, and those that end a turn."""
         ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in ENDS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys(ends))
@@ -294,13 +294,16 @@ class Conversion:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """A folder with only the file: transformers would also read its neighbours, such as another tokenizer."""
+        """Yield a folder with only a link to the file, and the link's name.
+
+        Otherwise transformers would also read neighboring files, such as another tokenizer.
+        """
         source = folder / "source"
         source.mkdir()
         link = source / LINK
         try:
             link.symlink_to(self.file.resolve())
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no symbolic links
             yield self.file.parent, self.file.name
         else:
             yield source, LINK
@@ -323,7 +326,7 @@ class Conversion:
 
 
 def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of a model; of tied weights only the first, from which the others follow."""
+    """Yield a model's weights by name, but only the first of tied weights."""
     seen = set()
     for name, weight in model.state_dict().items():
         place = weight.data_ptr(), weight.shape
@@ -337,12 +340,12 @@ def _save(model: Any, folder: Path) -> None:
 
     try:
         model.save_pretrained(folder, max_shard_size=UNSHARDED)
-    except SafetensorError as error:  # of a full disk, among others
+    except SafetensorError as error:  # such as a full disk
         raise OSError(0, " ".join(str(error).split())) from error
 
 
 def narrow_if_exact(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in 16 bits if these hold it exactly, otherwise unchanged."""
+    """Return the weight in bfloat16 or float16 if that represents it exactly, otherwise unchanged."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal((narrow := weight.to(dtype)).to(weight.dtype), weight):
             return narrow
@@ -351,7 +354,10 @@ def narrow_if_exact(weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Show the bars of transformers on a terminal and nowhere else; some of them heed no setting of the library."""
+    """Show the progress bars of transformers only on a terminal.
+
+    Elsewhere stderr is discarded, because some bars ignore the library's setting.
+    """
     from transformers.utils import logging
 
     if sys.stderr is None or not sys.stderr.isatty():

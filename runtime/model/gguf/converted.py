@@ -1,5 +1,8 @@
-"""The converted model of a GGUF file in hdtool's home: found by the file's signature, made once, and complete or
-absent."""
+"""Finds the converted model of a GGUF file in hdtool's home, or converts the file.
+
+A file is recognized by its signature or its content hash. New files are written to a temporary folder and then moved,
+so a converted model is either complete or absent.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,11 @@ NAMES = {
     35: "TQ2_0",
     40: "NVFP4",
 }
-"""Formats that transformers reads but no matmul takes, by type number."""
+"""Names of the formats that transformers reads but no matmul supports, by type number."""
 
 
 def slow_weights(header: GGUFHeader) -> str | None:
-    """Describe how many quantized matrices are computed in float32 and why, or return None."""
+    """Describe how many quantized matrices are computed in float32 and why; return None if there are none."""
     matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
     packed = {tensor.offset for tensor in packable(header)}
     slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and header.data + matrix.offset not in packed]
@@ -78,10 +81,10 @@ SPARE = 1 << 26
 
 
 def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
-    """The folder of a GGUF file's model in the layout of ``save_pretrained``, converted if it is not there.
+    """Return the folder with a GGUF file's model in the layout of ``save_pretrained``; convert the file if needed.
 
-    Without ``weights``, the folder may hold the configuration and the tokenizer alone. With ``packed``, it has what is
-    needed to compute with the weights of the file itself.
+    Without ``weights``, the folder may hold only the configuration and the tokenizer. With ``packed``, it also has the
+    packing plan and the weights that can't stay packed.
     """
     signature = Signature.of(file)
     current = {folder: manifest for folder, manifest in manifests() if manifest.is_current}
@@ -106,7 +109,7 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
 
 
 def stays_packed(file: Path) -> bool:
-    """True if weights of the file can be computed in their blocks."""
+    """Return True if any weights of the file can be computed in their quantized blocks."""
     signature = Signature.of(file)
     if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
         return True
@@ -118,7 +121,10 @@ def _has(manifest: Manifest, weights: bool, packed: bool) -> bool:
 
 
 def remove_converted(folder: Path, manifest: Manifest) -> None:
-    """Delete a converted model; it is converted again when it is needed."""
+    """Delete a converted model; the next load converts its file again.
+
+    Raise a ``ModelError`` if another process is converting to the folder.
+    """
     with file_lock(lock_path(folder), ModelError(f"another process converts to {folder}: wait for it")):
         remove(folder, manifest)
     lock_path(folder).unlink(missing_ok=True)
@@ -132,9 +138,9 @@ def _fingerprint(digest: str) -> str:
 def _complete(
     conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool, packed: bool
 ) -> None:
-    """Make what the folder lacks, while its lock is held."""
+    """Write the requested parts that the folder lacks. The caller must hold the folder's lock."""
     remove_unfinished(folder)
-    manifest = Manifest.read(folder)  # another process may have made it while this one waited
+    manifest = Manifest.read(folder)  # another process may have written it meanwhile
     if manifest is None:
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
         manifest = _with_configuration(conversion, folder, digest, signature)
@@ -159,7 +165,7 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
         for written in place.iterdir():
             sync_to_disk(written)
         _check_unchanged(conversion.file, signature)
-        if folder.is_dir():  # a file of it was removed or changed
+        if folder.is_dir():  # one of its files was removed or changed
             for name in manifest.files:
                 (place / name).replace(folder / name)
             manifest.write(folder)
@@ -180,11 +186,11 @@ def _check_room(conversion: Conversion, folder: Path) -> None:
 def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
-    """Add the files that ``write`` makes from a folder's configuration, via a temporary folder."""
+    """Add weight files to a folder: ``write`` makes them in a temporary folder, given the folder's configuration."""
     with scratch_folder(folder) as place:
         paths = write(folder, place)
         for written in paths:
-            shutil.copymode(folder / "config.json", written)  # the library gives it to its owner alone
+            shutil.copymode(folder / "config.json", written)  # safetensors makes files that only their owner can read
             sync_to_disk(written)
         _check_unchanged(file, signature)
         for written in paths:
@@ -201,7 +207,7 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 
 
 def _remember(folder: Path, signature: Signature) -> None:
-    """Record that a file has this content; where that cannot be written, the hash is computed again each time."""
+    """Record that a file has this content, so that it isn't hashed again; ignore a manifest that can't be written."""
     busy = ModelError(f"another process converts to {folder}")
     with suppress(ModelError, OSError), file_lock(lock_path(folder), busy):
         if manifest := Manifest.read(folder):
@@ -209,7 +215,10 @@ def _remember(folder: Path, signature: Signature) -> None:
 
 
 def _remove_superseded(folder: Path, signature: Signature) -> None:
-    """Delete models converted from the file's earlier contents, or by another version of transformers."""
+    """Delete models converted from the file's earlier contents or by another version of transformers.
+
+    A model stays if another file still has its content.
+    """
     for other_folder, manifest in manifests():
         files = {signature_.path: signature_ for signature_ in manifest.seen}
         if (

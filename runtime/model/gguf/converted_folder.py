@@ -1,4 +1,4 @@
-"""Identity of a GGUF file, and the manifest of the folder with its converted model."""
+"""Identifies GGUF files by path and content, and keeps a manifest for each converted model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
 SETTLED = 2.0
-"""Seconds. A file that was changed less than this before its hash was computed may change again within one tick of a
-file system's clock, which no signature would show."""
+"""Minimum age of a file's last change in seconds before its hash is remembered.
+
+A younger file may change again within one tick of the file system's clock and keep its signature.
+"""
 CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a change of a file changes.
+    """Path and metadata of a file, which differ after any change to it.
 
-    A program can set the time of modification back but not the time of the last change of the entry (``ctime_ns``).
+    A program can reset the modification time (``mtime_ns``), but not the time of the last inode change (``ctime_ns``).
     """
 
     path: str
@@ -60,7 +62,7 @@ class Signature:
 
 
 def content_hash(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits; show a progress bar meanwhile."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as stream, progress_bar(path.stat().st_size, f"reading {path.name}", unit="B") as shown:
         while chunk := stream.read(CHUNK):
@@ -75,10 +77,10 @@ MOST_LISTED = 12
 
 
 def gguf_file(config: ModelConfig) -> Path | None:
-    """The GGUF file that a configuration names; None for a model in another form.
+    """Return the GGUF file that a configuration names, or None for a model in another format.
 
-    A file is taken for one whatever its name, so that the reader can word what it is instead. In a folder without
-    ``config.json`` the only GGUF file is meant.
+    An existing file is returned whatever its suffix, so that the GGUF reader can say what is wrong with it. In a folder
+    without ``config.json``, the only GGUF file is chosen. A file on the hub is downloaded.
     """
     if (name := config.place) is None:
         return None
@@ -123,12 +125,12 @@ def _listed(files: list[Path]) -> str:
 MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
-"""File names of the plan of packed weights and of all other weights."""
+"""Names of the files with the packing plan and with all weights that aren't packed."""
 FORMAT = 1
 PACKING = 3
-"""Incremented whenever matmuls take more formats, so that packed weights are searched for again."""
+"""Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
 MOST_SEEN = 16
-"""Maximum signatures kept: one for each location of the same file, such as a copy."""
+"""Maximum number of signatures kept: one for each path with the same content, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
 
@@ -137,20 +139,20 @@ class Manifest:
     sha256: str
     """SHA-256 of the GGUF file."""
     transformers: str
-    """Version of transformers that read the file: others may read it differently."""
+    """Version of transformers that converted the file; others may read it differently."""
     files: dict[str, int]
-    """Bytes of each file of the folder. The weights, expanded or for packed use, are added when they are needed."""
+    """Size in bytes of each file in the folder. Expanded or packed weights are added when they are first needed."""
     seen: tuple[Signature, ...] = ()
     """Files known to have this content."""
     packing: int = 0
-    """The ``PACKING`` by which packed weights were looked for."""
+    """Value of ``PACKING`` when the packing plan was made; 0 without a plan."""
     slow: str = ""
-    """Which weights aren't computed in their blocks, in words; empty if all are."""
+    """Description of the quantized weights that are computed in float32; empty if there are none."""
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder if all its files exist, or None."""
+        """Return a folder's manifest, or None if it is unreadable or a file that it lists is missing or resized."""
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**fields) for fields in row["seen"])
@@ -181,7 +183,7 @@ class Manifest:
         return self.transformers == metadata.version("transformers")
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest; whoever reads it afterwards sees the files that it names."""
+        """Replace the folder's manifest. The files that it names must already be in place."""
         file = OutputFile(
             folder / MANIFEST,
             "the manifest of a converted model",
@@ -192,20 +194,20 @@ class Manifest:
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
     def seen_as(self, signature: Signature) -> Manifest:
-        """The manifest with one more file of this content; an older signature of the same path is dropped."""
+        """Return a manifest that lists one more file with this content; an older signature of its path is dropped."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MOST_SEEN:])
 
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
-    """The folders of all converted models that are whole, with their manifests."""
+    """Yield the folder and the manifest of each complete model in hdtool's home."""
     for place in converted_models_at_home().glob(f"[!.]*/{MANIFEST}"):
         if manifest := Manifest.read(place.parent):
             yield place.parent, manifest
 
 
 def remove(folder: Path, manifest: Manifest) -> None:
-    """Delete the files of a converted model, the manifest first, and the folder if nothing else is in it."""
+    """Delete a converted model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
     with suppress(OSError):
         (folder / MANIFEST).unlink()
         for name in manifest.files:

@@ -1,7 +1,7 @@
-"""Which weights of a model can be computed in the blocks of its GGUF file, and in what row order.
+"""Finds the weights of a model that can be computed in the quantized blocks of its GGUF file, and their row order.
 
-Families differ in names and row order, so neither is relied on: a weight stays packed if each of its float32 rows, as
-transformers reads the file, equals a row of one of the file's tensors bit for bit.
+Tensor names and row orders differ between model families, so neither is assumed: a weight stays packed if each of its
+float32 rows, as transformers reads the file, equals a row of one of the file's tensors bit for bit.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
 from hdtool.runtime.model.transformers_internals import text_class
 
 PART = 1 << 22
-"""Numbers that are expanded at a time while rows are compared."""
+"""Maximum number of values that are expanded to float32 at once while rows are compared."""
 DIGEST = 16
-"""Bytes of the hash of a row."""
+"""Size of a row's hash in bytes."""
 ORDER = ".rows"
-"""Suffix of the tensor with a weight's row order in the file."""
+"""Suffix that names the tensor with a weight's row order."""
 
 
 JOINED = ("gpt-oss",)
-"""Architectures whose experts have gates and ups apart in the file, and row by row in the model."""
+"""Architectures whose expert gate and up projections are separate in the file but interleaved by row in the model."""
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Where a GGUF file has the blocks of a weight."""
+    """Location and format of a weight's blocks in a GGUF file."""
 
     kind: int
     offset: int
-    """Bytes from the start of the file."""
+    """Offset from the start of the file in bytes."""
     outs: int
     columns: int
     ordered: bool
-    """True if the file has the rows in the weight's order."""
+    """True if the rows have the same order in the file and in the weight."""
     experts: int = 0
-    """How many experts have as many of its rows each; 0 for a matrix."""
+    """Number of experts, which have an equal number of rows each; 0 for a single matrix."""
 
     @property
     def bytes(self) -> int:
         return self.outs * FORMATS_BY_GGUF_TYPE[self.kind].row_bytes(self.columns)
 
     def of(self, content: torch.Tensor) -> PackedMatrix:
-        """The matrix in the content of the file; the rows are in the order of the file."""
+        """Return the matrix as a view of the file's content, with rows in the file's order."""
         blocks = content[self.offset : self.offset + self.bytes].view(self.outs, -1)
         return PackedMatrix(blocks, FORMATS_BY_GGUF_TYPE[self.kind])
 
 
 def packable(header: GGUFHeader) -> list[PackedTensor]:
-    """Tensors of a file that the compiled matmul takes as they are."""
+    """Return the tensors of a file that the compiled matmul can read in their blocks."""
     tensors = []
     for tensor in header.tensors:
         if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor, header.architecture):
@@ -87,12 +87,14 @@ def _fits(tensor: GGUFTensor, architecture: str) -> bool:
 
 
 Place = tuple[list[PackedTensor], torch.Tensor | None]
-"""The tensor that has the rows of a weight, and their order if it is another one; or those of a layer's experts, of
-which two have their gates and their ups."""
+"""The tensors with a weight's rows, and the row order if it differs from the file's.
+
+Two tensors if a layer's experts have separate gate and up projections in the file, otherwise one.
+"""
 
 
 class PackingPlan:
-    """The places in a file of the weights that stay packed."""
+    """Records where a GGUF file holds the weights that stay packed."""
 
     def __init__(self, file: Path, header: GGUFHeader) -> None:
         content = mapped(file)
@@ -100,28 +102,32 @@ class PackingPlan:
         self._found: dict[str, Place | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
-        """Look for a weight of the model in the file; return True if it is there."""
+        """Search the file for a weight of the model; return True if it is found."""
         try:
             return self._place(name, weight) is not None
         finally:
             return_free_memory()
 
     def _place(self, name: str, weight: torch.Tensor) -> Place | None:
-        """Where the file has a weight, which is looked for once."""
+        """Return where the file holds a weight, or None. Each weight is searched for only once."""
         if name not in self._found:
             self._found[name] = _place_of(weight, self._tensors)
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
-        """True if a model has all weights that were taken as the zeros that stand for them.
+        """Return True if every weight found in the file is still a single expanded zero in the model.
 
-        If it has not, it was filled with what was made from zeros, as of weights that are renamed or joined on the way.
+        If not, transformers renamed or joined weights after they were taken, and computed some of the model's weights
+        from the zeros.
         """
         taken = [model.get(name) for name, tensors_ in self._found.items() if tensors_]
         return all(weight is not None and weight.untyped_storage().nbytes() == weight.itemsize for weight in taken)
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> tuple[Path, Path]:
-        """Write the places and, in float32, the weights that the file does not have; ``weights`` are the model's."""
+        """Write the packing plan and, in float32, the weights that the file lacks; return the paths of both files.
+
+        ``weights`` are all weights of the model.
+        """
         rest, plan = {}, {}
         for name, weight in weights:
             if (location := self._place(name, weight)) is None:
@@ -135,13 +141,13 @@ class PackingPlan:
         places[0].write_text(json.dumps({"version": PACKING, "tensors": plan}, indent=1) + "\n", encoding="utf-8")
         try:
             save_file(rest, places[1], {"format": "pt"})
-        except SafetensorError as error:  # of a full disk, among others
+        except SafetensorError as error:  # such as a full disk
             raise OSError(0, " ".join(str(error).split())) from error
         return places
 
 
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model by name, those in blocks mapped from its file."""
+    """Return a model's weights by name; packed weights in the file's row order are memory-mapped from it."""
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -157,7 +163,7 @@ def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def mapped(file: Path) -> torch.Tensor:
-    """The bytes of a file, read from the disk where they are used; a change of the tensor would not change the file."""
+    """Return a file's bytes as a memory-mapped tensor; writing to the tensor does not change the file."""
     return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
 
@@ -167,13 +173,13 @@ def _matrix(file: Path, tensors: list[PackedTensor], content: torch.Tensor, orde
         return PackedExperts([packed.of(content) for packed in tensors], tensor.experts)
     if order is None:
         return tensor.of(content)
-    # Read and not mapped: of a mapped part, the pages would stay in memory beside the copy.
+    # Read, not mapped: mapped pages would stay in memory beside the reordered copy.
     part = torch.from_numpy(np.fromfile(file, np.uint8, tensor.bytes, offset=tensor.offset))
     return PackedMatrix(part.view(tensor.outs, -1)[order.long()], FORMATS_BY_GGUF_TYPE[tensor.kind])
 
 
 class _TensorInFile:
-    """A tensor of the file, to be compared with weights of the model."""
+    """Compares a tensor of the file with weights of the model."""
 
     def __init__(self, tensor: PackedTensor, matrix: PackedMatrix) -> None:
         self.tensor, self._matrix = tensor, matrix
@@ -184,14 +190,14 @@ class _TensorInFile:
 
     @cached_property
     def rows(self) -> list[bytes]:
-        """The hash of each row in float32."""
+        """Hash of each row in float32."""
         try:
             return _rows(self._matrix)
         finally:
             self._matrix.unmap()
 
     def equals(self, weight: torch.Tensor) -> bool:
-        """True if all rows have the bits of those of a weight, in their order."""
+        """Return True if all rows equal those of a weight bit for bit, in the same order."""
         try:
             return all(_has_bits(self._matrix[part].float(), weight[part]) for part in _parts(weight))
         finally:
@@ -203,13 +209,13 @@ def _has_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
-    """The rows of a matrix, a few at a time."""
+    """Return slices that split a matrix into groups of rows with about ``PART`` values each."""
     size = max(1, PART // matrix.shape[1])
     return (slice(first, first + size) for first in range(0, len(matrix), size))
 
 
 def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
-    """The hash of each row in float32."""
+    """Return the hash of each row in float32."""
     parts = (matrix[part].float() for part in _parts(matrix))
     return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
 
@@ -226,7 +232,7 @@ def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | Non
     alike = [
         candidate for candidate in tensors if (candidate.tensor.outs, candidate.tensor.columns) == tuple(weight.shape)
     ]
-    # Most weights have the order of the file, and where it is another one, the first row is usually the first.
+    # Most weights have the file's row order, and most reordered ones keep the first row, so try equal first rows first.
     alike.sort(key=lambda candidate: not _has_bits(candidate.first_row, weight[:1]))
     for candidate in alike:
         if _has_bits(candidate.first_row, weight[:1]) and candidate.equals(weight):
@@ -242,7 +248,7 @@ def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | Non
 
 
 def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
-    """The tensor that has the matrices of all experts, or the two that have their upper and lower halves."""
+    """Find the tensor with the matrices of all experts, or the two tensors with the upper and lower halves of rows."""
     _, rows, columns = weight.shape
     for count in (1, 2):
         matched = []
@@ -265,7 +271,7 @@ def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Pla
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """A float32 CPU model with these weights; ``folder`` is its converted folder."""
+    """Load a float32 CPU model with these weights by transformers; ``folder`` is its converted folder."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],
@@ -280,9 +286,9 @@ def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, 
 
 
 def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """The model without the loader of transformers, which takes longer than the rest of a start.
+    """Build the model without the loader of transformers, which takes longer than the rest of the startup.
 
-    Names and forms of the weights are not checked: compare its outline with that of ``packed_model``.
+    Weight names and shapes are not checked: compare the model's outline with that of one from ``packed_model``.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -1,5 +1,5 @@
-"""Recurrent layers and short convolutions in passes over draft trees.
+"""Runs recurrent layers and short convolutions over draft trees.
 
-Each row starts from the state after its parent. Mixers are found by watching a pass; they compute all rows in closed
-form, or level by level with the library's code.
+Each row starts from the state after its parent. Mixers are found by observing a pass. They compute all rows in closed
+form, or level by level with the code of transformers.
 """

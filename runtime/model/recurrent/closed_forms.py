@@ -1,11 +1,11 @@
-"""Recurrences over a tree in closed form: all rows of a pass at once.
+"""Computes recurrences over all rows of a tree at once, in closed form.
 
-A chunked recurrence lets each token of a chunk read the tokens before it. Over a tree each row reads its ancestors
-instead, with the decay in between; rows follow their parents, so the same triangular system applies. No row gets a
-state: only the accepted path is written to the states.
+In a chunked recurrence, each token of a chunk reads the tokens before it. Over a tree, each row reads its ancestors
+instead, with the decay in between. Rows follow their parents, so the triangular system is the same. Rows get no states
+themselves: only committing a path updates the states.
 
-The modeling module's multi-token functions (a convolution, a chunked recurrence) are replaced in a copy of ``forward``;
-the library's module stays as it is.
+In a copy of the mixer's ``forward``, the modeling module's functions for convolutions and recurrences are replaced. The
+modeling module itself is not changed.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from hdtool.runtime.model.cache.states import CONV, Names, StateLayer, StateName
 from hdtool.runtime.model.recurrent.mixers import Mixer, TreeIndices, has_own_forward
 
 NOTHING = torch.empty(0)
-"""Returned in the place of the last state, which no row of a tree has."""
+"""Returned in place of the last state, which is not computed for trees."""
 
 
 class DeltaRows(NamedTuple):
-    """What the rows of a gated delta rule write; leading dimensions may be those of several layers."""
+    """Updates that the rows of a gated delta rule make to the state; a leading dimension may stack several layers."""
 
     keys: torch.Tensor
-    """``[..., slots, heads, rows, width]``"""
+    """Shape ``[..., slots, heads, rows, width]``."""
     values: torch.Tensor
-    """What each row writes for its key."""
+    """Value that each row adds for its key, shape ``[..., slots, heads, rows, width]``."""
     decay: torch.Tensor
-    """The logarithm of the decay from the state to each row, ``[..., slots, heads, rows, width or 1]``."""
+    """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
-        """Turn a state ``[..., heads, ...]`` into the one after a path of rows in a slot."""
+        """Advance a state ``[..., heads, ...]`` in place along a path of rows in a slot."""
         keys, values, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
 
 
 class ScanRows(NamedTuple):
-    """What the rows of a Mamba-2 scan write, as those of a gated delta rule do."""
+    """Updates that the rows of a Mamba-2 scan make to the state; a leading dimension may stack several layers."""
 
     inputs: torch.Tensor
-    """``[..., slots, heads, rows, width]``"""
+    """Shape ``[..., slots, heads, rows, width]``."""
     keys: torch.Tensor
-    """``[..., slots, groups, rows, states]``"""
+    """Shape ``[..., slots, groups, rows, states]``."""
     decay: torch.Tensor
-    """``[..., slots, heads, rows, 1]``"""
+    """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, 1]``."""
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
         inputs, keys, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
@@ -61,10 +61,10 @@ class ScanRows(NamedTuple):
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Multiply a state by its decay, and add the products of the rows, in place."""
+    """Multiply a state by its decay and add the outer products of the rows, in place."""
     left = left.transpose(-1, -2)
     if state.dim() == 3 and state.dtype == left.dtype:
-        state.mul_(decay).baddbmm_(left, right)  # makes no tensor of the size of the state
+        state.mul_(decay).baddbmm_(left, right)  # allocates no temporary of the state's size
     else:
         state.copy_(torch.addcmul(left @ right, state.float(), decay))
 
@@ -76,7 +76,7 @@ def convolve(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """A short convolution, ``[slots, channels, rows]``, over the columns of the state and of the rows."""
+    """Apply a short convolution over the columns of the state and the rows; return ``[slots, channels, rows]``."""
     slots, channels, width = columns.shape
     rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])
@@ -102,9 +102,9 @@ def delta_rule(
     *,
     normalized: bool,
 ) -> tuple[torch.Tensor, DeltaRows]:
-    """The gated delta rule: what each row reads, ``[slots, rows, heads, width]``, and what it writes.
+    """Apply the gated delta rule; return its output ``[slots, rows, heads, width]`` and the rows' state updates.
 
-    ``g`` is the logarithm of the decay, for each head or for each of the key's channels (Kimi's delta attention).
+    ``g`` is the logarithm of the decay per head, or per key channel (Kimi's delta attention).
     """
     dtype, groups = query.dtype, value.shape[2] // key.shape[2]
     q, k, v, gate, strength = (tensor.transpose(1, 2).float() for tensor in (query, key, value, g, beta))
@@ -143,7 +143,7 @@ def scan(
     state: torch.Tensor,
     skip: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ScanRows]:
-    """The scan of Mamba-2: what each row reads, ``[slots, rows, heads, width]``, and what it writes."""
+    """Apply the Mamba-2 scan; return its output ``[slots, rows, heads, width]`` and the rows' state updates."""
     heads, groups = hidden.shape[2], keys.shape[2]
     x = hidden.transpose(1, 2).float()
     step = dt.transpose(1, 2).float()
@@ -160,19 +160,19 @@ def scan(
 
 
 def time_step(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
-    """The time step of a scan as decoding computes it, which does not limit it."""
+    """Return the time step of a scan as decoding computes it, without clamping."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return softplus_of(dt) if softplus else dt
 
 
 def last_columns(columns: torch.Tensor, slot: int, rows: Sequence[int], before: int) -> torch.Tensor:
-    """The state of a convolution after a path of rows: its last columns, ``[..., channels, before]``."""
+    """Return a convolution's state after a path of rows: the last columns, shape ``[..., channels, before]``."""
     chosen = [*range(before), *(before + row for row in rows)]
     return columns.select(-3, slot)[..., index_of(chosen[-before:], columns.device)]
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Any:
-    """Places as an index; on a GPU sent without waiting for it."""
+    """Return indices in a form that can index a tensor on ``device``; copying them to a GPU doesn't block."""
     if device.type != "cuda":
         return list(places)
     host = torch.zeros(len(places), dtype=torch.int64, pin_memory=True)
@@ -189,7 +189,7 @@ MIXES_ONE = {*DELTA_RULES_OF_ONE, SCAN_OF_ONE, "selective_state_update"}
 
 
 class ClosedStates:
-    """What the rows of one layer write, and the columns of its convolutions."""
+    """State updates by the rows of one layer, and the columns of its convolutions."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
         self.before, self.indices = before, indices
@@ -208,7 +208,7 @@ class ClosedStates:
 
 
 class StackedStates:
-    """What the rows of a pass write in all layers of equal shape, for few and large operations on a GPU."""
+    """State updates stacked over all layers of equal shape, so that a GPU runs few, large operations."""
 
     def __init__(self, layers: Sequence[ClosedStates], states: States) -> None:
         columns = {name: tensors for layer in layers for name, tensors in layer.columns.items()}
@@ -234,11 +234,11 @@ class StackedStates:
 
 
 class _TreeLayer(StateLayer):
-    """The cache of a layer that gives its states and keeps those of rows apart."""
+    """A cache layer that leaves its states unchanged and records convolution columns separately."""
 
     def __init__(self, layer: int, states: ClosedStates) -> None:
         super().__init__(states.before, has_begun=True)
-        self.record_past = True  # so that a single row takes the branch of several, too
+        self.record_past = True  # so that a single row takes the multi-token branch as well
         self._layer, self._states = layer, states
 
     def update_conv_state(
@@ -255,11 +255,11 @@ class _TreeLayer(StateLayer):
 
 
 class UnknownRecurrenceError(Exception):
-    """Raised for a mixer with a state that no known function updates."""
+    """Raised if a mixer updates a state by a function that has no closed form."""
 
 
 class ClosedForm:
-    """The forward of a mixer with the closed forms in it."""
+    """A copy of a mixer's ``forward`` that calls closed forms over trees."""
 
     def __init__(self, mixer: Mixer, forward: FunctionType) -> None:
         self._mixer = mixer
@@ -278,7 +278,7 @@ class ClosedForm:
 
     @classmethod
     def of(cls, mixer: Mixer) -> ClosedForm | None:
-        """The closed form of a mixer whose code calls functions that are known; it has yet to be proven."""
+        """Return the closed form of a mixer that calls known functions, or None. The caller must check its results."""
         module = mixer.module
         if has_own_forward(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
             return None
@@ -296,7 +296,7 @@ class ClosedForm:
             output = self._forward(*args, **{name: None if name.endswith("mask") else kwargs[name] for name in kwargs})
         finally:
             cache.layers[layer] = held
-            del self._states  # views of a cache that may be freed before the next pass
+            del self._states  # they hold views of a cache that may be freed before the next pass
         if unknown := states.before.keys() - states.columns.keys() - states.rows.keys():
             raise UnknownRecurrenceError(f"{type(self._mixer.module).__name__} updates {unknown} in another way")
         return output

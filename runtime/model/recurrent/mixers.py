@@ -1,4 +1,4 @@
-"""Finds the modules that update recurrent states by watching a pass, and indexes the rows of trees for them."""
+"""Finds the modules that update recurrent states by observing a pass, and indexes the rows of trees for them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Rows = npt.NDArray[np.int64]
 
 
 class Level(NamedTuple):
-    """The rows of equal depth, of all slots."""
+    """The rows of all slots at one depth."""
 
     rows: torch.Tensor
-    """Their places among the rows of all slots."""
+    """Indices of these rows among the padded rows of all slots."""
     above: torch.Tensor
-    """The place of the parent of each in the level above; in the first level, the slot."""
+    """Index of each row's parent in the level above, or of its slot in the first level."""
 
 
 class RowTree:
-    """The trees of a pass, one for each slot, whose rows are padded to the largest one."""
+    """The trees of a pass, one per slot, with rows padded to those of the largest tree."""
 
     def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
         self.slots, self.rows = len(trees), max(map(len, trees)) + 1
         self._device = device
         self.parents: list[Rows] = [np.concatenate([[-1], tree.parents + 1]).astype(np.int64) for tree in trees]
-        """The row above each row; -1 for the root."""
+        """Parent row of each row, for each slot; -1 for the root."""
         self.depths: list[Rows] = [np.asarray(tree.depths, np.int64) for tree in trees]
 
     @cached_property
@@ -59,7 +59,7 @@ class RowTree:
 
     @cached_property
     def places(self) -> Rows:
-        """The place of each row in its level, ``[slots, rows]``."""
+        """Index of each row in its level, shape ``[slots, rows]``."""
         places = np.zeros((self.slots, self.rows), np.int64)
         counts: dict[int, int] = {}
         for slot, depths in enumerate(self.depths):
@@ -73,7 +73,7 @@ class RowTree:
 
 
 class TreeIndices:
-    """What the closed forms need to know of the trees of a pass, on a device."""
+    """Index tensors that describe the trees of a pass to closed forms, on the model's device."""
 
     rows: int
 
@@ -82,23 +82,23 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True if a row reads another: its ancestors and itself, ``[slots, rows, rows]``."""
+        """True where a row reads another, its ancestors and itself; shape ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
     def sums(self) -> torch.Tensor:
-        """``ancestors`` as numbers: a matmul with it sums over each row's path."""
+        """``ancestors`` as floats, so that a matmul sums over each row's path."""
         return self.ancestors.float()
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """Which rows a row does not read, ``[slots, 1, rows, rows]``."""
+        """True where a row does not read another, shape ``[slots, 1, rows, rows]``."""
         return ~self.ancestors[:, None]
 
     def window(self, before: int, size: int) -> torch.Tensor:
-        """The columns that a convolution of this size reads for each row, ``[slots, rows, size]``.
+        """Return the columns that a convolution of this size reads for each row, shape ``[slots, rows, size]``.
 
-        The first ``before`` columns are those of the state, and one for each row follows.
+        The first ``before`` columns are the state's, followed by one column per row.
         """
         if (before, size) not in self._windows:
             self._windows[before, size] = self._window(before, size)
@@ -109,7 +109,7 @@ class TreeIndices:
 
 
 class HostIndices(TreeIndices):
-    """Indices of trees known on the host."""
+    """Indices of trees that the host knows."""
 
     def __init__(self, tree: RowTree, device: torch.device) -> None:
         super().__init__()
@@ -166,18 +166,18 @@ _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 def lock_of(model: Module) -> Any:
-    """A lock for passes that change forwards of a model, and for looking at those; all its targets share it."""
+    """Return the lock to hold while replacing or inspecting a model's forwards; all targets of the model share it."""
     return _LOCKS.setdefault(model, RLock())
 
 
 def has_own_forward(module: Module) -> bool:
-    """True if a module's ``forward`` isn't its class's, as with accelerate's hooks."""
+    """Return True if a module's ``forward`` isn't its class's, as with accelerate's hooks."""
     return "forward" in vars(module)
 
 
 @contextmanager
 def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """Replace the modules' ``forward`` in this block, for this thread only."""
+    """Replace the ``forward`` of modules in this block, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:
@@ -199,24 +199,23 @@ def _in_thread(owner: int, forward: Forward, original: Forward) -> Forward:
 
 @dataclass(eq=False)
 class Mixer:
-    """A module that mixes the tokens of a sequence by a state."""
+    """A module that mixes the tokens of a sequence through a recurrent state or a short convolution."""
 
     layer: int
-    """The layer of the cache that holds its states."""
+    """Index of the cache layer that holds its states."""
     module: Module
     inputs: list[Module] = field(default_factory=list)
-    """Projections whose only input is the mixer's."""
+    """Projections of the mixer's input, each called once."""
     output: Module | None = None
-    """Projection whose output the mixer returns."""
+    """Projection whose output the mixer returns, if any."""
 
 
 class AttentionInMixerError(Exception):
-    """Raised if a module updates keys and values beside its state, so it can't be called for a single level of a
-    tree."""
+    """Raised if a mixer also updates keys and values, so that it can't run level by level."""
 
 
 class _Watched(DynamicCache):
-    """A cache that notes which modules update it."""
+    """A cache that records which modules update it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -225,7 +224,7 @@ class _Watched(DynamicCache):
         self.of_keys: set[Module] = set()
 
     def _note(self, layer: int) -> None:
-        if self.calls:  # else the pass that was watched is over
+        if self.calls:  # otherwise the observed pass is over
             self.of_states[layer, self.calls[-1]] = None
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -242,15 +241,15 @@ class _Watched(DynamicCache):
 
 
 def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache], object]) -> list[Mixer]:
-    """The mixers of a model; ``run`` makes a pass of a few tokens with a cache.
+    """Return the mixers of a model. ``run`` must make a pass over a few tokens with the given cache.
 
-    AttentionInMixerError is raised where one of them attends, too.
+    Raise an ``AttentionInMixerError`` if a mixer also has attention.
     """
     cache, traces = _Watched(config), dict[Module, _Trace]()
     with _watching(model, cache.calls, traces):
         run(cache)
     updaters = dict(cache.of_states)
-    # Of modules inside each other, the outer one is called for each level.
+    # If mixers are nested, the outermost runs level by level.
     inner = {part for _, module in updaters for part in module.modules() if part is not module}
     mixers = []
     for layer, module in updaters:
@@ -264,7 +263,7 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
 
 @dataclass
 class _Trace:
-    """Linear layers called in a module, with their inputs and outputs."""
+    """Input and output of a module, and of the linear layers called in it."""
 
     given: torch.Tensor | None = None
     returned: torch.Tensor | None = None
@@ -280,7 +279,7 @@ class _Trace:
 
 @contextmanager
 def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) -> Iterator[None]:
-    """Note in this block which modules are being called by this thread, the innermost last."""
+    """In this block, keep this thread's stack of module calls in ``calls``, and trace their linear layers."""
     thread = get_ident()
 
     def enter(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -312,5 +311,5 @@ def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) 
 
 
 def is_linear(module: Module) -> bool:
-    """True if a module computes each input row independently, like a matmul."""
+    """Return True if a module is a linear layer, which computes each input row independently."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")

@@ -1,6 +1,7 @@
-"""Passes over trees of a model with recurrent layers.
+"""Runs models with recurrent layers over draft trees.
 
-Mixers start each row from the state after its parent, without knowing the recurrence.
+Each row starts from the state after its parent. Mixers without a closed form run level by level, which requires no
+knowledge of their recurrence.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LayerStates = dict[StateName, torch.Tensor]
 
 
 class LevelStates:
-    """The states of one layer after all rows of a pass, by levels."""
+    """The states of one layer after each row of a pass, grouped by tree level."""
 
     def __init__(self, tree: RowTree, before: LayerStates) -> None:
         self._tree = tree
@@ -43,7 +44,10 @@ class LevelStates:
         self._before = before
 
     def start(self, above: torch.Tensor) -> LayerStates:
-        """Copies of the states from which the rows of the next level start."""
+        """Return copies of the states from which the next level's rows start; the mixer updates them in place.
+
+        ``above`` has the index of each row's parent in the previous level, or of its slot in the first level.
+        """
         source = self._levels[-1] if self._levels else self._before
         self._levels.append({name: tensor.index_select(0, above) for name, tensor in source.items()})
         return self._levels[-1]
@@ -58,7 +62,7 @@ class LevelStates:
 def forward_by_levels(
     mixer: Mixer, forward: Forward, tree: RowTree, cache: Any, states: LevelStates, args: Any, kwargs: Any
 ) -> Any:
-    """What the mixer's ``forward`` returns for all rows of the trees."""
+    """Call the mixer's ``forward`` for each level and return its result for all rows of the trees."""
     hidden = args[0] if args else kwargs["hidden_states"]
     slots, rows = hidden.shape[:2]
     arguments = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
@@ -86,9 +90,10 @@ def forward_by_levels(
 
 @contextmanager
 def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Compute the projections of the mixer's input for all rows at once in this block, and its output projection after.
+    """Compute the mixer's input projections for all rows at once, and skip its output projection in this block.
 
-    The rows of the level that is being computed are the last of the yielded list.
+    The caller appends the rows of each level to the yielded list before it computes the level, and applies the output
+    projection afterwards.
     """
     now: list[torch.Tensor] = []
     changes: list[tuple[Module, Forward]] = [
@@ -101,7 +106,7 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
 
 
 def _is_plain(module: Module) -> bool:
-    """True if a call of a projection is its forward alone: hooks would be called for all rows and again for a level."""
+    """Return True if calling a module only runs its ``forward``; hooks would run for all rows and again per level."""
     return not (has_own_forward(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -110,7 +115,7 @@ def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> to
 
 
 def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
-    """Select rows of a mixer's arguments, each as a sequence of one token."""
+    """Select rows from a mixer's arguments, each as a sequence of one token."""
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
         whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
         return whole[chosen][:, None]
@@ -126,7 +131,7 @@ class _LayerStates(Protocol):
 
 
 class StatesOfPass:
-    """The states after each row of a pass, of all layers."""
+    """The states of all layers after each row of a pass."""
 
     def __init__(self, layers: Sequence[_LayerStates]) -> None:
         self._layers = layers
@@ -138,7 +143,7 @@ class StatesOfPass:
 
 
 class RecurrentLayers:
-    """The mixers of a model."""
+    """Runs the mixers of a model in passes over trees."""
 
     def __init__(self, model: Module, mixers: Sequence[Mixer], device: torch.device) -> None:
         self._lock = lock_of(model)
@@ -146,11 +151,11 @@ class RecurrentLayers:
         self._closed: dict[Mixer, ClosedForm] = {}
 
     def use_closed_forms(self) -> None:
-        """Compute rows in closed form from now on, where a mixer has one."""
+        """Use closed forms from now on for the mixers that have one."""
         self._closed = {mixer: form for mixer in self._mixers if (form := ClosedForm.of(mixer))}
 
     def use_levels(self) -> None:
-        """Compute all mixers by levels from now on."""
+        """Run all mixers level by level from now on."""
         self._closed = {}
 
     @property
@@ -159,12 +164,15 @@ class RecurrentLayers:
 
     @property
     def can_be_captured(self) -> bool:
-        """True if passes have fixed shapes: all mixers compute in closed form."""
+        """True if passes have fixed shapes, because all mixers compute in closed form."""
         return len(self._closed) == len(self._mixers)
 
     @contextmanager
     def over(self, trees: Sequence[DraftTree], states: States, cache: Cache) -> Iterator[StatesOfPass]:
-        """In this block a pass of the model is one over trees, from the ``states`` before them, which it leaves."""
+        """Make the model's passes in this block run over trees, from the ``states`` before them, which stay unchanged.
+
+        Yield the states after each row.
+        """
         tree, states = RowTree(trees, self._device), states.part(0, len(trees))
         indices = HostIndices(tree, self._device)
         layers: list[_LayerStates] = []
@@ -185,7 +193,10 @@ class RecurrentLayers:
 
     @contextmanager
     def over_step(self, step: StepTensors, states: States, cache: Cache) -> Iterator[Callable[[], StackedStates]]:
-        """In this block a pass is a captured step; the function gives the states after its rows."""
+        """Make the model's passes in this block compute a captured step.
+
+        Yield a function that returns the states after its rows.
+        """
         states = states.part(0, step.tokens.shape[0])
         indices = DeviceIndices(step)
         layers = [ClosedStates(states.by_layer[mixer.layer], indices) for mixer in self._mixers]
@@ -195,7 +206,7 @@ class RecurrentLayers:
 
     @contextmanager
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
-        """Replace each mixer's ``forward`` in this block."""
+        """Replace each mixer's ``forward`` in this block, and hold the model's lock."""
         modules = [mixer.module for mixer in self._mixers]
         with self._lock, other_forwards(zip(modules, forwards, strict=True)):
             yield
