@@ -123,7 +123,8 @@ class LlamaCppContender:
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=-1 if on_gpu else 0,
-                # Verifying drafts needs the logits of all positions; without drafts, they would only take memory.
+                # Drafts are verified with the logits of all positions; without this option, the buffer is too small for
+                # long prompts.
                 logits_all=self._looks_up,
                 draft_model=self._lookup(GPU_LOOKUP_TOKENS if on_gpu else CPU_LOOKUP_TOKENS)
                 if self._looks_up

@@ -1,8 +1,8 @@
 """Loss of drafting heads: frozen target, batches, labels, and a chunked cross-entropy.
 
 The loss compares the heads with the target's probabilities and with the text. A draft vocabulary restricts the output
-layers, as in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). Logits and their gradients are computed chunk
-by chunk in the forward pass, so that full logits are never held in memory.
+layers, as in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). The logits of a head and their gradients are
+computed chunk by chunk in the forward pass, so that they are never all in memory at once.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class SetupStores:
         return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
-        """Raise if a folder cannot be written, or if it holds a store that must not be replaced."""
+        """Raise if a folder is no valid destination of a build, or if it holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
             check_destination(folder)
             if check := self.replacement_check(kind):

@@ -2,7 +2,7 @@
 
 The embedded model answers its held-out prompts with its embedded stores, under each sampling configuration: first by
 plain decoding, then by each method. Greedy plain decoding is also compared with ``model.generate``. Exits with an error
-if any answer differs.
+if a method's answer differs from plain decoding.
 """
 
 from __future__ import annotations

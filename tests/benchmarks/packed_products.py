@@ -44,7 +44,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Side(NamedTuple):
-    """Matmuls with several matrices, and the first matrix in float32 as it is multiplied."""
+    """Matmuls with several matrices, and the dequantized first matrix for computing the deviation."""
 
     products: Sequence[Product]
     matrix: torch.Tensor
