@@ -1,4 +1,4 @@
-"""Offline work: building stores, training drafting heads, collecting answers, and making the embedded demo.
+"""Offline work: builds stores, trains drafting heads, collects answers, and makes the embedded demo.
 
 Imports `data` and `runtime`, never the command line.
 """

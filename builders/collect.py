@@ -1,7 +1,7 @@
-"""Collecting a model's answers: one JSON line per prompt, resumable after a kill.
+"""Collects a model's answers: one JSON line per prompt, resumable after a kill.
 
-Lines are flushed to disk one by one, in the order of the prompts. A torn line is answered again on resumption; a file
-with any other foreign line is refused and left unchanged.
+Lines are flushed to disk one by one, in prompt order. A torn last line is answered again when resuming. A file with any
+other foreign line is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hdtool.runtime.drafter import RankingRecorder
 
 
 class GenerationFile:
-    """A file of answers, in the order of their prompts."""
+    """JSON Lines file of answers, in prompt order."""
 
     def __init__(
         self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
     ) -> None:
-        """``rankings`` is the number of the target's best tokens that are recorded at each position."""
+        """``rankings`` is the number of top-k target tokens recorded per position; 0 records none."""
         self.path = path
         self._settings = {
             "model": model.name,
@@ -36,13 +36,13 @@ class GenerationFile:
         } | ({"rankings": rankings} if rankings else {})
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise if the file holds anything but answers to these prompts; changes nothing."""
+        """Raise a ``PromptError`` if the file holds anything but answers to these prompts. Changes nothing."""
         with self._errors_worded():
             self._read(prompts)
 
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Lock the file for this process; yields the prompts without an answer."""
+        """Lock the file for this process; yields the prompts that have no answer yet."""
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,13 +57,13 @@ class GenerationFile:
         return os_errors_as(PromptError, f"{self.path} cannot be written", advice)
 
     def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
-        """Append the answers to all turns of a prompt."""
+        """Append the answers to all turns of a prompt as one line."""
         conversation = prompt.conversation([answer.text for answer in given])
         answers = [_recorded(answer) for answer in given]
         append_row(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def counts(self) -> tuple[int, int]:
-        """The number of answers in the file, and of their tokens."""
+        """Return the number of answers in the file and the number of their tokens."""
         rows = (json.loads(line) for line in read_lines(self.path))
         lengths = [len(answer["output_ids"]) for row in rows for answer in row["answers"]]
         return len(lengths), sum(lengths)
@@ -72,7 +72,7 @@ class GenerationFile:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """The number of answered prompts, and the torn last line, if any."""
+        """Return the number of answered prompts, and the torn last line (empty if there is none)."""
         done = 0
         for line in read_lines(self.path):
             if is_torn(line):
@@ -83,7 +83,7 @@ class GenerationFile:
         return done, b""
 
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
-        """Raise unless the torn line can be the start of the answer to the next prompt."""
+        """Raise unless the torn line can be the start of an answer to the next prompt."""
         if number < len(prompts):
             row = {**self._asked(prompts[number]), "messages": [dict(message) for message in prompts[number].messages]}
             if may_be_torn_start(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """The grammar of a prompt as a prompts file has it; a schema that is an object stays readable."""
+    """Return the grammar in the format of a prompts file; a JSON schema becomes an object again."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text
@@ -132,7 +132,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Answer every prompt that the file lacks; yields the number of answered prompts."""
+    """Answer every prompt that the file lacks; yields the number of prompts answered so far."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

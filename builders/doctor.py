@@ -37,22 +37,22 @@ from hdtool.runtime.model.quantization import library_of, require_libraries
 from hdtool.runtime.stores.store_set import corpus_index_for, model_store_for
 
 OK, NOTE, MEND = "ok", "note", "mend"
-"""All is well; worth knowing; something does not work until it is mended."""
+"""States of a finding: nothing to do, worth knowing, or broken until fixed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found at one place, and what to do about it."""
+    """Result of one check, and how to fix what is wrong."""
 
     name: str
     found: str
     state: str = OK
     advice: str = ""
-    """The command or the step that mends it."""
+    """Command or step that fixes the problem."""
 
 
 IMPORT_CHECKED = ("numba", "transformers", "datasets", "lmdb")
-"""Packages that fail when they are imported if another one is too new or too old for them."""
+"""Packages whose import fails if a dependency is too new or too old for them."""
 EXTRAS = {
     "gguf": "models in GGUF files",
     "gpus": "a model over several GPUs",
@@ -63,7 +63,6 @@ EXTRAS = {
     "ray": "builds on a cluster",
 }
 VERSIONS_SHOWN = ("torch", "transformers", "numba")
-"""Packages whose versions are shown."""
 
 
 def package_findings() -> Iterator[Finding]:
@@ -94,7 +93,7 @@ def _broken_imports() -> Iterator[Finding]:
     for name in IMPORT_CHECKED:
         try:
             import_module(name)
-        except Exception as error:  # extension modules raise many kinds
+        except Exception as error:  # extension modules raise many kinds of errors
             yield Finding(name, f"cannot be imported ({error_reason(error)})", MEND, f"pip install --upgrade {name}")
 
 
@@ -124,7 +123,7 @@ def _fits(requirement: Requirement) -> bool:
 
 
 DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi")
-"""Programs that come with the driver of a GPU."""
+"""Programs that GPU drivers install."""
 TORCH_PAGE = "https://pytorch.org/get-started/locally"
 
 
@@ -139,7 +138,7 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that are free or can be freed; None where the system does not report it."""
+    """Return the memory that is free or reclaimable, in bytes; None if the system does not report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as stream:
             rows = dict(line.split(":", 1) for line in stream)
@@ -179,7 +178,7 @@ def _threads() -> Finding:
 
 
 LOW_DISK_BYTES = 2 * 10**9
-"""Free bytes on disk below which a converted or downloaded model does not fit."""
+"""Free disk space, in bytes, below which a converted or downloaded model may not fit."""
 
 
 def folder_findings() -> Iterator[Finding]:
@@ -209,7 +208,10 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """numba keeps compiled functions beside their files, or in a folder of the user where those are read-only."""
+    """Report how many compiled functions are in numba's cache.
+
+    numba caches them next to the source files, or in a user folder if those are read-only.
+    """
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
     file_count = sum(1 for place in places for part in _code_folders(place) for _ in part.rglob("*.nbi"))
@@ -219,7 +221,7 @@ def _compiled_code() -> Finding:
 
 
 def _code_folders(place: Path) -> Iterator[Path]:
-    """The folders of hdtool; in a checkout there are others beside them, such as an environment."""
+    """Yield the package folders of hdtool, skipping others in a checkout, such as a virtual environment."""
     packages = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
     yield from packages or [place]
 
@@ -251,11 +253,11 @@ def _store(item: StoredItem) -> Finding:
 
 
 BYTES_IN_FLOAT32 = 2.0
-"""Size in float32 over size on disk: most checkpoints are 16-bit, and CPUs compute in float32."""
+"""Ratio of float32 size to size on disk: most checkpoints are 16-bit, and CPUs compute in float32."""
 
 
 def model_findings(config: ModelConfig) -> Iterator[Finding]:
-    """The findings up to the first one without which the others cannot be made."""
+    """Yield the findings about a model, stopping at the first error that prevents further checks."""
     try:
         folder = place_of(config)
         yield Finding("files", str(folder))
@@ -333,13 +335,13 @@ def _described(folder: Path) -> str:
 PROBE_PROMPT = "def read(path):"
 PROBE_TOKENS = 10
 PROBE_NODES = 8
-"""Draft tokens of each step: their number is not left to measured passes, which may say that none pay."""
+"""Draft tokens per step, fixed because a budget from measured passes could be zero."""
 
 
 def decoding_findings() -> Iterator[Finding]:
     try:
         (plain, _), (drafted, steps) = decode_probe("ar"), decode_probe("hd")
-    except Exception as error:  # libraries that do not fit raise many kinds
+    except Exception as error:  # mismatched libraries raise many kinds of errors
         advice = "install the versions of constraints.txt, and report this with the output of hdtool doctor --json"
         yield Finding("decoding", f"the embedded model cannot be used ({error_reason(error)})", MEND, advice)
         return
@@ -351,7 +353,10 @@ def decoding_findings() -> Iterator[Finding]:
 
 
 def decode_probe(method: str) -> tuple[list[int], int]:
-    """An answer of the embedded model and the number of its steps; no proof or cost curve is kept."""
+    """Answer a short prompt with the embedded model; return the token ids and the number of steps.
+
+    Saves neither correctness proofs nor cost curves.
+    """
     decoding = DecodeConfig(method, draft_tokens=PROBE_NODES, max_new_tokens=PROBE_TOKENS)
     stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
     answerer = Answerer(

@@ -1,8 +1,8 @@
-"""Exports: a model folder whose ``generate`` drafts, and stores as a corpus for SGLang.
+"""Exports: a model folder whose ``generate`` drafts with hdtool, and a corpus of stores for SGLang.
 
-SGLang encodes the corpus's strings when it starts, so what counts is which tokens come back. They differ where a
-document was cut inside a character, where the model chose other tokens than the tokenizer would for the same text, and
-where the tokenizer begins every text with a space.
+SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts those
+that change. Tokens change where a document was cut inside a character, where the model chose other tokens than the
+tokenizer would for the text, and where the tokenizer starts every text with a space.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write the folder; returns the files of the model that it links to."""
+    """Write the model folder; return the files of the model that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     _check_destination(out)
     code.check()
@@ -65,7 +65,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     if source / CODE_FILE in files:
         raise ModelError(f"{source} has a {CODE_FILE} of its own, which an export would replace: export another model")
     _check_drafting(source, decoding, stores)
-    # First, so that the folder of an export that was killed is known and completed by the next one.
+    # Written first, so that a later export recognizes and completes the folder of a killed one.
     code.write(
         CODE_TEMPLATE.format(
             first_line=FIRST_LINE, decoding=_changed_settings_code(decoding), stores=_stores_code(stores)
@@ -83,14 +83,14 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 
 
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
-    """Raise for a model without a tokenizer, and for named stores that do not fit it."""
+    """Raise if the model has no tokenizer, or if a named store does not fit it."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
     named_stores = StoresConfig(stores.model_db or NO_STORE, stores.corpus_db or NO_STORE)
     StoreSet.for_tokenizer(tokenizer, named_stores, decoding.databases)
 
 
 def _check_destination(out: Path) -> None:
-    """Raise unless the folder is new, empty, or an exported one."""
+    """Raise a ``ModelError`` unless the folder is new, empty, or an earlier export."""
     if out.is_dir():
         if any(out.iterdir()) and not (out / CODE_FILE).is_file():
             raise ModelError(f"{out} holds other files: choose an empty or a new folder")
@@ -110,7 +110,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: Path, to: Path) -> None:
-    """Link to a file, symbolically or, where the system has no such links for users, by a second name."""
+    """Link ``to`` to a file: symbolically, or by a hard link where the system refuses symbolic links."""
     target = file.resolve()
     if os.path.lexists(to):
         if to.resolve() == target or (to.exists() and to.samefile(target)):
@@ -126,13 +126,13 @@ def _link(file: Path, to: Path) -> None:
 
 
 def _changed_settings_code(settings: DecodeConfig) -> str:
-    """The settings that are not the defaults, as Python code."""
+    """Return the settings that differ from the defaults, as Python code."""
     defaults = {field.name: field.default for field in fields(settings)}
     return repr({name: value for name, value in asdict(settings).items() if value != defaults[name]})
 
 
 def _stores_code(stores: StoresConfig) -> str:
-    """The stores as Python code; folders are named in full, so that the working directory does not matter."""
+    """Return the stores as Python code, with absolute folders so that the working directory does not matter."""
     arguments: dict[str, str] = {}
     for name, value in asdict(stores).items():
         if value is not None:
@@ -142,33 +142,33 @@ def _stores_code(stores: StoresConfig) -> str:
 
 
 SEPARATOR = 1
-"""Tokens that SGLang puts between two documents; they count against its limit."""
+"""Number of tokens that SGLang inserts between documents; they count against its limit."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of bytes that are no whole character."""
+"""Character that tokenizers decode incomplete UTF-8 sequences to."""
 
 
 class Written(NamedTuple):
-    """A document as SGLang will read it."""
+    """Document as SGLang will tokenize it."""
 
     text: str
     tokens: int
     lost: int
-    """Tokens of the document that do not come back."""
+    """Number of the document's tokens that tokenizing ``text`` does not reproduce."""
 
 
 @dataclass
 class ExportedCorpus:
-    """What a corpus file holds."""
+    """Counts of an exported corpus file."""
 
     stores: list[Path]
     documents: int = 0
     tokens: int = 0
-    """As SGLang counts them, separators included."""
+    """Number of tokens as SGLang counts them, separators included."""
     changed_documents: int = 0
-    """Documents of which some tokens do not come back."""
+    """Number of documents that lost tokens."""
     lost_tokens: int = 0
     empty_documents: int = 0
-    """Documents of which no text is left."""
+    """Number of documents left out because no text remained."""
 
     def count(self, written: Written) -> None:
         if written.lost:
@@ -182,7 +182,7 @@ class ExportedCorpus:
 
 
 def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: str = MEMORY) -> ExportedCorpus:
-    """Write the documents of the stores that fit a model, or that are named, as one file; it must be new."""
+    """Write the documents of the named stores, or of all stores that fit the model, to a new file."""
     file = OutputFile(out, "an empty file", lambda path: False, StoreError)
     file.check()
     tokenizer = load_tokenizer(model)
@@ -201,7 +201,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """The folders to export, their documents, and how many tokens these have."""
+    """Return the folders to export, an iterator over their documents, and the number of tokens without the history."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
@@ -223,7 +223,7 @@ def _documents(
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:
-    """The folder of the history store that ``--history`` names."""
+    """Return the folder of the history store that ``--history`` selects, or None."""
     if history in (MEMORY, NO_HISTORY):
         return None
     if history != HOME:
@@ -248,13 +248,13 @@ def _texts(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, sh
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tokens) -> str:
-    """The text of a document, special tokens included, without parts of characters at its ends."""
+    """Decode a document, keeping special tokens but stripping incomplete characters at both ends."""
     text = tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text).strip(REPLACEMENT)
 
 
 def kept_tokens(ids: Sequence[int] | Tokens, back: Sequence[int] | Tokens) -> int:
-    """The number of tokens that two sequences have in common at their starts and at their ends."""
+    """Return the combined length of the common prefix and the common suffix of two sequences."""
     one, other = np.asarray(ids, np.int64), np.asarray(back, np.int64)
     shorter = min(len(one), len(other))
     start = _equal_before(one[:shorter] == other[:shorter])
@@ -263,7 +263,7 @@ def kept_tokens(ids: Sequence[int] | Tokens, back: Sequence[int] | Tokens) -> in
 
 
 def _equal_before(equal: Tokens) -> int:
-    """The number of leading true values."""
+    """Return the number of leading True values."""
     different = np.flatnonzero(~equal)
     return int(different[0]) if len(different) else len(equal)
 

@@ -1,8 +1,8 @@
-"""Everyday questions for the demo's real model, written from lists of topics and forms.
+"""Writes everyday questions for the demo's real model, from lists of topics and question forms.
 
-They resemble what people ask a chat model, and none of them is among the questions that the demo or Spec-Bench asks.
+They resemble what people ask a chat model; none of them is asked by the demo or Spec-Bench.
 ``python -m hdtool.builders.demo.chat_questions --gsm8k DIR --out FILE`` writes them, together with questions from
-GSM8K's training split, from Python's documentation and from functions of its library.
+GSM8K's training split, from Python's documentation and from functions of its standard library.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
 
 
 def chat_questions(of_each: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
-    """Kind and text of the questions: up to ``of_each`` topics for each form, selected by a hash."""
+    """Yield kind and text of the questions: up to ``of_each`` topics per form, chosen by hash."""
     for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
         yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:of_each])
@@ -133,7 +133,7 @@ def chat_questions(of_each: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str
 def document_questions(
     everything: Iterable[TrainingDocument], of_each: int = QUESTIONS_PER_KIND
 ) -> Iterator[tuple[str, str]]:
-    """Kind and text of questions from documents that are not held out, up to ``of_each`` of a kind."""
+    """Yield kind and text of questions about documents that are not held out, up to ``of_each`` per kind."""
     texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:

@@ -1,8 +1,8 @@
-"""The training text of the demo model: worked problems, Python's documentation, Python's library.
+"""Training text of the demo model: worked problems, Python's documentation and Python's standard library.
 
-All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0).
-A document is a conversation or a stretch of plain text; a stable hash of its name decides whether
-it is held out, so that prompts, held-out loss and training data never overlap.
+All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0). A document is a
+conversation or plain text. A stable hash of its page name decides whether it is held out, so that prompts, held-out
+loss and training data never overlap.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from transformers import PreTrainedTokenizerFast
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
 MAX_ANSWER_CHARACTERS = 2000
-"""Characters; the training window would cut longer answers."""
+"""Maximum number of characters; the training window would cut longer answers."""
 
 
 @dataclass(frozen=True)
 class TrainingDocument:
-    """A conversation (question and answer) or, without a question, plain text."""
+    """Conversation of one question and its answer, or plain text if ``question`` is empty."""
 
     kind: str
     name: str
@@ -39,17 +39,17 @@ class TrainingDocument:
 
     @property
     def page(self) -> str:
-        """The page, source file or split that it comes from."""
+        """Page, source file or split that the document comes from."""
         return self.name.partition("#")[0]
 
     @property
     def held_out(self) -> bool:
-        """True for GSM8K's test split, and for one page or source file in forty with all its documents."""
+        """True for GSM8K's test split, and for one in forty pages and source files with all their documents."""
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
 def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """The options that the scripts of this folder share; ``out`` is the help of ``--out``."""
+    """Return a parser with the options that the scripts of this folder share; ``out`` is the help of ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
@@ -58,7 +58,7 @@ def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser
 
 
 def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[TrainingDocument]:
-    """All documents, each once."""
+    """Yield all documents, each once. ``library`` defaults to the running Python's standard library."""
     yield from worked_problems(gsm8k)
     yield from documentation(docs)
     yield from library_code(library or Path(sysconfig.get_path("stdlib")))
@@ -100,7 +100,7 @@ def documentation(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def entries(page: str, text: str) -> Iterator[TrainingDocument]:
-    """A directive such as ``.. function::`` becomes a question about the name; its description is the answer."""
+    """Yield each directive such as ``.. function::`` as a question about its name, answered by its description."""
     lines = text.splitlines()
     module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
     for number, line in enumerate(lines):
@@ -119,7 +119,7 @@ def entries(page: str, text: str) -> Iterator[TrainingDocument]:
 
 
 def sections(page: str, text: str, *, is_faq: bool) -> Iterator[TrainingDocument]:
-    """Each titled section as prose; in the FAQ, a title that is a question becomes a conversation."""
+    """Yield each titled section as prose, or as a conversation if it is an FAQ whose title is a question."""
     marks = list(SECTION_TITLE.finditer(text))
     for mark, following in zip(marks, [*marks[1:], None], strict=False):
         title = plain_text(mark[1])
@@ -145,7 +145,7 @@ def terms(text: str) -> Iterator[TrainingDocument]:
 
 
 def indented_block(lines: list[str], start: int, indent: int) -> str:
-    """The lines after ``start`` that are indented deeper than ``indent``, dedented to its level."""
+    """Return the lines from ``start`` on that are indented deeper than ``indent``, dedented."""
     block: list[str] = []
     for line in lines[start:]:
         if line.strip() and len(line) - len(line.lstrip()) <= indent:
@@ -156,7 +156,7 @@ def indented_block(lines: list[str], start: int, indent: int) -> str:
 
 
 def plain_text(text: str) -> str:
-    """reStructuredText without its markup."""
+    """Strip the markup from reStructuredText."""
     kept_lines: list[str] = []
     dropped_below: int | None = None
     for line in text.splitlines():
@@ -203,7 +203,7 @@ def library_code(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[TrainingDocument]:
-    """Two tasks from a documented function: write it, and add its docstring."""
+    """Yield two tasks about a documented function: write it, and add its docstring."""
     doc = ast.get_docstring(node)
     first = node.body[0]
     if not doc or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:
@@ -223,7 +223,7 @@ def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterat
 
 
 def stable_hash(text: str) -> int:
-    """A hash that is equal on every machine and in every run, unlike ``hash``."""
+    """Return a hash that is the same on every machine and in every run, unlike ``hash``."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
@@ -236,7 +236,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; each digit is a token, so that numbers are tokenized uniformly."""
+    """Train a byte-level BPE tokenizer in which every digit is a separate token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

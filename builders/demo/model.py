@@ -1,10 +1,11 @@
-"""Training of the demo models: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
+"""Trains the demo models: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
 
 The default is a Llama of a few million parameters with its own byte-level BPE; ``--width 384 --layers 8`` makes a
 larger one (about 15 million parameters) that wants a GPU. ``--kind hybrid`` makes a model in which three of four layers
 use the gated delta rule (Yang et al., "Gated Delta Networks", 2024), with a multi-token prediction layer (DeepSeek-AI,
-"DeepSeek-V3", 2024) trained as ``model.mtp``: from a position's hidden state and the next token it predicts the token
-after that. Seeds are fixed, and a killed run resumes from its last checkpoint. ``--seconds`` limits the training time.
+"DeepSeek-V3", 2024) trained as ``model.mtp``: given the hidden state of a position and the next token, it predicts the
+token after that. Seeds are fixed, and a killed run resumes from its last checkpoint. ``--seconds`` limits the training
+time.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from hdtool.data.output_files import OutputFile, json_object
 Tokens = npt.NDArray[np.uint16]
 
 PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, "code": 0.6}
-"""Passes over the documents of each kind in one round."""
+"""Number of times that the documents of each kind are repeated per round."""
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[TrainingDocument]) -> dict[str, list[Tokens]]:
-    """The tokens of each document, by kind."""
+    """Tokenize the documents; return their token ids by kind."""
     encoded: dict[str, list[Tokens]] = {kind: [] for kind in PASSES}
     for document in group:
         ids = tokenizer(as_text(document), add_special_tokens=False, verbose=False)["input_ids"]
@@ -57,12 +58,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[TrainingDocument]
 
 
 def training_stream(encoded: dict[str, list[Tokens]], recipe: Recipe) -> Tokens:
-    """Concatenate all rounds."""
+    """Return the tokens of all rounds, concatenated."""
     return np.concatenate([one_round(encoded, recipe.seed + number) for number in range(recipe.rounds)])
 
 
 def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
-    """Documents of all kinds, shuffled and concatenated."""
+    """Return the tokens of one round: the documents of all kinds, repeated, shuffled and concatenated."""
     order = np.random.default_rng(seed)
     pieces = [
         document
@@ -76,14 +77,14 @@ def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
 
 
 def pass_fractions(passes: float) -> list[float]:
-    """Split 2.5 passes into two whole passes and a half."""
+    """Split a number of passes into whole ones and a fraction: 2.5 gives ``[1.0, 1.0, 0.5]``."""
     return [1.0] * int(passes) + ([passes % 1] if passes % 1 else [])
 
 
 def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
-    """Windows of ``window + 1`` tokens; near the end of the training, windows as long as the context instead.
+    """Return a batch of windows of ``window + 1`` tokens, or of ``context + 1`` near the end of the training.
 
-    Drawn from (seed, step) alone, so that a resumed run reads the same batches.
+    The windows depend on the seed and the step alone, so a resumed run sees the same batches.
     """
     is_long = progress >= 1 - recipe.long_share
     length = recipe.context if is_long else recipe.window
@@ -93,7 +94,7 @@ def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torc
 
 
 MTP_LOSS_WEIGHT = 0.3
-"""Weight of the MTP layer's loss beside the model's own."""
+"""Weight of the MTP layer's loss relative to the model's own."""
 
 MTP_SETTINGS: dict[str, Any] = {
     "num_mtp_layers": 1,
@@ -101,7 +102,7 @@ MTP_SETTINGS: dict[str, Any] = {
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
 }
-"""Settings of the MTP layer: two that transformers reads, and two that Qwen3.5's own configurations have."""
+"""Configuration of the MTP layer: two settings that transformers reads, and two from Qwen3.5's configurations."""
 
 SAVED_NAME_PREFIXES = {
     "mtp.mtp_block.": "mtp.layers.0.",
@@ -110,7 +111,7 @@ SAVED_NAME_PREFIXES = {
     "mtp.eh_proj.": "mtp.fc.",
     "mtp.post_norm.": "mtp.norm.",
 }
-"""Beginnings of names: transformers' own, and those in the checkpoints of Qwen3.5."""
+"""Maps prefixes of weight names in transformers to those in Qwen3.5's checkpoints."""
 
 
 def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTrainedModel:
@@ -149,13 +150,16 @@ def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreT
 
 
 def set_time_steps(bias: torch.Tensor) -> None:
-    """Time steps of 0.001 to 0.1, as Mamba draws them: by transformers' bias of 1, most states forget in one token."""
+    """Initialize time steps to 0.001 to 0.1, as Mamba does.
+
+    With transformers' initial bias of 1, most states would decay within one token.
+    """
     steps = torch.empty_like(bias).uniform_(math.log(0.001), math.log(0.1)).exp()
     bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
 def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Logits for the token after ``following``, the tokens that come after those of the hidden states."""
+    """Return the MTP layer's logits for the token after ``following``, the next tokens of the hidden states."""
     positions = torch.arange(1, following.shape[1] + 1, device=following.device)[None]
     embedded = model.model.embed_tokens(following)
     rotary = model.model.rotary_emb(embedded, positions)
@@ -165,8 +169,11 @@ def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Te
 
 
 def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the next token, and a share of that of the token after it."""
-    no_masks = {"full_attention": None, "linear_attention": None}  # given, nothing waits for a GPU to make them
+    """Return the cross-entropy of the next token plus the weighted one of the token after it."""
+    no_masks = {
+        "full_attention": None,
+        "linear_attention": None,
+    }  # given masks, transformers does not sync with the GPU to build them
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=batch[:, :-1], attention_mask=no_masks, use_cache=False).last_hidden_state
         logits, later = model.lm_head(hidden), mtp_logits(model, hidden[:, :-1], batch[:, 1:-1])
@@ -176,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """At how many positions of a text the MTP layer names the token that the model then prefers, and of how many."""
+    """Return the number of positions where the MTP layer's argmax equals the model's, and the number compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -186,7 +193,7 @@ def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights under the names in which Qwen3.5's checkpoints hold them."""
+    """Return the weights under the names that Qwen3.5's checkpoints use."""
 
     def saved_name(name: str) -> str:
         return next((new + name[len(old) :] for old, new in SAVED_NAME_PREFIXES.items() if name.startswith(old)), name)
@@ -195,7 +202,7 @@ def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 CHECKPOINT_STEPS = 50
-"""Steps between checkpoints."""
+"""Number of steps between checkpoints."""
 
 
 # Training --------------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, which needs about half the steps, and AdamW for the others."""
+    """Return Muon for the matrices of the layers, which halves the steps needed, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -241,7 +248,10 @@ def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optim
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
-    """Share of the full learning rate: warm-up over 50 steps, constant, then linear to zero over the last 45 %."""
+    """Return the share of the full learning rate.
+
+    It warms up over 50 steps, stays constant, and falls linearly to zero over the last 45 %.
+    """
     return min(1.0, (step + 1) / 50, (1 - progress) / 0.45)
 
 
@@ -262,13 +272,13 @@ def train(
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> tuple[int, float]:
-    """Run all steps, or those that a killed run left, or until the seconds are over.
+    """Train until all steps are done or the time is over, resuming from a checkpoint if there is one.
 
-    Returns the steps and the seconds of all runs.
+    Returns the total number of steps and of seconds, summed over all runs.
     """
     model.train()
     torch.nn.Module.to(model, device)
-    # One graph per length (there are two): a graph for dynamic lengths is three times as slow.
+    # One graph for each of the two lengths, as a graph with dynamic lengths is three times slower.
     stepped: Any = torch.compile(model, dynamic=False) if compiled and recipe.kind == "llama" else model
     loss_by = hybrid_loss if recipe.kind == "hybrid" else next_token_loss
     tools = optimizers(model, recipe)
@@ -295,7 +305,7 @@ def train(
 
 
 def checkpoint_file(path: Path) -> OutputFile:
-    """The checkpoint of a run, replaced and deleted only if this script wrote it."""
+    """Return the checkpoint file, which may be replaced or deleted only if this script wrote it."""
     is_ours = checkpoint_with({"model", "tools", "step", "spent"})
     return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
@@ -315,9 +325,9 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Mean loss per token over the held-out documents of one kind, each read from its own start.
+    """Return the mean loss per token over held-out documents of one kind, cut to the window.
 
-    Of a hybrid also the share of the positions at which its MTP layer names the token that the model then prefers.
+    For a hybrid model, ``ahead_agrees`` is how often the MTP layer's argmax equals the model's.
     """
     model.eval()
     total, count, same, positions = 0.0, 0, 0, 0
@@ -337,7 +347,7 @@ def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: Recipe) -> None:
-    """Save weights in half precision for a smaller download; the configuration sets float32."""
+    """Save the tokenizer and the model, whose 16-bit weights shrink the download but load as float32."""
     is_hybrid = recipe.kind == "hybrid"
     torch.nn.Module.to(model, "cpu", torch.bfloat16 if is_hybrid else torch.float16)
     with TemporaryDirectory() as scratch:
@@ -348,12 +358,12 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, 
         settings["dtype"] = "float32"
         config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         for path in sorted(Path(scratch).iterdir()):
-            # ``refuse_foreign_folder`` has recognised the folder as a whole.
+            # ``refuse_foreign_folder`` has already checked the folder.
             OutputFile(out / path.name, "a file of this model", lambda _: True, ModelError).write(path.read_bytes())
 
 
 def report_file(out: Path) -> OutputFile:
-    """The report on a training, which identifies the folder of a model."""
+    """Return the file of the training report, which also marks a folder as written by this script."""
 
     def is_ours(path: Path) -> bool:
         return {"recipe", "training_tokens", "tokens_seen", "held_out"} <= json_object(path).keys()
@@ -362,7 +372,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise unless the folder is new or empty, or this script has begun or finished a model in it."""
+    """Raise a ``ModelError`` unless the folder is new, empty, or one that this script started or finished."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
@@ -380,7 +390,7 @@ def build_model(
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Train a model, and a tokenizer unless one is given, and save them; returns the report on the training."""
+    """Train and save a model, with a new tokenizer unless ``tokenizer_of`` names one; return the training report."""
     rescue = out.with_suffix(".rescue")
     refuse_foreign_folder(out, rescue)
     out.mkdir(parents=True, exist_ok=True)

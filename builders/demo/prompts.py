@@ -1,8 +1,8 @@
-"""The demo's held-out prompts: ``python -m hdtool.builders.demo.prompts --gsm8k DIR --out FILE``.
+"""Writes the demo's held-out prompts: ``python -m hdtool.builders.demo.prompts --gsm8k DIR --out FILE``.
 
-Questions from pages and source files that the demo model never read, as many of each kind, in an
-order given by a hash. ``reference`` is the text that was held out. With ``--learned N``, N questions of each kind
-from the training data instead, none of which is held out: to collect the model's answers to them.
+The questions come from pages and source files that the demo model was not trained on, equally many of each kind, in an
+order given by a hash. ``reference`` is the held-out answer. ``--learned N`` writes N questions of each kind from the
+training data instead, none of them held out, to collect the model's answers to them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hdtool.data.prompts import Prompt
 PROMPT_KINDS = ("math", "explain", "write", "edit")
 PROMPTS_PER_KIND = 50
 PROMPT_KEYS = ("id", "category", "messages", "reference", "from")
-"""The keys of a line; lines of training questions have the first three."""
+"""Keys of a line; lines of training questions have only the first three."""
 
 
 def prompts(everything: Iterable[TrainingDocument], of_each: int = PROMPTS_PER_KIND) -> Iterator[dict[str, Any]]:
-    """Prompts alternating between kinds, so that the first ones cover every kind."""
+    """Yield held-out prompts, alternating between kinds so that the first ones cover every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
     once = {document.question: document for document in held_out}
     for number, row in enumerate(one_of_each_kind(once.values(), of_each), start=1):
@@ -39,15 +39,15 @@ def prompts(everything: Iterable[TrainingDocument], of_each: int = PROMPTS_PER_K
 
 
 def one_of_each_kind(ordered: Collection[TrainingDocument], of_each: int) -> Iterator[tuple[TrainingDocument, ...]]:
-    """The first documents of each kind, one of each kind at a time."""
+    """Yield tuples of one document per kind, at most ``of_each`` of them."""
     return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in PROMPT_KINDS), strict=False)
 
 
 def learned_questions(everything: Sequence[TrainingDocument], of_each: int) -> Iterator[Prompt]:
-    """Training questions alternating between kinds, each once, in an order given by a hash."""
+    """Yield distinct training questions, alternating between kinds, in an order given by a hash."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
-    # Sorting by name would pair the two tasks of each function.
+    # Sorting by name would put the two tasks of a function next to each other.
     ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
     for number, row in enumerate(one_of_each_kind(ordered, of_each), start=1):
         for document in row:
@@ -56,7 +56,7 @@ def learned_questions(everything: Sequence[TrainingDocument], of_each: int) -> I
 
 
 def prompts_file(path: Path) -> OutputFile:
-    """The file of prompts, replaced only if the old one has the lines of this script."""
+    """Return the prompts file, which may be replaced only if this script wrote it."""
     held_out, learned = (is_json_lines_with(keys) for keys in (PROMPT_KEYS, PROMPT_KEYS[:3]))
 
     def is_ours(candidate: Path) -> bool:

@@ -1,10 +1,12 @@
-"""The demo's stores: ``python -m hdtool.builders.demo.stores --gsm8k DIR --answers FILE --out data/demo/stores``.
+"""Builds the demo's stores: ``python -m hdtool.builders.demo.stores --gsm8k DIR --answers FILE --out
+data/demo/stores``.
 
 The embedded stores hold the demo model's greedy answers to training questions, and whole training documents; neither
-has anything that was held out. FILE holds the answers as ``hdtool collect`` writes them; missing ones are collected.
+contains held-out text. FILE holds the answers as ``hdtool collect`` writes them; missing answers are collected.
 
-The stores of the real model are built at the first demo, from its shipped answers to everyday questions
-(``chat_questions``) and from the documents of the embedded index. Neither contains a question that the demo asks.
+The stores of the real model are built when the demo first runs, from the answers to everyday questions that ship with
+the package (``chat_questions``) and from the documents of the embedded index. Neither contains a question that the demo
+asks.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 
 @dataclass(frozen=True)
 class Recipe:
-    """The defaults make the embedded demo model."""
+    """Shape and training settings of a demo model; the defaults are those of the embedded model."""
 
     kind: str = "llama"
     vocabulary: int = 4096
@@ -66,22 +68,22 @@ class Recipe:
 
 
 HYBRID_RECIPE = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
-"""A third of the embedded model's layers of attention, and four times the tokens of each of its steps."""
+"""A third as many attention layers as the embedded model, and four times as many tokens per step."""
 
 RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID_RECIPE)}
 
 
 SEQUENCES_PER_LENGTH = 20_000
-"""Sequences of each length in the model store."""
+"""Maximum number of sequences of each length in the model store."""
 
 
 def is_first_demo() -> bool:
-    """Return True if no store of a real model was built here."""
+    """Return True if the stores of the real model were never built on this machine."""
     return not (home() / "demo").exists()
 
 
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
-    """The two stores, built if they are missing or were made from other texts."""
+    """Return both stores of the real model, building those that are missing or made from other texts."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
@@ -110,7 +112,7 @@ def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, m
 
 
 def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
-    """The documents of the embedded index in the tokens of another tokenizer."""
+    """Yield the documents of the embedded index, tokenized by another tokenizer."""
     embedded = load_tokenizer(ModelConfig())
     texts = embedded.batch_decode([ids.tolist() for ids in stored_documents(corpus.documents, corpus.end)])
     with progress_bar(len(texts), "corpus index", unit="texts") as progress:
@@ -121,13 +123,13 @@ def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Ite
 
 LEARNED_QUESTIONS_PER_KIND = 300
 MAX_ANSWER_TOKENS = 160
-"""Tokens; ``hdtool demo`` stops there too."""
+"""Maximum number of tokens of an answer, as in ``hdtool demo``."""
 
 INDEX_KINDS = ("math", "explain", "write")
-"""Kinds in the corpus index. Answers of the kind ``edit`` repeat ``write``; prose and code help less."""
+"""Kinds of documents in the corpus index. Answers of kind ``edit`` repeat ``write``; prose and code help less."""
 TOKENS_PER_KIND = 200_000
 LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
-"""Source files with these words may be under other terms than the library as a whole; the index omits them."""
+"""Source files that match may have other license terms than the library, so the index omits them."""
 
 
 def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
@@ -143,7 +145,7 @@ def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
 def index_documents(
     everything: Sequence[TrainingDocument], tokenizer: Any, of_each: int = TOKENS_PER_KIND
 ) -> Iterator[TrainingDocument]:
-    """Whole documents that are not held out, in an order given by a hash, with equal tokens of each kind."""
+    """Yield whole documents that are not held out, up to ``of_each`` tokens per kind, ordered by hash."""
     left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and LICENCE_WORDS.search(d.answer))}
     learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
     for kind in INDEX_KINDS:
@@ -158,7 +160,7 @@ def index_documents(
 def build_stores(
     out: Path, answers: Path, chosen: Iterable[TrainingDocument], tokenizer: Any
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Both stores; the names of the inputs in their manifests do not depend on paths."""
+    """Build both stores; yields folder and manifest of each. The manifests do not depend on the input paths."""
     fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
     yield (

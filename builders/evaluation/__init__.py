@@ -1,4 +1,4 @@
 """Measurements: benchmarks, replays of recorded answers, verification of losslessness, and reports.
 
-Imports everything of `runtime` but `integrations`.
+Imports all of `runtime` except `integrations`.
 """

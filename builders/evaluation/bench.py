@@ -1,4 +1,4 @@
-"""Benchmarks: contenders that answer questions, and real forward passes on recorded answers."""
+"""Benchmarks: contenders that answer questions, and real forward passes over recorded answers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 
 @dataclass(frozen=True)
 class Bench:
-    """Contenders on one model.
+    """Benchmark of several contenders on one model.
 
-    All of them answer a question before the next one starts, so that a change in the speed of the machine affects
-    all of them; the order rotates from question to question. Later turns follow a contender's own answers.
+    All contenders answer a question before the next one starts, so that drifts of machine speed affect all of them;
+    their order rotates from question to question. Later turns follow a contender's own answers.
 
     No drafter answers a question twice, because its history would hold the answer. ``COLD`` drafters answer one
-    question; ``WARM`` ones answer all questions in one round and begin after the warm-up. Compiled code and the
-    measured times of forward passes are common to all of them.
+    question each. ``WARM`` drafters answer all questions of a round and start after the warm-up. Compiled code and
+    measured pass times are shared by all contenders.
     """
 
     loaded: Loaded
@@ -49,7 +49,7 @@ class Bench:
     """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Refuse a question that cannot be answered, before any is answered."""
+        """Raise a ``PromptError`` if any question cannot be answered, before any is answered."""
         self._refuse_repeated(questions)
         for question in questions:
             try:
@@ -58,7 +58,7 @@ class Bench:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def fits(self, question: Prompt) -> bool:
-        """Return True if a question can be answered."""
+        """Return True if the model can answer the question: it fits the context, and its grammar and template work."""
         try:
             self._check_room(question)
         except PromptError:
@@ -66,13 +66,14 @@ class Bench:
         return True
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
-        """Answer questions without measuring, to fill caches and choose kernels; none of them may be measured."""
+        """Answer questions without measuring, to fill caches and select kernels; they must not be measured later."""
         for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
-        """The answers of all contenders to each question; of several rounds, the one of median speed."""
+        """Yield the answers of all contenders to each question from ``done`` on; of several rounds, the one of median
+        speed."""
         lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
         for place, question in enumerate(questions[done:], start=done):
             answers_by_name: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
@@ -92,7 +93,7 @@ class Bench:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
-        """Refuse equal questions for warm drafters, which would draft the answer from the history."""
+        """Raise if warm drafters get equal questions, because their history would hold the answer."""
         first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])
@@ -115,7 +116,7 @@ class Bench:
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
 
     def _prediction(self, question: Prompt) -> Sequence[int]:
-        """The prediction of the first answer, if there is one."""
+        """Return the token ids of the question's prediction; empty if it has none."""
         return encode_answer(self.loaded.tokenizer, question.messages, question.prediction, chat=self.chat)
 
     def _encode(self, question: Prompt, messages: Sequence[Message]) -> list[int]:
@@ -123,7 +124,7 @@ class Bench:
 
 
 OUT_OF_CONTEXT = AnsweredTurn("", [], [], 0.0, finish=str(Finish.CONTEXT))
-"""The answer to a later turn if the turns before it fill the model's context."""
+"""Answer to a later turn whose conversation already fills the model's context."""
 
 
 def turn_count(question: Prompt) -> int:
@@ -131,18 +132,17 @@ def turn_count(question: Prompt) -> int:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names, rotated by one more place each turn."""
+    """Return the names, rotated by ``turn`` places."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def questions_hash(questions: Sequence[Prompt]) -> str:
-    """A hash of a list of questions."""
     rows = []
     for question in questions:
         row: list[Any] = [question.id, question.category, question.messages, question.later_turns]
         grammar = [question.grammar.kind.value, question.grammar.text] if question.grammar else None
-        if grammar or question.tools:  # nothing for free text, whose hash stays as it was
+        if grammar or question.tools:  # omitted for free text, to keep its hash unchanged
             row += [grammar, question.tools]
         if question.prediction:
             row.append(question.prediction)
@@ -151,7 +151,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """The whole round of median speed, so that tokens and times belong together; of two, the slower."""
+    """Return the round of median speed as a whole, so tokens match times; of two rounds, the slower."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -159,13 +159,13 @@ def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
 
 
 COPIED_BYTES = {"cuda": 1 << 31}
-"""Bytes copied to measure memory bandwidth: many times the size of the processor's caches."""
+"""Bytes copied to measure memory bandwidth, several times the size of the device's caches."""
 DEFAULT_COPIED_BYTES = 1 << 27
 COPIES = 5
 
 
 class RecordedSampler(Sampler):
-    """Chooses the recorded tokens, whatever the logits."""
+    """Sampler that chooses the recorded tokens, regardless of the logits."""
 
     def __init__(self, turn: RecordedTurn) -> None:
         super().__init__(SamplingConfig(), turn.prompt)
@@ -174,21 +174,21 @@ class RecordedSampler(Sampler):
         self.draws = None
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
-        if logits.is_cpu:  # as slow as a real choice; elsewhere the arg-max is part of the pass
+        if logits.is_cpu:  # takes as long as a real choice; on other devices, argmax is part of the pass
             argmax(logits)
         return lambda row: self._answer[len(self.context) - self._begin]
 
 
 @dataclass
 class Timing:
-    """The time that one contender took for recorded answers."""
+    """Time that one contender took for recorded answers."""
 
     tokens: int = 0
     seconds: float = 0.0
     stats: Stats | None = None
-    """Only for hdtool's own methods."""
+    """Statistics of all steps; only for hdtool's methods."""
     later: Stats | None = None
-    """Statistics without prefill."""
+    """Statistics without the prefill."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -196,17 +196,17 @@ class Timing:
 
 
 ReplayRunner = Callable[[RecordedTurn], Timing]
-"""Makes a recorded answer again and times it."""
+"""Reproduces a recorded answer with real forward passes and times it."""
 
 
 def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
-    """Run hdtool's own loop on a recorded answer."""
+    """Return a runner that feeds a recorded answer through hdtool's decoding loop."""
 
     def run(turn: RecordedTurn) -> Timing:
         sampler, max_tokens = RecordedSampler(turn), len(turn.answer)
         steps = decode(
             target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False
-        )  # a contender would profit from prompts that others read
+        )  # a contender would profit from prompts that another one has read
         made, seconds = timed(target.device, lambda: list(steps))
         stats = _total_stats(made)
         return Timing(stats.tokens, seconds, stats, _total_stats(made[1:]))
@@ -215,7 +215,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """``model.generate``, for as many tokens as recorded; its tokens differ from the recorded ones."""
+    """Return a runner of ``model.generate``; it generates as many tokens as recorded, but not the recorded ones."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:
@@ -233,12 +233,11 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
 def paired_benchmark(
     new_runners: Callable[[], Mapping[str, ReplayRunner]], turns: Sequence[RecordedTurn]
 ) -> Iterator[dict[str, Timing]]:
-    """Time all contenders on recorded turns; yields what each took so far, after every turn.
+    """Time all contenders on recorded turns; after every turn, yields each contender's total so far.
 
-    All of them answer a turn before the next turn starts; the order rotates from turn to turn. Each runs every turn
-    once: the longest is run before as a warm-up, so that no cache grows in a measured one, by runners of its own, whose
-    history is discarded. A contender that fails is left out with a note, so that the figures of the others are not
-    lost.
+    All contenders run a turn before the next one starts, and their order rotates. Every turn runs once per contender.
+    To warm up, the longest turn runs first with separate runners, so that no cache grows in a measured turn and no
+    history remains. A contender that fails is left out with a note, which keeps the others' results.
     """
     longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
     failed = {name for name, runner in new_runners().items() if _timed(name, runner, longest) is None}
@@ -255,12 +254,12 @@ def paired_benchmark(
 
 
 def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
-    """The timing of a turn; None, with a note, if the contender failed."""
+    """Time a turn; print a note and return None if the contender fails."""
     try:
         return runner(turn)
     except HdtoolError:
         raise
-    except Exception as error:  # compilers and kernels raise errors of many classes
+    except Exception as error:  # compilers and kernels raise many kinds of errors
         print(f"note: {name} is left out, because it failed ({error_reason(error)})", file=sys.stderr)
         return None
 
@@ -284,14 +283,14 @@ def _total_timing(parts: Sequence[Timing]) -> Timing:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads and writes in the fastest of several copies."""
+    """Return the device's memory bandwidth (bytes read plus written per second) in the fastest of several copies."""
     size = COPIED_BYTES.get(device.type, DEFAULT_COPIED_BYTES)
     source, copy = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / min(timed(device, lambda: copy.copy_(source))[1] for _ in range(COPIES))
 
 
 def fitting_turns(turns: Sequence[RecordedTurn], target: Target, max_tokens: int) -> list[RecordedTurn]:
-    """Turns that end within the model's context, answers cut off after ``max_tokens`` tokens."""
+    """Return the turns that fit the model's context, with answers cut to ``max_tokens`` tokens."""
     fitting = []
     for turn in turns:
         limit = target.context_limit(len(turn.prompt))

@@ -1,4 +1,4 @@
-"""The plan of a benchmark and its execution: from settings and questions to a result folder."""
+"""Plans and runs a benchmark: from settings and questions to a result folder."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ WARM_UP_PROMPTS = (
     "A train covers 60 km in 45 minutes. How far does it travel in 2 hours at the same speed? Show each step.",
     "Write a short letter to a neighbour who has looked after the garden during the holidays.",
 )
-"""Asked if the questions that are not measured do not suffice."""
+"""Warm-up prompts used if there are too few unmeasured questions."""
 
 
 def warm_up_questions(
     measured: Sequence[Prompt], spare: Sequence[Prompt], count: int, fits: Callable[[Prompt], bool]
 ) -> list[Prompt]:
-    """Questions that are not measured: ``spare`` ones of different categories that fit the model, then our own.
+    """Return ``count`` warm-up questions that are not measured.
 
-    An equal text among the measured questions excludes a question, whatever its id.
+    Prefers ``spare`` questions that fit the model, of different categories, then cycles through ``WARM_UP_PROMPTS``.
+    Questions whose text is measured are excluded, whatever their id.
     """
     measured_texts = {question.messages[-1]["content"] for question in measured}
     unmeasured = [question for question in spare if question.messages[-1]["content"] not in measured_texts]
@@ -89,15 +90,15 @@ def warm_up_questions(
 
 GENERATE_PEERS = set(PEERS) - set(LLAMA_CPP)
 PROMPT_LOOKUP_TOKENS = 10
-"""Tokens that ``generate`` drafts by prompt lookup: the number in the documentation of transformers."""
+"""Number of tokens that ``generate`` drafts by prompt lookup, as in transformers' documentation."""
 
 
 class ContenderFactory:
     """Creates contenders.
 
-    hdtool's methods share the loaded target. ``generate`` runs on the same model, unless hdtool replaced its linear
-    layers, as it does for small models on CPUs: then ``generate`` runs on a stock model that shares the weights.
-    llama.cpp reads the weights from a GGUF file itself.
+    hdtool's methods share the loaded target. ``generate`` runs on the same model unless hdtool replaced its linear
+    layers, as it does for small models on CPUs; then it runs on a stock model that shares the weights. llama.cpp reads
+    its weights from a GGUF file.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ContenderFactory:
     def contenders(
         self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
     ) -> dict[str, Contender]:
-        """Contenders by name, in the order of the names; ``llama_cpp`` has the files of its rows."""
+        """Return contenders by name, in the given order; ``llama_cpp`` maps its rows to GGUF files."""
         contenders: dict[str, Contender] = {}
         stock = self._stock() if set(names) & GENERATE_PEERS else None
         for name in names:
@@ -131,12 +132,12 @@ class ContenderFactory:
 
     @cached_property
     def _costs(self) -> MeasuredCosts:
-        """Passes are timed once for all drafters."""
+        """Measured pass costs, shared by all drafters."""
         target = self._loaded.target
         return MeasuredCosts(target.log, cost_curve_for(target), only_timed_sizes=target.captures)
 
     def _new_drafter(self, config: DecodeConfig) -> Drafter:
-        """A drafter with an empty history of its own."""
+        """Return a drafter with a new, empty history."""
         target = self._loaded.target
 
         def budget() -> FixedBudget | MeasuredBudget:
@@ -182,17 +183,17 @@ class ContenderFactory:
         options = {"assistant_model": assistant}
         if assistant.config.get_text_config().vocab_size == stock.config.get_text_config().vocab_size:
             return options
-        # The embeddings are padded to different sizes, which transformers takes for different tokenizers.
+        # Embeddings padded to different sizes make transformers assume different tokenizers.
         return options | {"tokenizer": self._loaded.tokenizer, "assistant_tokenizer": tokenizer}
 
 
 SETTINGS_WITHOUT_EFFECT = ("method", "out", "baseline", "limit", "per_task", "trust_remote_code")
-"""Settings that change neither answers nor times; the hash of the questions covers which were selected."""
+"""Settings that change neither answers nor times; ``questions_hash`` covers the selected questions."""
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """All settings of a measurement."""
+    """All settings of a benchmark."""
 
     questions: Sequence[Prompt]
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -205,18 +206,21 @@ class BenchPlan:
     """Questions that are not measured, for the warm-up."""
 
     def options(self) -> dict[str, Any]:
-        """The settings as ``run.json`` records them; a run with equal settings is resumed."""
-        # The threads of the benchmark replace those of the model.
+        """Return the settings as recorded in ``run.json``; only a run with equal settings is resumed."""
+        # ``threads`` of the benchmark overrides that of the model.
         parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
         options = {
             name: value for part in parts for name, value in asdict(part).items() if name not in SETTINGS_WITHOUT_EFFECT
         }
-        # As JSON has them: a run that was read has lists.
+        # Convert tuples to lists, as JSON does.
         listed = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
         return options | listed | {"chat": self.chat, "questions": questions_hash(self.questions)}
 
     def at(self, temperature: float) -> BenchPlan:
-        """Return this plan with another temperature and its results in a subfolder."""
+        """Return this plan at another temperature, with its results in a subfolder.
+
+        Sampling drops llama.cpp, which is measured with greedy answers only.
+        """
         folder = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
         bench = replace(self.bench, out=str(folder))
@@ -226,15 +230,17 @@ class BenchPlan:
         return replace(self, bench=bench, sampling=sampling)
 
     def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
-        """Measure what the folder lacks; ``on_progress`` receives the number of answers so far, and of all.
+        """Measure what the folder lacks; return all results.
 
-        Each turn of a question counts once for each contender and round, those of the warm-up too.
+        ``on_progress`` is called with the number of turns done and in total, counting each contender and round as well
+        as the warm-up.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)
         if before is not None:
             options = self.options()
-            # A complete run of an earlier version is shown as it is; one that lacks settings is not resumed.
+            # A complete run is returned even if an earlier version recorded fewer settings; an incomplete one is not
+            # resumed then.
             refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
             results = read_results(folder)
             if results.complete:
@@ -302,7 +308,7 @@ class BenchPlan:
 
 
 class _Progress:
-    """Counts the answers of a benchmark."""
+    """Counts answered turns and reports them."""
 
     def __init__(self, on_progress: Callable[[int, int], None]) -> None:
         self._on_progress = on_progress

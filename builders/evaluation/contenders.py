@@ -1,4 +1,4 @@
-"""Contenders of a benchmark (hdtool's methods, transformers' ``generate``), models of known shapes, the cost plot."""
+"""Contenders of a benchmark, models of known shapes, and the plot of forward pass costs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
 
 
 def draw_cost(curve: CostCurve, path: Path) -> None:
-    """Milliseconds over draft nodes, a line for each context, as a PNG."""
+    """Plot milliseconds per forward pass over draft nodes as a PNG, with one line per context length."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
+    from matplotlib.figure import Figure  # not pyplot, which keeps global state
 
     figure: Any = Figure(figsize=COST_PLOT_INCHES, layout="constrained")
     axes = figure.subplots()
@@ -66,7 +66,7 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
 
 
 def cost_plot_file(path: Path) -> OutputFile:
-    """The plot, replaced only if hdtool drew the old one."""
+    """Return the plot's file, which may be replaced only if hdtool drew the old one."""
     return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
 
 
@@ -74,7 +74,10 @@ SHAPE_SEED = 0
 
 
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
-    """A model of a known shape, or of a configuration on disk, with the tokenizer of the model in ``config``."""
+    """Create a model with random weights from a known shape or a configuration on disk.
+
+    The tokenizer is that of the model in ``config``.
+    """
     tokenizer = load_tokenizer(config)
     if config.quantization:
         raise OptionError(
@@ -90,7 +93,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
     try:
         dtype = pick_dtype(config.dtype, device)
         torch.manual_seed(SHAPE_SEED)
-        with device:  # made in place: a copy would need twice the memory
+        with device:  # allocate on the device: a copy would need twice the memory
             model: Any = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
             )
@@ -105,7 +108,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
 
 
 def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
-    """Estimated passes of a model of a known shape, or of a configuration on disk, without making its weights."""
+    """Estimate the cost of forward passes from a shape or a configuration, without allocating weights."""
     assert costs.bandwidth
     if config.quantization:
         raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")
@@ -134,7 +137,7 @@ def shape_config(shape: str) -> Any:
 
 
 def weight_bytes_read(target: Target) -> int:
-    """Bytes of weights that a pass over one token reads: all but the embeddings of other tokens and other experts."""
+    """Return the weight bytes read by a pass over one token, without unused embeddings and experts."""
     return round(PassReads.of(target.model).weights(1))
 
 
@@ -142,23 +145,24 @@ T = TypeVar("T")
 
 
 class Contender(Protocol):
-    """Answers a prompt and measures the answer."""
+    """Answers prompts and measures the answers."""
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
-        """The answer to a prompt, held to the grammar of ``guide``, which is for this answer alone.
+        """Answer a prompt.
 
-        A ``prediction`` is what the answer will probably look like, for contenders that can draft from it.
+        ``guide`` enforces a grammar and serves this answer only. ``prediction`` is the expected answer, for contenders
+        that can draft from it.
         """
         ...
 
     def fresh(self) -> Contender:
-        """Return a copy of this contender without what it learned from earlier prompts."""
+        """Return a copy without anything learned from earlier prompts."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftingContender:
-    """One of hdtool's methods."""
+    """One of hdtool's methods as a contender."""
 
     loaded: Loaded
     drafter: Drafter
@@ -202,9 +206,9 @@ def answer_steps(
     masks: Sequence[LogitsProcessor] = (),
     prediction: Sequence[int] = (),
 ) -> Iterator[Step]:
-    """The steps of an answer of at most so many tokens; ``masks`` are those of a grammar.
+    """Yield the steps of an answer of at most ``max_tokens`` tokens; ``masks`` enforce a grammar.
 
-    Without prefix caching: one contender would profit from a prompt that another one read before it.
+    Prefix caching is off, because a contender would profit from prompts that another one has read.
     """
     sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_tokens, first=masks)
     return decode(
@@ -220,15 +224,15 @@ def answer_steps(
 
 
 class GenerateContender:
-    """``generate`` of transformers, with the same stop tokens, length and temperature.
+    """Transformers' ``generate`` as a contender, with the same stop tokens, length and temperature.
 
-    Greedy answers equal plain decoding. Sampled ones differ: transformers draws tokens in its own way.
+    Greedy answers equal plain decoding. Sampled answers differ, because transformers draws tokens differently.
     """
 
     def __init__(
         self, loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, **drafting: Any
     ) -> None:
-        """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it drafts nothing."""
+        """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it decodes plainly."""
         self._loaded = loaded
         self._model: Any = model
         self._seed = sampling.seed
@@ -238,7 +242,7 @@ class GenerateContender:
         self._sampling = sampling
         self._assistant: Any = drafting.get("assistant_model")
         self._learned: Any = copy.deepcopy(self._assistant.generation_config) if self._assistant else None
-        """Settings of the draft model: some schedules adapt their number of draft tokens from answer to answer."""
+        """Generation config of the draft model; some schedules adapt the number of draft tokens between answers."""
         self._begun: Any = copy.deepcopy(self._learned)
 
     def fresh(self) -> GenerateContender:
@@ -262,7 +266,7 @@ class GenerateContender:
             masks=masks_of(guide),
             **self._drafting,
         )
-        # Without drafts every pass brings one token, and the hook that counts passes is left out of the timing.
+        # Without drafts every pass gives one token, so the hook is skipped to keep it out of the timing.
         with passes.counted(self._model, enabled=bool(self._drafting)):
             output_ids, seconds = timed(self._model.device, generated)
         return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=bool(self._drafting))
@@ -278,7 +282,7 @@ def generate_ids(
     masks: Sequence[LogitsProcessor] = (),
     **options: Any,
 ) -> list[int]:
-    """The answer of ``model.generate``, without the prompt; ``model`` replaces the target of ``loaded``."""
+    """Return the token ids that ``generate`` adds to the prompt; ``model`` replaces the target of ``loaded``."""
     generator: Any = model or loaded.target.model
     ids = torch.tensor([prompt], device=generator.device)
     if generator.generation_config.stop_strings:
@@ -292,28 +296,28 @@ def generate_ids(
 
 
 class PassCounter:
-    """Counts the tokens of each forward pass of a peer."""
+    """Counts forward passes of a peer and the tokens that each one adds."""
 
     def __init__(self, prompt_length: int) -> None:
         self._known = [prompt_length]
-        """Tokens of the conversation at the start of each pass."""
+        """Length of the conversation, in tokens, at the start of each pass."""
         self.drafted = 0
         self._first = True
 
     def note(self, known: int, drafted: int) -> None:
-        """Record a later pass: the conversation's tokens before it, and the draft tokens that it verifies."""
+        """Record a pass: the length of the conversation before it, and the draft tokens that it verifies."""
         self._known.append(known)
         self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
-        """Tokens per pass of an answer with ``answered`` tokens."""
+        """Return the number of tokens per pass, for an answer of ``answered`` tokens."""
         ends = [*self._known[1:], self._known[0] + answered]
         return [end - start for start, end in zip(self._known, ends, strict=True)]
 
     def answer(
         self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
     ) -> AnsweredTurn:
-        """The answer that the passes gave; without drafts, each gave one token."""
+        """Return the answered turn; without drafts, every pass counts one token."""
         ended = output_ids[-1] in loaded.stops
         return AnsweredTurn(
             text_of(loaded.tokenizer, output_ids),
@@ -326,7 +330,7 @@ class PassCounter:
 
     @contextmanager
     def counted(self, model: PreTrainedModel, *, enabled: bool) -> Iterator[None]:
-        """Count the passes inside ``generate`` by the lengths of their inputs."""
+        """Count the passes inside ``generate`` by their input lengths, with a forward hook."""
         hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if enabled else None
         try:
             yield
@@ -340,12 +344,12 @@ class PassCounter:
             self._first = False
             self.drafted += rows - self._known[0]
         else:
-            # The last token is not in the KV cache yet: it is the first input of the pass.
+            # The last token is not in the KV cache yet, as it is the first input of this pass.
             self.note(cache_in(options).get_seq_length() + 1, rows - 1)
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """The result of an action and its seconds; the device is synchronized before and after."""
+    """Return an action's result and its seconds, synchronizing the device before and after."""
     _synchronize(device)
     started = time.perf_counter()
     result = action()

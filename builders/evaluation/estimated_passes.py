@@ -1,7 +1,7 @@
-"""Estimated seconds of passes, by a roofline: what they read from memory, and what they compute.
+"""Estimates the duration of forward passes with a roofline model: memory traffic and compute.
 
-A pass reads all weights that its rows share, the keys and values of its context, and the experts that any of its rows
-wakes. Launches, activations and everything outside of matmuls take no time here.
+A pass reads the dense weights, the KV cache of its context, and every expert that any of its rows activates. Kernel
+launches, activations and everything besides matmuls count as free.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.model.pass_inputs import WITHOUT_MASK
 
 TOP_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
-"""What configurations call the experts of a token in a layer."""
+"""Names under which configurations store the number of active experts per token."""
 OF_WEIGHT = 2
-"""Operations of a row and a weight: one multiplication and one addition."""
+"""Operations per row and weight: one multiplication and one addition."""
 
 
 def distinct_experts(rows: float, top: int, experts: int, overlap: float = 0.0) -> float:
-    """The experts of a layer that some rows wake, with ``top`` of the ``experts`` each.
+    """Return the expected number of distinct experts that ``rows`` rows activate in a layer.
 
-    ``overlap`` is the share by which they wake fewer further experts than independent rows would.
+    Each row activates ``top`` of ``experts``. ``overlap`` is the share by which rows activate fewer additional experts
+    than independent rows would.
     """
     independent: float = experts * (1 - (1 - top / experts) ** rows)
     return top + (1 - overlap) * (independent - top)
@@ -33,38 +34,38 @@ def distinct_experts(rows: float, top: int, experts: int, overlap: float = 0.0) 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of one layer."""
+    """Experts of one layer."""
 
     experts: int
     top: int
     nbytes: float
-    """Bytes of one expert's weights."""
+    """Size of one expert's weights in bytes."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys and values of one layer."""
+    """KV cache of one layer."""
 
     nbytes: int
-    """Bytes of a token's."""
+    """Size of one token's keys and values in bytes."""
     window: int | None
-    """The most tokens of a context that they are read of."""
+    """Sliding window in tokens; None for full attention."""
 
 
 @dataclass(frozen=True)
 class PassReads:
-    """What a pass of a model reads."""
+    """Memory that a forward pass of a model reads."""
 
     shared: int
-    """Bytes of the weights that every row is multiplied by."""
+    """Size of the dense weights in bytes."""
     mixtures: tuple[Mixture, ...]
     keys: tuple[Keys, ...]
     itemsize: int
-    """Bytes of a weight."""
+    """Bytes per weight."""
 
     @classmethod
     def of(cls, model: Any) -> PassReads:
-        """What passes of a model read, whose tensors may be without memory."""
+        """Return what passes of ``model`` read; its tensors may be on the meta device."""
         config = model.config.get_text_config(decoder=True)
         mixtures = tuple(_mixtures(model, config))
         whole = sum(int(weight.nbytes) for weight in model.parameters())
@@ -75,27 +76,27 @@ class PassReads:
         return cls(shared, mixtures, tuple(_keys(config, model.dtype.itemsize)), model.dtype.itemsize)
 
     def weights(self, rows: int, overlap: float = 0.0) -> float:
-        """Bytes of the weights that a pass over so many rows reads."""
+        """Return the weight bytes that a pass over ``rows`` rows reads."""
         woken = (one.nbytes * distinct_experts(rows, one.top, one.experts, overlap) for one in self.mixtures)
         return self.shared + sum(woken)
 
     def context(self, rows: int, length: int) -> int:
-        """Bytes of keys and values that a pass over rows after a context reads."""
+        """Return the KV cache bytes that a pass over ``rows`` rows reads after ``length`` tokens."""
         return sum(one.nbytes * min(length + rows, one.window or length + rows) for one in self.keys)
 
     def operations(self, rows: int) -> float:
-        """Multiplications and additions of a pass over so many rows."""
+        """Return the number of multiplications and additions of a pass over ``rows`` rows."""
         return OF_WEIGHT * rows * self.weights(1) / self.itemsize
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """How fast a device reads and computes."""
+    """Memory bandwidth and compute throughput of a device."""
 
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     operations: float | None = None
-    """Multiplications and additions a second; None if they never take longer than reading."""
+    """Multiplications and additions per second; None if passes are always memory-bound."""
 
     def seconds(self, reads: PassReads, rows: int, length: int, overlap: float = 0.0) -> float:
         reading = (reads.weights(rows, overlap) + reads.context(rows, length)) / self.bandwidth
@@ -104,7 +105,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """The cost of passes after contexts of these lengths, whose last token is the root of the tree."""
+        """Return the cost curve of passes at these context lengths, whose last token is the root of the tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths
@@ -116,7 +117,7 @@ class Roofline:
 
 
 def _mixtures(model: Any, config: Any) -> Iterator[Mixture]:
-    """The experts of each layer; those of a configuration that does not say how many a token has are all read."""
+    """Yield the experts of each layer; all count as active if the configuration does not say how many are."""
     named = (getattr(config, name, None) for name in TOP_NAMES)
     top = next((value for value in named if isinstance(value, int)), None)
     for module in model.modules():
@@ -128,7 +129,7 @@ def _mixtures(model: Any, config: Any) -> Iterator[Mixture]:
 
 
 def _number_of(experts: Module) -> int:
-    """The number of experts: modules of a list, or the first dimension of tensors with all of them."""
+    """Return the number of experts: the length of a module list, or the first dimension of stacked weights."""
     if isinstance(experts, ModuleList):
         return len(experts)
     stacked = [weight for weight in experts.parameters(recurse=False) if weight.dim() == 3]
@@ -136,13 +137,13 @@ def _number_of(experts: Module) -> int:
 
 
 def _keys(config: Any, itemsize: int) -> Iterator[Keys]:
-    """The keys and values of each layer with attention."""
+    """Yield the KV cache of each attention layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     queries = config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or queries
     width = getattr(config, "head_dim", None) or config.hidden_size // queries
-    # Keys of latent attention are wider than values, and their configurations name both widths.
+    # In latent attention, keys are wider than values, and the configuration has both widths.
     widths = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
     nbytes = itemsize * heads * sum(widths)
     for kind in kinds or [None] * config.num_hidden_layers:

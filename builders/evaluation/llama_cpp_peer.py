@@ -1,4 +1,4 @@
-"""llama.cpp as a contender of a benchmark, on GGUF files of the model, with a description of its build."""
+"""Runs llama.cpp as a contender of a benchmark on GGUF files of the model, and describes its build."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hdtool.runtime.sequence import room_for
 LLAMA_CPP_PACKAGE = "llama-cpp-python"
 OWN_FILE_ROWS = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)
 CPU_LOOKUP_TOKENS, GPU_LOOKUP_TOKENS = 2, 10
-"""Tokens that its prompt lookup drafts: the numbers in the documentation of llama-cpp-python."""
+"""Number of tokens drafted by prompt lookup, as in the documentation of llama-cpp-python."""
 MIN_CONTEXT = 2048
-"""Tokens of the KV cache to begin with; a longer question loads the model again, outside of the measured time."""
+"""Initial KV cache size in tokens; a longer question reloads the model outside the measured time."""
 
 CPU_FEATURES = {
     "AVX": "avx",
@@ -46,22 +46,22 @@ CPU_FEATURES = {
     "MATMUL_INT8": "i8mm",
     "SVE": "sve",
 }
-"""Extensions of processors by the name that llama.cpp's system_info prints, with LLVM's name."""
+"""Maps CPU features as printed by llama.cpp's system_info to LLVM's names."""
 GPU_FEATURE = "GPU offload"
 BUILD_KEY = "llama_cpp_build"
-"""The name of the description among the surroundings of a run."""
+"""Key of the build description in a run's ``surroundings``."""
 UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """The GGUF file of each row of llama.cpp that has one: that of the model, or the one named beside it."""
+    """Return the GGUF file of each llama.cpp row: the model's own file, or the separately named one."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
 
 
 def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
-    """Why a row of llama.cpp cannot take part, as the end of a sentence; empty if it can."""
+    """Return why a llama.cpp row cannot take part, as the end of a sentence; empty if it can."""
     if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
@@ -72,9 +72,9 @@ def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, s
 
 
 class LlamaCppContender:
-    """llama.cpp, plain or with its prompt lookup: greedy answers to the same ids, with the same end tokens and length.
+    """llama.cpp, plain or with prompt lookup, answering greedily with the same ids, stop tokens and length.
 
-    Its products round activations to few bits, so that answers may differ from those in float32.
+    Its matmuls round activations to few bits, so answers may differ from float32.
     """
 
     def __init__(self, loaded: Loaded, file: Path, max_new_tokens: int, *, lookup: bool) -> None:
@@ -87,13 +87,13 @@ class LlamaCppContender:
         self._passes = PassCounter(0)
 
     def fresh(self) -> LlamaCppContender:
-        return self  # each answer begins with an empty KV cache, and nothing else is kept
+        return self  # every answer starts with an empty KV cache, and there is no other state
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         assert guide is None, "its grammars are its own, so the answers could not be compared"
         room, at_the_end = room_for(self._loaded.target, prompt, self._most)
         self._provide(len(prompt) + room)
-        # Without this, it would keep the part of the KV cache that the prompt shares with the one before.
+        # Otherwise it would reuse the KV cache of the prefix shared with the previous prompt.
         self._llama.reset()
         self._passes = passes = PassCounter(len(prompt))
         output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
@@ -108,14 +108,14 @@ class LlamaCppContender:
         return output_ids
 
     def _provide(self, tokens: int) -> None:
-        """Load the model, unless it is loaded with a KV cache of so many tokens."""
+        """Load the model, unless it is loaded with a KV cache of at least ``tokens`` tokens."""
         if self._context >= tokens:
             return
         from llama_cpp import Llama
 
         self._context = max(MIN_CONTEXT, 1 << (tokens - 1).bit_length())
         threads, on_gpu = torch.get_num_threads(), self._loaded.target.device.type == "cuda"
-        self._llama = None  # its memory is needed
+        self._llama = None  # free its memory first
         try:
             self._llama = Llama(
                 str(self._file),
@@ -123,7 +123,8 @@ class LlamaCppContender:
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=-1 if on_gpu else 0,
-                # Its drafts are verified by all logits; unless they are asked for, it has no room for long prompts.
+                # Drafts are verified with the logits of all positions; without this option, the buffer is too small for
+                # long prompts.
                 logits_all=self._looks_up,
                 draft_model=self._lookup(GPU_LOOKUP_TOKENS if on_gpu else CPU_LOOKUP_TOKENS)
                 if self._looks_up
@@ -150,15 +151,15 @@ class LlamaCppContender:
 
 
 def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]:
-    """The installed llama.cpp and the file of each of its rows, as JSON has them."""
+    """Return a JSON-compatible description of the installed llama.cpp and of the file of each row."""
     import llama_cpp
 
     features = build_features(llama_cpp.llama_print_system_info().decode())
     lacking = [name for name, known in CPU_FEATURES.items() if has_feature(known) and name not in features]
     if on_gpu:
-        # The features of the CPU matter little then.
+        # On a GPU, CPU features matter little.
         lacking = [] if llama_cpp.llama_supports_gpu_offload() else [GPU_FEATURE]
-    own_version = getattr(llama_cpp, "llama_version", None)  # since 2026
+    own_version = getattr(llama_cpp, "llama_version", None)  # exists since 2026
     return {
         "version": str(llama_cpp.__version__),
         "llama_cpp_version": own_version().decode() if own_version else None,
@@ -172,7 +173,7 @@ def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]
 
 
 def build_features(system_info: str) -> list[str]:
-    """The features that system_info says a build has, as in ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
+    """Parse the features of a build from system_info, such as ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
     features = []
     for part in system_info.split("|"):
         name, equals, value = part.rpartition(":")[2].partition("=")
@@ -182,7 +183,7 @@ def build_features(system_info: str) -> list[str]:
 
 
 def quantization_name(header: GGUFHeader) -> str:
-    """The name of a file's quantization, as in Q4_K_M; that of most of its weights where the file doesn't say it."""
+    """Return the name of a file's quantization, such as Q4_K_M, or the type of most weights if it has no name."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
     try:
@@ -201,7 +202,7 @@ def quantization_name(header: GGUFHeader) -> str:
 
 
 def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
-    """What a reader must know to judge the rows of llama.cpp in a run; nothing without such rows."""
+    """Return notes for readers of llama.cpp's rows, such as missing CPU features; empty without such rows."""
     build = surroundings.get(BUILD_KEY)
     if build is None:
         return []
@@ -220,14 +221,14 @@ def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
 
 
 def check_file(file: Path) -> None:
-    """Refuse what is no GGUF file, before a model is loaded."""
+    """Raise unless ``file`` is a GGUF file, before a model is loaded."""
     if not file.is_file():
         raise ModelError(f"--llama-cpp-file names {file}, which is no file: name a GGUF file of the same model")
     GGUFHeader.read(file)
 
 
 def check_same_model(file: Path, loaded: Loaded) -> None:
-    """Refuse a file whose sizes are not those of the loaded model."""
+    """Raise a ``ModelError`` if the file's layers, width or vocabulary do not match the loaded model."""
     header, config = GGUFHeader.read(file), loaded.target.model.config.get_text_config()
     sizes = {
         "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),
@@ -240,7 +241,7 @@ def check_same_model(file: Path, loaded: Loaded) -> None:
                 "name a GGUF file of the same model"
             )
     tokens = header.values.get("tokenizer.ggml.tokens")
-    # Files are padded, tokenizers are not.
+    # Vocabularies of files may be padded, so larger ones are fine.
     if isinstance(tokens, int) and tokens < len(loaded.tokenizer):
         raise ModelError(
             f"--llama-cpp-file names {file}, with {tokens:,} tokens, and the tokenizer of {loaded.name} has "

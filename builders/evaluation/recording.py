@@ -29,23 +29,23 @@ from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """One recorded answer and its context."""
+    """Recorded answer with its context."""
 
     conversation: str
     category: str
     number: int
-    """Within its conversation, from 0."""
+    """Index of the answer in its conversation, from 0."""
     prompt: list[int]
     answer: list[int]
-    """Ends with the token that ends a turn, unless the answer was cut off."""
+    """Token ids; the last one is a stop token, unless the answer was cut off."""
     most: int | None = None
-    """The limit of the answer's length: near the limit, the loop clips draft trees."""
+    """Maximum length of the answer, near which the decoding loop clips draft trees; None if unknown."""
     rankings: Rankings | None = None
-    """The target's best tokens at each position, if they were recorded."""
+    """Top-k tokens of the target at each position, if they were recorded."""
 
 
 class TurnReader:
-    """Rebuilds the contexts of recorded answers with the tokenizer of the model that gave them."""
+    """Rebuilds the contexts of recorded answers with the tokenizer of the model that wrote them."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Container[int], end: int | None, chat: bool | None = None
@@ -67,7 +67,7 @@ class TurnReader:
             raise RecordError(f"{trace.where}: {error}") from None
 
     def usable(self, traces: Iterable[Trace], tally: Tally) -> Iterator[tuple[Trace, list[RecordedTurn]]]:
-        """The traces with their turns; those whose contexts cannot be rebuilt are counted in ``tally``."""
+        """Yield traces with their turns; traces whose contexts cannot be rebuilt are counted in ``tally``."""
         for trace in traces:
             try:
                 yield trace, self._turns(trace)
@@ -89,7 +89,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens of an answer recorded as text, which counts as complete."""
+        """Return the token ids of an answer recorded as text, which counts as complete."""
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text
@@ -97,7 +97,7 @@ class TurnReader:
         ids = self._ids(whole)
         answer = ids[len(prompt) :]
         ended = self._ending_of(answer)
-        # A template may render a given answer differently, or not mark its end.
+        # A template may render a past answer differently, or not mark its end.
         if ids[: len(prompt)] != prompt or (self._chat and ended is None):
             answer = encode_text(self.tokenizer, text, special=False)
             ended = self._ending_of(answer)
@@ -114,7 +114,7 @@ class TurnReader:
         return next((index for index, token in enumerate(answer) if token in self._stops), None)
 
     def _checked(self, ids: Sequence[int], text: str) -> list[int]:
-        """The recorded ids; raises unless they decode to the recorded text."""
+        """Return the recorded ids; raise a ``PromptError`` unless they decode to the recorded text."""
         if max(ids) >= len(self.tokenizer) or text_of(self.tokenizer, ids) != text:
             raise PromptError(
                 "the ids of an answer do not spell its text with this tokenizer: name the model that answered, "
@@ -124,10 +124,10 @@ class TurnReader:
 
 
 class RecordedLogits:
-    """A row for the root and for each node; minus infinity for all tokens and nodes that were not recorded."""
+    """Builds logits from recorded rankings: one row for the root and one per node, -inf where unknown."""
 
     def __init__(self, turns: Iterable[RecordedTurn]) -> None:
-        """Has room for the tokens of these turns."""
+        """Allocate rows wide enough for all token ids of these turns."""
         self._vocabulary = 1 + max(
             (int(max(*turn.prompt, *turn.answer, turn.rankings.tokens.max())) for turn in turns if turn.rankings),
             default=0,
@@ -137,7 +137,10 @@ class RecordedLogits:
         self._filled = 0
 
     def after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
-        """Logits of a tree below ``done`` tokens of an answer, valid until the next call."""
+        """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
+
+        Rows outside ``path`` are -inf. The tensor is valid until the next call.
+        """
         self._rows[: self._filled] = -torch.inf
         self._filled = 1 + nodes
         for place, row in enumerate([0, *(node + 1 for node in path)], done):
@@ -147,13 +150,13 @@ class RecordedLogits:
 
 NO_LOGITS = torch.empty(0)
 NO_ARGMAX = -1
-"""The arg-max where nothing is recorded; no tree drafts it."""
+"""Argmax of positions that were not recorded; no tree drafts this token."""
 
 
 class RecordingEngine:
-    """Computes the arg-max of a recorded answer, and its logits as far as they are recorded.
+    """Engine that returns the argmax of a recorded answer, and its logits if they were recorded.
 
-    What a pass takes here is what an engine spends on the host: the mask and the positions of a tree.
+    The time it logs per pass is an engine's host time for a tree's mask and positions.
     """
 
     captures, changes, vocabulary = False, 0, 2**31 - 1
@@ -166,7 +169,7 @@ class RecordingEngine:
         self._turn: RecordedTurn
 
     def answer(self, turn: RecordedTurn) -> None:
-        """Answer as this turn did from now on."""
+        """Set the turn to replay."""
         self._turn = turn
 
     def context_limit(self, prompt_length: int) -> int | None:
@@ -229,10 +232,10 @@ class RecordingEngine:
 
 
 def accept_recorded(tree: DraftTree, truth: Sequence[int]) -> Accepted:
-    """The accepted path of a tree: the recorded tokens as far as the tree holds them, and the bonus token."""
+    """Return the path of a tree that matches the recorded tokens, and the bonus token."""
     path: list[int] = []
     node = ROOT
-    for token in truth[:-1]:  # the last token can only be the bonus token
+    for token in truth[:-1]:  # the last token is always the bonus token
         child = tree.child(node, token)
         if child is None:
             break

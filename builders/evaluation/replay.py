@@ -1,9 +1,9 @@
 """Replay: compares a method's drafts with recorded answers, without the model.
 
-A recorded answer decides which draft tokens the model would have accepted, as long as the method drafts from tokens
-alone. Methods that read logits get those of accepted positions if the recording has rankings, but none after rejected
-nodes, so their figures are lower bounds. As in the loop, prefill is a step with one token, and the end token counts.
-The drafter starts each turn with the whole prompt. A history grows with the answers, as it does for a user.
+A recorded answer tells which draft tokens the model would have accepted, as long as the method drafts from tokens
+alone. Methods that read logits get them at accepted positions if the recording has rankings, but never after rejected
+nodes, so their figures are lower bounds. As in the decoding loop, prefill is a step with one token, and the end token
+counts. The drafter starts each turn with the whole prompt. A history grows with the answers, as it does in use.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ReplayedTurn:
-    """The steps in which a method would have made a recorded answer. The first step is the pass over the prompt."""
+    """Steps in which a method would have produced a recorded answer; the first step is the prefill."""
 
     conversation: str
     category: str
     number: int
     prompt_tokens: int
     tokens: Ints
-    """The answer."""
+    """Token ids of the answer."""
     sources: Ints
     """Per token: the ``SourceName`` that drafted it; NONE for a bonus token."""
     accept_lengths: Ints
-    """Per step: the accepted tokens and the bonus token."""
+    """Per step: number of accepted tokens plus the bonus token."""
     nodes: Ints
-    """Per step: the size of its draft tree."""
+    """Per step: number of draft nodes."""
     draft_seconds: Floats
-    """Per step: drafting, the tree's mask and its positions."""
+    """Per step: time for drafting and for the tree's mask and positions."""
     observe_seconds: Floats
-    """Per step: the drafter's ``observe``."""
+    """Per step: time in the drafter's ``observe``."""
     drafted: Ints
-    """Drafted nodes per source."""
+    """Per source: number of drafted nodes."""
     hits: Ints
-    """Steps in which a source drafted anything, per source."""
+    """Per source: number of steps in which it drafted anything."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -70,25 +70,25 @@ class ReplayedTurn:
 
     @property
     def contexts(self) -> Ints:
-        """Per step: the tokens in the KV cache before its pass."""
+        """Per step: number of tokens in the KV cache before its pass."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Counts of one source."""
+    """What one source drafted, what was accepted, and how long its lookups took."""
 
     drafted: int
     accepted: int
     hits: int
     unique: int
-    """Distinct accepted tokens."""
+    """Number of distinct accepted tokens."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class SpeedPrediction:
-    """Tokens per second, computed from the cost of forward passes."""
+    """Tokens per second, predicted from the cost of forward passes."""
 
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -104,19 +104,19 @@ class SpeedPrediction:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """All turns of one method."""
+    """Replayed turns of one method."""
 
     method: str
     turns: tuple[ReplayedTurn, ...]
     source_seconds: Mapping[SourceName, float]
     history: bool = False
-    """True if the method drafted from the answers before."""
+    """True if the method drafted from earlier answers."""
     warm_tokens: int = 0
-    """Tokens of answers that were replayed before and are not counted."""
+    """Number of answer tokens replayed before the measured turns; they are not counted."""
 
     @classmethod
     def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:
-        """The parts of one method's replay, in the order given."""
+        """Concatenate the parts of one method's replay, in the given order."""
         seconds = dict.fromkeys((source for part in parts for source in part.source_seconds), 0.0)
         for part in parts:
             for source, taken in part.source_seconds.items():
@@ -137,7 +137,7 @@ class ReplayResult:
 
     @property
     def drafted_steps(self) -> int:
-        """All steps but the passes over prompts, for which nothing is drafted."""
+        """Number of steps other than prefills, for which nothing is drafted."""
         return self.steps - len(self.turns)
 
     @property
@@ -150,18 +150,18 @@ class ReplayResult:
 
     @property
     def accepted_share(self) -> float:
-        """Accepted tokens over drafted nodes."""
+        """Ratio of accepted tokens to drafted nodes."""
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """A percentile of a step's drafting time, mask and positions included, in microseconds."""
+        """Return a percentile of the drafting time per step, mask and positions included, in microseconds."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:
         return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
 
     def by_category(self) -> dict[str, ReplayResult]:
-        """One result per category, without the times of the sources."""
+        """Split the result by category; the parts lack the times of the sources."""
         names = dict.fromkeys(turn.category for turn in self.turns)
         return {
             name: replace(self, turns=tuple(turn for turn in self.turns if turn.category == name), source_seconds={})
@@ -169,7 +169,7 @@ class ReplayResult:
         }
 
     def by_source(self) -> dict[SourceName, SourceShare]:
-        """The counts of each source that drafted anything or took any time."""
+        """Return what each source drafted, for sources that drafted anything or took any time."""
         drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
         hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
         tokens = np.concatenate([turn.tokens for turn in self.turns])
@@ -185,7 +185,7 @@ class ReplayResult:
         return shares
 
     def predict(self, curve: CostCurve) -> SpeedPrediction:
-        """Tokens per second with passes of this cost; the pass over a prompt counts as one without drafts."""
+        """Predict tokens per second from the cost of forward passes; a prefill counts as a pass without drafts."""
         plain = drafting = 0.0
         for turn in self.turns:
             places = turn.prompt_tokens + np.arange(len(turn.tokens))
@@ -201,16 +201,16 @@ def _percentile(seconds: Sequence[Floats], percentile: float) -> float:
 
 
 WARM_UP_TOKENS = 1000
-"""Tokens replayed once before measuring, so that compiling and loading at first use are in no measured time."""
+"""Number of tokens replayed before measuring, to keep compilation and lazy loading out of the timings."""
 
 
 @dataclass(frozen=True)
 class ReplayMethod:
-    """A method with its settings."""
+    """Method to replay, with its settings."""
 
     name: str
     config: DecodeConfig
-    """With ``curve`` and no number of draft nodes, the curve decides how many pay."""
+    """If ``draft_tokens`` is None and ``curve`` is given, the curve decides how many draft tokens pay."""
     curve: CostCurve | None = None
 
     @property
@@ -232,7 +232,7 @@ def has_history(config: DecodeConfig) -> bool:
 
 
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
-    """The stores with an empty history in memory, if the settings have one, whatever history they had."""
+    """Return the stores with a new in-memory history if the settings use one, else without history."""
     return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
@@ -243,13 +243,14 @@ def replay_method(
     on_turn: Callable[[], None] = lambda: None,
     warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
-    """Replay recorded answers one after another with a fresh drafter and a history of its own.
+    """Replay recorded answers in order, with a fresh drafter and a new history.
 
-    Those of ``warm`` come first and are not counted; ``on_turn`` is called after each of both.
+    The turns of ``warm`` are replayed first and not counted. ``on_turn`` is called after every turn, warm ones
+    included.
     """
     before = accumulate((len(turn.answer) for turn in turns), initial=0)
     start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP_TOKENS]
-    _replay_turns(contender, start, store_set, lambda: None)  # its drafter and its history are discarded
+    _replay_turns(contender, start, store_set, lambda: None)  # warm-up; its drafter and history are discarded
     return _replay_turns(contender, turns, store_set, on_turn, warm)
 
 
@@ -278,13 +279,13 @@ def _replay_turns(
 
 
 class _TimedDrafter(WrappedDrafter):
-    """Tells a cost budget the context length, and times ``observe``."""
+    """Wraps a drafter to tell a cost budget the context length and to time ``observe``."""
 
     def __init__(self, drafter: Drafter, budget: Budget) -> None:
         super().__init__(drafter)
         self._start_step = budget.start_step if isinstance(budget, CostBudget) else None
         self.learning: list[float] = []
-        """Seconds of each step of the current answer."""
+        """Seconds in ``observe``, per step of the current answer."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.learning.clear()
@@ -302,7 +303,7 @@ class _TimedDrafter(WrappedDrafter):
 
 
 class _StopAtEnd:
-    """Stops an answer at its last recorded token."""
+    """Set of stop tokens that stops an answer at its recorded length."""
 
     def __init__(self, sampler: Sampler, length: int) -> None:
         self._context, self._length = sampler.context, length
@@ -314,7 +315,7 @@ class _StopAtEnd:
 def _replay_turn(engine: RecordingEngine, drafter: _TimedDrafter, turn: RecordedTurn) -> ReplayedTurn:
     engine.answer(turn)
     sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
-    # Without a limit, the model would have drafted beyond the end of the answer.
+    # Without a recorded limit, leave room for drafts beyond the end of the answer.
     max_tokens = turn.most or length + LARGEST_TREE + 1
     stops = _StopAtEnd(sampler, len(turn.prompt) + length)
     steps = list(

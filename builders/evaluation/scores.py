@@ -1,4 +1,4 @@
-"""The scores of a benchmark, task by task, computed as Spec-Bench computes them."""
+"""Scores of a benchmark by task, computed as in Spec-Bench."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ DEFAULT_METHOD = DecodeConfig().method
 
 @dataclass(frozen=True)
 class Score:
-    """The scores of one method on the questions of one task."""
+    """Scores of one method on the questions of one task."""
 
     questions: int
     tokens_per_second: float
-    """The mean over questions, not weighted by length."""
+    """Mean over questions, not weighted by length."""
     speedup: float
-    """Tokens per second over those of the baseline."""
+    """Ratio of tokens per second to the baseline's."""
     tokens_per_step: float
-    """The mean over all steps of all questions."""
+    """Mean over all steps of all questions."""
     identical: int | None
-    """Questions answered with the same tokens as the reference in all turns; None where not comparable."""
+    """Number of questions answered with the reference's tokens in all turns; None if not comparable."""
     nodes_per_step: float
     draft_us_per_step: float | None
-    """None for ``generate``, which does not report it."""
+    """None for peers, which do not report drafting time."""
     model_ms_per_step: float | None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """All methods on all tasks, and over all tasks, which come last."""
+    """Scores of all methods by task; the last task covers all questions."""
 
     baseline: str
     reference: str | None
-    """The method that the answers of the others are compared with."""
+    """Method whose answers the others are compared with."""
     tasks: dict[str, dict[str, Score]]
 
     @property
     def comparisons(self) -> tuple[str, ...]:
-        """What speeds are stated against: plain decoding, which shows what drafting brings, then the baseline."""
+        """Methods to report speedups against: plain decoding, which shows the gain of drafting, then the baseline."""
         return tuple(dict.fromkeys(name for name in (PLAIN_METHOD, self.baseline) if name in self.tasks[ALL_TASKS]))
 
     def speedup(self, task: str, method: str, reference: str) -> float:
-        """Tokens per second of a method over those of another."""
+        """Return the ratio of tokens per second of two methods."""
         scores = self.tasks[task]
         return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
     def headline(self) -> str:
-        """The speed of the default method, or of the fastest one if that was not measured."""
+        """Return a sentence on the speed of the default method, or of the fastest if the default was not measured."""
         whole = self.tasks[ALL_TASKS]
         drafting = [name for name in whole if name in METHODS and name != PLAIN_METHOD] or list(whole)
         method = (
@@ -80,7 +80,7 @@ class Scores:
         return ". ".join(sentences) + "."
 
     def to_json(self) -> dict[str, Any]:
-        """The ``--json`` output; its names are stable."""
+        """Return the ``--json`` output; its names are stable."""
         return {
             "baseline": self.baseline,
             "reference": self.reference,
@@ -92,7 +92,7 @@ class Scores:
 
 
 def scores_of(results: Results, baseline: str | None = None) -> Scores:
-    """The scores over all questions that every method has answered; there must be at least one."""
+    """Score all questions that every method has answered; there must be at least one."""
     methods = results.run.methods
     against = baseline_of(methods, baseline)
     greedy = SamplingConfig(temperature=results.run.options["temperature"]).is_greedy
@@ -110,7 +110,7 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
 
 
 def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
-    """The method that speed-ups refer to."""
+    """Return the method that speedups refer to; raise an ``OptionError`` if ``requested`` was not measured."""
     if requested is None:
         return "generate" if "generate" in methods else methods[0]
     if requested not in methods:
@@ -119,7 +119,7 @@ def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
 
 
 def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """The indexes of the questions of each task."""
+    """Return the indices of the questions of each task."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)
@@ -128,12 +128,12 @@ def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[in
 
 
 def method_in_words(method: str) -> str:
-    """The name of a reference method in a sentence."""
+    """Return the name of a reference method for use in a sentence."""
     return f"plain decoding on the same engine ({PLAIN_METHOD})" if method == PLAIN_METHOD else method
 
 
 def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
-    """Tokens per second, the mean over questions."""
+    """Return tokens per second, averaged over questions."""
     return fmean(answer.tokens_per_second for answer in answers)
 
 

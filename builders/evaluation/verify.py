@@ -1,4 +1,4 @@
-"""Verification of losslessness: a method against plain decoding, and plain decoding against ``generate``."""
+"""Verifies losslessness: a method against plain decoding, and plain decoding against ``generate``."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from hdtool.runtime.sequence import room_for
 
 
 class Oracle(StrEnum):
-    """The reference that an answer is compared with."""
+    """Reference that an answer is compared with."""
 
     PLAIN = "plain"
-    """hdtool's loop without drafts: the method must give the same tokens."""
+    """hdtool's loop without drafts; the method must give the same tokens."""
     GENERATE = "generate"
-    """``model.generate`` of transformers: hdtool's greedy loop must give the same tokens."""
+    """``generate`` of transformers; hdtool's greedy loop must give the same tokens."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first position at which two answers differ."""
+    """First position at which two answers differ."""
 
     prompt: str
     oracle: Oracle
     asked: list[int]
     before: list[int]
-    """The tokens that both answers share before it."""
+    """Answer tokens before the difference, which both answers share."""
     expected: int | None
     found: int | None
-    """The token of each side; None where an answer has ended."""
+    """Token found instead of ``expected``; either is None if that answer has ended."""
     grammar: Grammar | None = None
-    """What the answers must match."""
+    """Grammar that the answers must match."""
 
     @property
     def position(self) -> int:
-        """Counted from the first token of the answer, from 0."""
+        """Index of the differing token in the answer, from 0."""
         return len(self.before)
 
 
 @dataclass(frozen=True)
 class Check:
-    """The comparisons of one prompt."""
+    """Result of comparing the answers to one prompt."""
 
     prompt: str
     tokens: int
@@ -67,30 +67,30 @@ class Check:
 
 @dataclass(frozen=True)
 class Measure:
-    """The logits of both tokens of a difference, in one precision."""
+    """Logits of both tokens of a difference, computed in one precision."""
 
     dtype: str
     expected: float
     found: float
-    """Logits, after penalties and temperature."""
+    """Logits of the expected and of the found token, after penalties and temperature."""
     gap: float
-    """The distance of the two scores: of their logits, with the Gumbel noise where tokens are sampled."""
+    """Absolute difference of the two scores; for sampling, Gumbel noise is added to the logits."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """True if rounding explains a difference, with the evidence."""
+    """Evidence for or against rounding as the cause of a difference."""
 
     difference: Difference
     working: Measure | None = None
     precise: Measure | None = None
     rounding: float | None = None
-    """The largest change of a logit between the two precisions at this position."""
+    """Largest change of any logit between the two precisions at this position."""
     chosen: int | None = None
-    """The token that the more precise computation chooses."""
+    """Token chosen by the more precise computation."""
     near_tie: bool = False
     reason: str = ""
-    """Why there is no evidence, if so."""
+    """Why there is no evidence; empty if there is."""
 
 
 class Verifier:
@@ -104,7 +104,7 @@ class Verifier:
         max_new_tokens: int,
         draft_tokens: int | None = None,
     ) -> None:
-        """``draft_tokens`` bounds the trees that follow a grammar; the drafter bounds its own."""
+        """``draft_tokens`` limits trees that follow a grammar; the drafter limits its own trees."""
         refuse_settings(loaded.target.model.generation_config)
         self._loaded = loaded
         self._model = loaded.target.model
@@ -114,13 +114,13 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """``generate`` samples in another way, so it is an oracle of greedy decoding only."""
+        """References to compare with; ``generate`` only for greedy decoding, because it samples differently."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(
         self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
     ) -> Check:
-        """Answer a prompt with and without drafts and compare token for token; answers match the grammar."""
+        """Answer a prompt with and without drafts and compare all tokens."""
         plain, _ = self._decoded(ids, NoDraft(), grammar)
         drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
         pairs = [(Oracle.PLAIN, plain, drafted)]
@@ -141,13 +141,13 @@ class Verifier:
         working = [self._as_decoded(sequence) for sequence in sequences]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
-            if quantized_layers(self._model):  # there is no more precise form of these
+            if quantized_layers(self._model):  # quantized layers have no more precise form
                 step_by_step = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
                 names[1] += ", token by token"
             else:
                 step_by_step = self._precisely(sequences) if sequences else []
                 names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
-        except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision, or custom code that refuses it
+        except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision exists, or custom code refuses it
             reason = f"it cannot be recomputed: {error_reason(error)}"
             return [Explanation(difference, reason=reason) for difference in differences]
         return [self._explained(*case, names) for case in zip(differences, working, step_by_step, strict=True)]
@@ -162,14 +162,14 @@ class Verifier:
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
-        """The logits after ``ids``; with activations in 8 bits, those of the passes that round them."""
+        """Return the logits after ``ids``, computed with 8-bit activations if the compiled passes use them."""
         target = self._loaded.target
         if target.compiled and target.compiled.activations_are_int8:
             return target.prefill(target.allocate(), 0, ids).logits[0].clone()
         return logits_after(self._model, ids)
 
     def _precisely(self, sequences: Sequence[list[int]]) -> list[torch.Tensor]:
-        """On the model's device, or on the CPU if the device has too little memory."""
+        """Compute logits in higher precision, on the model's device or, if its memory is too small, on the CPU."""
         try:
             with more_precise(self._model, self._model.device):
                 return [logits_after(self._model, sequence) for sequence in sequences]
@@ -193,7 +193,7 @@ class Verifier:
             return Explanation(difference, chosen=chosen, reason="one of the answers ends here")
         pair = difference.expected, difference.found
         perturbed = sampler.perturbed_scores(fine)
-        lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # behind the chosen token
+        lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # distance to the best score
         there = rough.isfinite() & fine.isfinite()
         rounding = float((rough - fine)[there].abs().max())
         return Explanation(
@@ -202,7 +202,7 @@ class Verifier:
             precise=_measure_pair(names[1], fine, pair, sampler),
             rounding=rounding,
             chosen=chosen,
-            # Either pass may be off by this much, in opposite directions.
+            # Both passes may be off by ``rounding``, in opposite directions.
             near_tie=lag <= 2 * rounding,
         )
 

@@ -1,8 +1,8 @@
-"""Replay in several processes.
+"""Runs replays in several processes.
 
 A job replays one method on one part of the conversations. Parts have a fixed size and start with a fresh drafter, so
-results do not depend on the number of processes. With a history, conversations depend on earlier ones, so one job has
-all of them.
+results do not depend on the number of processes. If the method has a history, conversations depend on earlier ones, so
+a single job replays all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 CONVERSATIONS_PER_JOB = 128
 MIN_TOKENS_FOR_WORKERS = 250_000
-"""With fewer tokens over all contenders, starting processes takes longer than the replay."""
+"""Total number of tokens below which starting processes takes longer than the replay."""
 POLL_SECONDS = 0.1
 
 RecordedConversation = Sequence[RecordedTurn]
@@ -42,7 +42,7 @@ class ReplayJob:
     contender: ReplayMethod
     turns: list[RecordedTurn]
     warm: list[RecordedTurn]
-    """Replayed before, not counted."""
+    """Turns replayed first and not counted."""
 
     def play(self, store_set: StoreSet, on_turn: Callable[[], None]) -> ReplayResult:
         return replay_method(self.contender, self.turns, store_set, on_turn, self.warm)
@@ -59,10 +59,11 @@ def replay(
 ) -> dict[str, ReplayResult]:
     """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
 
-    Those of ``warm`` are replayed before them, and before each part, and are not counted.
+    ``warm`` conversations are replayed before every part and not counted. By default, ``workers`` is the number of
+    cores for long replays and 1 for short ones.
     """
     jobs = _jobs(contenders, conversations, warm)
-    for contender in contenders:  # compiles the kernels once, and raises here if a store is missing
+    for contender in contenders:  # compile the kernels once, and fail early if a store is missing
         drafter_with_budget(contender.budget, contender.config, store_set)
     if workers is None:
         tokens = sum(len(turn.answer) for job in jobs for turn in (*job.warm, *job.turns))
@@ -82,7 +83,7 @@ def total_turns(
     conversations: Sequence[RecordedConversation],
     warm: Sequence[RecordedConversation],
 ) -> int:
-    """The number of turns of a replay, those that are not counted included."""
+    """Return the number of turns of a replay, warm ones included."""
     return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
 
 
@@ -94,7 +95,7 @@ def _jobs(
     jobs = []
     for contender in contenders:
         size = len(conversations) if contender.has_history else CONVERSATIONS_PER_JOB
-        # The other methods keep nothing from one conversation to the next.
+        # Methods without a history keep nothing between conversations, so warming them has no effect.
         before = warm if METHODS[contender.config.method].history else ()
         for start in range(0, len(conversations), max(1, size)):
             part = conversations[start : start + size]
@@ -105,7 +106,7 @@ def _jobs(
 def _in_processes(
     jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, on_progress: OnProgress
 ) -> list[ReplayResult]:
-    context = get_context("spawn")  # a fork would copy the locks of torch's threads
+    context = get_context("spawn")  # a fork would inherit locked mutexes of torch's threads
     turns_done = context.Value("q", 0)
     other_children = set(active_children())
     pool = ProcessPoolExecutor(processes, context, _start_worker, (store_set, turns_done))
@@ -132,13 +133,13 @@ def _in_processes(
 
 
 _worker: dict[str, Any] = {}
-"""The stores and the shared counter of a worker process."""
+"""Stores and shared turn counter of a worker process."""
 
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Processes started in this block ignore Ctrl-C; the parent handles it and terminates them."""
-    if current_thread() is not main_thread():  # where signals cannot be set
+    """Make processes started in this block ignore Ctrl-C; the parent handles it and terminates them."""
+    if current_thread() is not main_thread():  # other threads cannot set signal handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

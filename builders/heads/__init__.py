@@ -1,4 +1,4 @@
-"""Training of drafting heads on a frozen target model.
+"""Trains drafting heads on a frozen target model.
 
 Imports `data` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""Training examples of drafting heads: token ids, and which of them the model wrote."""
+"""Training examples of drafting heads: token ids, each marked as written by the model or not."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hdtool.data.records import Record, RecordedAnswer, RecordReader, Trace
 from hdtool.runtime.config import TrainConfig
 
 MIN_TOKENS = 4
-"""The first head predicts the third token of a text."""
+"""Minimum number of tokens of an example; the first head predicts the third token of a text."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text within the window."""
+    """Training text of at most one window of tokens."""
 
     ids: npt.NDArray[np.int64]
     drafted: npt.NDArray[np.bool_]
-    """Which of its tokens the model wrote; all in a plain text."""
+    """True for each token that the model wrote; all True for plain text. Heads are trained on these tokens only."""
 
 
 def read_examples(reading: RecordReader, turns: TurnReader, window: int, shown: ProgressBar) -> list[Example]:
-    """All examples of some inputs; raises if no text is long enough."""
+    """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
     longest = 0
     for record in reading.whole():
@@ -64,14 +64,14 @@ def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
     except RecordError:
         if any(part.ids for part in record.parts):
             raise
-        # Templates may refuse roles that do not alternate; the texts are used without the template.
+        # Templates may refuse roles that do not alternate: use the texts without the template.
         for part in record.parts:
             ids = encode_text(turns.tokenizer, part.text, special=True)
             yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
 
 
 def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """One example for turns whose contexts extend each other, so that no text is read twice."""
+    """Yield one example per run of turns whose contexts extend each other, so that no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
@@ -92,11 +92,11 @@ def _cut(example: Example, window: int) -> Iterator[Example]:
 
 
 SORTED_BATCHES = 16
-"""The examples of this many batches are sorted by length, so that batches need little padding."""
+"""Number of batches whose examples are sorted by length together, to reduce padding."""
 
 
 class BatchSampler:
-    """Batches of examples; a resumed training reads the same ones."""
+    """Splits examples into training and validation sets, and draws training batches deterministically by step."""
 
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
         order = np.random.default_rng((config.seed, len(examples))).permutation(len(examples))
@@ -111,11 +111,11 @@ class BatchSampler:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one epoch."""
+        """Number of training tokens per epoch."""
         return sum(len(example.ids) for example in self.train)
 
     def step(self, number: int) -> list[Example]:
-        """The batch of a step; the last batch of an epoch is filled with its first examples."""
+        """Return the batch of a step; examples are repeated to fill the last batch of an epoch."""
         epoch, batch = divmod(number, self._batches)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._ordered(epoch)

@@ -1,7 +1,8 @@
 """Loss of drafting heads: frozen target, batches, labels, and a chunked cross-entropy.
 
-The loss compares heads with the target's probabilities and with the text. A draft vocabulary restricts output layers as
-in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). Each chunk computes its logits and gradients at once.
+The loss compares the heads with the target's probabilities and with the text. A draft vocabulary restricts the output
+layers, as in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). The logits of a head and their gradients are
+computed chunk by chunk in the forward pass, so that they are never all in memory at once.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from hdtool.runtime.model.target import Target
 def draft_vocabulary(
     config: HeadsConfig, examples: Sequence[Example], vocabulary: int
 ) -> tuple[HeadsConfig, npt.NDArray[np.int64] | None]:
-    """The token ids of the draft vocabulary; none, and no such setting, if it would hold all tokens."""
+    """Return the config and the token ids of the draft vocabulary.
+
+    If the draft vocabulary is unset or would hold all tokens, the ids are None and the setting is cleared.
+    """
     if config.draft_vocabulary is None or config.draft_vocabulary >= vocabulary:
         return replace(config, draft_vocabulary=None), None
     return config, frequent_tokens(examples, config.draft_vocabulary, vocabulary)
 
 
 def frequent_tokens(examples: Sequence[Example], number: int, vocabulary: int) -> npt.NDArray[np.int64]:
-    """The most frequent tokens that the model wrote, in the order of their ids; lower ids first among equals."""
+    """Return the ids of the ``number`` tokens that the model wrote most often, sorted; ties prefer lower ids."""
     counts = np.zeros(vocabulary, np.int64)
     for example in examples:
         np.add.at(counts, example.ids[example.drafted], 1)
@@ -43,7 +47,7 @@ def frequent_tokens(examples: Sequence[Example], number: int, vocabulary: int) -
 
 
 CHUNK_BYTES = 32 * 2**20
-"""Size of the float32 logits of a chunk."""
+"""Size of a chunk's float32 logits in bytes."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -93,15 +97,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _CrossEntropy.apply
-"""The summed loss of ``states @ weight.T``, and how many labels are the arg-max; arguments as in ``forward``.
+"""Return the summed loss of ``states @ weight.T`` and the number of labels that equal the argmax.
 
-The loss of a state is the cross-entropy to its row of ``probs``, plus ``lm_weight`` times that to its label. ``bias``
-is added to the logits and has no gradient.
+Takes the arguments of ``_CrossEntropy.forward``. The loss of a state is the cross-entropy to its row of ``probs``, plus
+``lm_weight`` times the cross-entropy to its label. ``bias`` is added to the logits and gets no gradient.
 """
 
 
 def takes_bfloat16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 natively."""
+    """Return True if the device has native bfloat16 matmuls."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -116,20 +120,20 @@ PROBE_TOKENS = 4
 
 
 class TargetOutput(NamedTuple):
-    """Outputs of the target at every token of a batch."""
+    """Outputs of the target at every position of a batch."""
 
     hidden: torch.Tensor
     embedded: torch.Tensor
-    """The embedding of the next token; arbitrary in the last column."""
+    """Embedding of the next token; arbitrary in the last column."""
     logits: torch.Tensor | None = None
-    """The logits, where the output layer alone does not give them."""
+    """Logits, or None if the output layer alone computes them from ``hidden``."""
 
 
 class FrozenTarget:
-    """A target without gradients that returns its hidden states, and its logits where they are asked for.
+    """Target model without gradients that returns hidden states, and logits at selected positions.
 
-    Most models compute logits by their output layer alone. It then runs only for the positions and the tokens that
-    the loss reads. Models that scale or cap logits afterwards compute all of them.
+    If the output layer alone computes the model's logits, it runs only for the positions and tokens that the loss
+    needs. Models that scale or cap logits afterwards compute all of them.
     """
 
     def __init__(self, target: Target) -> None:
@@ -164,7 +168,11 @@ class FrozenTarget:
     def logits_at(
         self, output: TargetOutput, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """The logits ``[positions, tokens]`` at some positions, of all tokens or of a draft vocabulary."""
+        """Return the logits ``[positions, tokens]`` at the given positions.
+
+        ``token_ids`` selects the tokens of a draft vocabulary; None selects all. Raises a ``ModelError`` if a logit is
+        not finite.
+        """
         if output.logits is not None:
             logits = output.logits[rows, columns]
             logits = logits if token_ids is None else logits[:, token_ids]
@@ -188,7 +196,7 @@ class FrozenTarget:
         return logits
 
     def _both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and hidden states of one pass."""
+        """Return the logits and the hidden states of one forward pass."""
         hidden_states: list[torch.Tensor] = []
 
         def record(_: torch.nn.Module, __: object, returned: object) -> None:
@@ -204,7 +212,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def _gives(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Return True if the decoder alone returns these hidden states, and the output layer alone these logits."""
+        """Return True if decoder and output layer, run separately, reproduce these hidden states and logits."""
         weight = getattr(self._output, "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False
@@ -212,7 +220,7 @@ class FrozenTarget:
             return False
         try:
             again = hidden_in(self._decoder(input_ids=ids, use_cache=False))
-        except (TypeError, ValueError):  # a decoder that takes other arguments
+        except (TypeError, ValueError):  # the decoder takes other arguments
             return False
         if again is None or not torch.equal(again, hidden):
             return False
@@ -220,11 +228,11 @@ class FrozenTarget:
 
 
 class Batch(NamedTuple):
-    """Examples of one pass, padded at the end, which causal attention never reads."""
+    """Examples of one forward pass, right-padded; causal attention never attends to the padding."""
 
     ids: torch.Tensor
     drafted: torch.Tensor
-    """Which of the tokens the model wrote."""
+    """True for each token that the model wrote; False for padding."""
 
     @classmethod
     def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
@@ -234,16 +242,19 @@ class Batch(NamedTuple):
 
 
 class LabelPositions(NamedTuple):
-    """The positions of a batch at which heads are trained, and which heads have a label there."""
+    """Positions of a batch at which heads are trained."""
 
     rows: torch.Tensor
     columns: torch.Tensor
     known: torch.Tensor
-    """``[heads, places]``"""
+    """``[heads, positions]``; True where the head has a label."""
 
 
 def label_positions(batch: Batch, heads: int) -> LabelPositions:
-    """At column t, the first head predicts the token at t + 2, the next one that at t + 3, and so on."""
+    """Return the positions where at least one head has a label.
+
+    At column t, the first head predicts the token at t + 2, the second one the token at t + 3, and so on.
+    """
     length = batch.drafted.shape[1]
     padded = functional.pad(batch.drafted, (0, heads + 2))
     known = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
@@ -252,19 +263,19 @@ def label_positions(batch: Batch, heads: int) -> LabelPositions:
 
 
 def head_labels(batch: Batch, places: LabelPositions) -> torch.Tensor:
-    """The tokens that the heads predict, ``[heads, places]``; arbitrary where there is no label."""
+    """Return the token ids to predict, ``[heads, positions]``; arbitrary where a head has no label."""
     last = batch.ids.shape[1] - 1
     ahead = torch.arange(2, len(places.known) + 2, device=batch.ids.device)[:, None]
     return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
 
 
 def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: LabelPositions) -> torch.Tensor:
-    """``[heads, places, tokens]`` from hidden states and the embeddings of the next tokens."""
+    """Return the logits ``[heads, positions, tokens]``, given hidden states and embeddings of the next tokens."""
     return heads.logits(heads.along(hidden, embedded, places.rows, places.columns))
 
 
 def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
-    """Token ids as indices of the draft vocabulary; -1 for tokens that it does not have."""
+    """Map token ids to indices in the draft vocabulary; -1 for tokens outside it."""
     if heads.token_ids is None:
         return labels
     indices = labels.new_full((heads.shape.vocabulary,), -1)
@@ -273,12 +284,12 @@ def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
 
 
 class TargetProbs(NamedTuple):
-    """The target's probabilities of the tokens of the draft vocabulary, at the positions before labels."""
+    """Probabilities that the target gives the draft vocabulary, at positions whose next token is a label."""
 
     probs: torch.Tensor
-    """``[positions, tokens]``; each position is computed once, for all heads that predict its token."""
+    """``[positions, tokens]``; each position is computed once and shared by all heads that predict its token."""
     row_of: torch.Tensor
-    """``[batch, tokens]``: the row of ``probs`` for each position."""
+    """``[batch, tokens]``: row of ``probs`` for each position."""
 
     @classmethod
     def of(cls, target: FrozenTarget, output: TargetOutput, batch: Batch, heads: Heads) -> TargetProbs:
@@ -291,7 +302,7 @@ class TargetProbs(NamedTuple):
 
 
 class HeadsLoss(torch.nn.Module):
-    """The loss as a module, which ``accelerate`` can wrap."""
+    """Loss as a module, so that ``accelerate`` can wrap it."""
 
     def __init__(self, heads: Heads, lm_weight: float) -> None:
         super().__init__()
@@ -301,9 +312,9 @@ class HeadsLoss(torch.nn.Module):
     def forward(
         self, batch: Batch, places: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses over all labels, and the number of labels that are each head's arg-max.
+        """Return the loss summed over all labels, and per head the number of labels that equal its argmax.
 
-        A label outside of the draft vocabulary has no loss: its probability cannot be learned.
+        Labels outside the draft vocabulary add no loss, because the heads cannot predict them.
         """
         labels = draft_labels(self.heads, head_labels(batch, places))
         states = self.heads.along(hidden, embedded, places.rows, places.columns)

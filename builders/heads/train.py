@@ -1,4 +1,4 @@
-"""``train-heads``: reads texts, trains and evaluates heads, and saves them."""
+"""Implements ``train-heads``: reads texts, trains and evaluates heads, and saves them."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from hdtool.runtime.model.load import load_stock
 from hdtool.runtime.model.target import Target
 
 EVAL_BATCH = 8
-"""Examples in one pass."""
+"""Number of examples per forward pass."""
 PRIOR_WEIGHT = 1.0
-"""Pseudo-count of the calibration prior."""
+"""Pseudo-count of the prior in the calibration."""
 
 Ints = npt.NDArray[np.int64]
 
 
 @torch.inference_mode()
 def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> EvalResult:
-    """Accuracy, calibration and best static tree of the heads on validation examples."""
+    """Measure accuracy, calibration and the best static tree of the heads on validation examples."""
     number = heads.config.heads
     ranks: list[Ints] = []
     seen = np.zeros((2, number, PROB_BUCKETS))
@@ -83,9 +83,9 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
 
 
 def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ints:
-    """The rank of each true token in a head's logits, ``[heads, places]``; -1 where there is none.
+    """Return the rank of each label in its head's logits, ``[heads, positions]``; -1 where there is no label.
 
-    A token that is not in the draft vocabulary (label -1) is last.
+    A token outside the draft vocabulary (label -1) ranks last.
     """
     label_logits = logits.gather(-1, labels.clamp_min(0)[..., None])
     ranks = (logits > label_logits).sum(dim=-1).masked_fill(labels < 0, logits.shape[-1])
@@ -93,7 +93,11 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> I
 
 
 def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
-    """Count, per head and probability bucket, its best tokens and how many of them were the true token."""
+    """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
+
+    Adds these counts to ``seen[0]`` and ``seen[1]``. A head counts only where the true tokens of all earlier heads
+    ranked in their top-k.
+    """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
     correct = np.ones(ranks.shape[1], np.bool_)
     for head in range(len(ranks)):
@@ -107,9 +111,9 @@ def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> 
 
 
 def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
-    """The static tree of the nodes that are accepted most often, and the frequency of each.
+    """Return the paths of the static tree with the most accepted tokens, and how often each path is accepted.
 
-    A path is never accepted more often than its start, so the most frequent paths form a tree.
+    A path is never accepted more often than its prefix, so the most frequent paths form a tree.
     """
     taken: Counter[tuple[int, ...]] = Counter()
     whole = ranks[:, ranks[0] >= 0].T
@@ -123,7 +127,7 @@ def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[i
 
 
 def summary(result: EvalResult) -> Iterable[str]:
-    """One line per head."""
+    """Yield one line per head with its top-1, top-5 and top-10 accuracy."""
     for head, shares in enumerate(zip(*result.top.values(), strict=True), start=1):
         yield f"head {head}: " + ", ".join(
             f"top {best} {share:.1%}" for best, share in zip(result.top, shares, strict=True)
@@ -141,7 +145,10 @@ def train(
     hidden_states: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[str]:
-    """Train heads; yields lines for the user."""
+    """Train heads and save them to ``out``; yields lines for the user.
+
+    ``hidden_states`` is a file in which the target's hidden states are cached; it works in a single process only.
+    """
     stored_in = [hidden_states_output(hidden_states)] if hidden_states else []
     for file in (*output_files(out), checkpoint_file(out), curve_file(out), *stored_in):
         file.check()
@@ -219,7 +226,7 @@ def _digest(texts: Sequence[Example]) -> str:
 def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
 ) -> tuple[list[Example], list[str]]:
-    """The examples, and a line for each record that was left out."""
+    """Return the examples, and lines for the user on records that were left out."""
     reading = RecordReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
     turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)

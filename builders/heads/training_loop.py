@@ -1,7 +1,4 @@
-"""Training loop of drafting heads on a frozen target, with checkpoints, cached hidden states and a loss plot.
-
-Hidden states are a safetensors file, written in order of text length with at most one batch in memory.
-"""
+"""Training loop of drafting heads on a frozen target, with checkpoints, cached hidden states and a loss plot."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from hdtool.runtime.drafters.heads.modules import Heads
 
 
 class Processes:
-    """This process alone, or those that ``accelerate launch`` started."""
+    """The single training process, or the group of processes that ``accelerate launch`` started."""
 
     def __init__(self, accelerator: Any = None) -> None:
         self._accelerator = accelerator
@@ -47,11 +44,11 @@ class Processes:
         self.size: int = accelerator.num_processes if accelerator else 1
 
     def shared(self, module: torch.nn.Module) -> Any:
-        """The module wrapped for all processes; gradients are the mean over them."""
+        """Wrap a module for data-parallel training, with gradients averaged over the processes."""
         return self._accelerator.prepare_model(module) if self._accelerator else module
 
     def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Accumulate gradients in this block without exchanging them."""
+        """Return a context manager that accumulates gradients without synchronizing them."""
         return self._accelerator.no_sync(module) if self._accelerator else nullcontext()
 
     def total(self, numbers: torch.Tensor) -> Any:
@@ -63,12 +60,12 @@ class Processes:
 
 
 def world_size() -> int:
-    """The number of processes that a launcher started, this one included."""
+    """Return the number of processes that a launcher started, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def process_group(*, on_cpu: bool) -> Processes:
-    """The processes that a launcher started, or this one alone."""
+    """Return the processes that a launcher started, or a single process if there was no launcher."""
     if world_size() == 1:
         return Processes()
     try:
@@ -82,15 +79,15 @@ def process_group(*, on_cpu: bool) -> Processes:
 
 HIDDEN_STATES_TENSOR = "hidden"
 BATCH_TOKENS = 2048
-"""Tokens of a pass, padding included."""
+"""Maximum number of tokens per forward pass, padding included, unless a single text is longer."""
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
 class HiddenStatesFile:
-    """The hidden states of a target for some texts, in a file."""
+    """Safetensors file that caches a target's hidden states, written with one batch in memory at a time."""
 
     def __init__(self, path: Path, target: FrozenTarget, examples: Sequence[Example], key: str) -> None:
-        """``key`` is a digest of the model and of the texts."""
+        """``key`` identifies the model and the texts; a file with another key is refused."""
         if not target.has_plain_output:
             raise HeadsError(
                 "--hidden-states does not work with this model: it changes its logits after the output layer; leave "
@@ -114,7 +111,7 @@ class HiddenStatesFile:
             start += len(example.ids)
 
     def is_written(self) -> bool:
-        """Return True if the file holds the hidden states; raises if it is of other texts or of another model."""
+        """Return True if the file exists; raise a ``HeadsError`` if it belongs to other texts or another model."""
         if not self._file.exists():
             return False
         if safetensors_metadata(self._file.path) != self._metadata:
@@ -124,7 +121,10 @@ class HiddenStatesFile:
         return True
 
     def write(self) -> Iterator[int]:
-        """Compute all hidden states; yields the number of tokens done."""
+        """Compute and store all hidden states; yields the number of tokens done so far.
+
+        Raises a ``HeadsError`` if the disk is too full.
+        """
         free = shutil.disk_usage(_existing_parent(self._file.path.absolute())).free
         if free < self.bytes:
             raise HeadsError(
@@ -145,7 +145,7 @@ class HiddenStatesFile:
                 yield done
 
     def read(self, examples: Sequence[Example], batch: Batch) -> TargetOutput:
-        """Return what ``FrozenTarget.read`` computes for a batch of examples; padding is 0."""
+        """Return what ``FrozenTarget.read`` computes for a batch of examples; hidden states of padding are 0."""
         from safetensors import safe_open
 
         shape = (*batch.ids.shape, self._target.hidden_width)
@@ -193,14 +193,14 @@ ADAMW_BETAS = (0.9, 0.999)
 
 @dataclass
 class TrainingHistory:
-    """Per step: the loss per token, and each head's top-1 accuracy."""
+    """Loss per token and top-1 accuracy of each head, per step."""
 
     losses: list[float] = field(default_factory=list)
     hits: list[list[float]] = field(default_factory=list)
 
 
 class Training:
-    """One training, from its first step or from a checkpoint."""
+    """One training run, started from scratch or resumed from a checkpoint."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Training:
         processes: Processes,
         stored: HiddenStatesFile | None = None,
     ) -> None:
-        """``stored`` holds the target's hidden states; without it, the target reads each batch."""
+        """``stored`` caches the target's hidden states; if it is None, the target computes them for each batch."""
         self.heads = heads
         self.history = TrainingHistory()
         self.steps = batches.steps
@@ -226,7 +226,10 @@ class Training:
         self._loss = processes.shared(HeadsLoss(heads, config.lm_weight))
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
-        """Yields the number of steps done; ``settings`` must equal those of the checkpoint, if there is one."""
+        """Train to the end; yields the number of steps done.
+
+        Raises a ``HeadsError`` if there is a checkpoint whose settings differ from ``settings``.
+        """
         done = self._restore(settings)
         yield done
         for step in range(done, self.steps):
@@ -236,11 +239,11 @@ class Training:
             yield step + 1
 
     def finish(self) -> None:
-        """Delete the checkpoint, once the heads are saved."""
+        """Delete the checkpoint. Call it once the heads are saved."""
         self._checkpoint.remove()
 
     def summary(self) -> str:
-        """Loss and accuracy over the last steps."""
+        """Return the mean loss and accuracy of the last 20 steps as one line; empty before the first step."""
         losses, hits = self.history.losses[-20:], self.history.hits[-20:]
         if not losses:
             return ""
@@ -281,7 +284,7 @@ class Training:
             places = label_positions(batch, self.heads.config.heads)
             probs = TargetProbs.of(self._target, output, batch, self.heads)
             loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
-        # The mean over the processes must be the mean over all labels.
+        # Gradients are averaged over processes; scale so that the result is the mean over all labels.
         (loss * (self.heads.config.heads * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
 
@@ -310,7 +313,7 @@ class Training:
         try:
             checkpoint = torch.load(self._checkpoint.path, map_location=self._target.device, weights_only=True)
             saved_settings = checkpoint["settings"]
-        except Exception as error:  # torch raises errors of many classes for a damaged file
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             raise HeadsError(
                 f"{self._checkpoint.path} cannot be read ({error_reason(error)}): move it away to start again"
             ) from error
@@ -334,7 +337,7 @@ def checkpoint_file(folder: Path) -> OutputFile:
 
 
 def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
-    """Return True if a file is a checkpoint of torch with these keys."""
+    """Return a function that tells whether a file is a torch checkpoint with exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         try:
@@ -342,7 +345,7 @@ def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
                 checkpoint = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
         except OSError:
             raise
-        except Exception:  # torch raises errors of many classes for a file of another origin
+        except Exception:  # torch raises many kinds of errors for other files
             return False
         return isinstance(checkpoint, dict) and checkpoint.keys() == keys
 
@@ -350,7 +353,7 @@ def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
-    """Share of the full learning rate: linear warm-up, then cosine decay."""
+    """Return the share of the full learning rate: linear warm-up, then cosine decay."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return (step + 1) / rising
@@ -360,12 +363,12 @@ def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
 CURVE_FILE = "training.png"
 CURVE_INCHES, CURVE_DPI = (8.0, 4.0), 130
 MIN_CURVE_POINTS = 50
-"""Points of a curve at least; each is the mean over some steps."""
+"""Minimum number of points per curve; each point is a mean over consecutive steps."""
 
 
 def draw_training(history: TrainingHistory, folder: Path) -> None:
-    """Two curves over the steps, as a PNG."""
-    from matplotlib.figure import Figure  # not pyplot: nothing is shown, and no state is kept
+    """Plot the loss and the accuracy of each head over the steps, as a PNG in ``folder``."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps global state
 
     figure: Any = Figure(figsize=CURVE_INCHES, layout="constrained")
     left, right = figure.subplots(1, 2)

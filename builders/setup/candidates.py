@@ -1,4 +1,4 @@
-"""Replays of held-out conversations by source, the stores of a set-up, and predicted speed."""
+"""Stores of a set-up, replays of held-out conversations by source, and speed predictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """The settings with the heads and the drafter that lie in the folder of a model, if there are any."""
+    """Return the settings with the trained heads and drafter found in the model's folder, if any."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (
@@ -58,7 +58,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
                 heads.append(str(folder_entry))
             continue
         except HdtoolError:
-            pass  # it holds something else
+            pass  # not a folder of heads
         try:
             if PublishedDrafter.named(str(folder_entry)).kind != SMALL_MODEL:
                 drafter = drafter or str(folder_entry)
@@ -68,7 +68,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
 
 
 def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
-    """The hierarchies with a trained drafter that is there and fits; a note says why another one does not."""
+    """Return the hierarchies whose trained drafter is present and fits; print a note for each that does not fit."""
     methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
@@ -84,7 +84,7 @@ def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
 
 
 def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
-    """The options that a command needs for a method: its name, and where its drafter is."""
+    """Return the command line options that select a method and its trained drafter."""
     kind = METHODS[method].trained
     heads = (
         [part for folder in decoding.heads for part in ("--heads", folder)]
@@ -97,23 +97,23 @@ def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
 
 @cache
 def _file_digest(path: Path, changed: int) -> str:
-    """The checksum of a file that was ``changed`` at a time, computed once: a corpus may be large."""
+    """Return the checksum of a file, cached per modification time ``changed`` because a corpus may be large."""
     return file_checksum(path)
 
 
 @dataclass(frozen=True)
 class SetupStores:
-    """Stores of a set-up by kind. A store is its own if it holds all texts that the set-up builds it from."""
+    """Stores of a set-up by kind. A store belongs to the set-up if it holds every text the set-up builds it from."""
 
     folders: Mapping[str, Path]
     inputs: Mapping[str, Callable[[], Sequence[Path]]]
-    """The texts of each store; those of logs are known once they were read."""
+    """Functions that return the text files of each store; the parts of logs are known only after the logs were read."""
     model: str
     replace: bool
-    """True if stores of other origin may be replaced."""
+    """True if stores that another command built may be replaced."""
 
     def built(self, kind: str) -> Manifest | None:
-        """The manifest of the store, if it is this set-up's; more texts may have been added to it since."""
+        """Return the store's manifest if it belongs to this set-up, even if more texts were added, else None."""
         folder, inputs = self.folders[kind], self.inputs[kind]()
         if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
             return None
@@ -122,14 +122,14 @@ class SetupStores:
         return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
-        """Refuse folders that no build may write to, and to replace any store that this set-up did not build."""
+        """Raise if a folder is no valid destination of a build, or if it holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
             check_destination(folder)
             if check := self.replacement_check(kind):
                 check(folder)
 
     def fate(self, kind: str) -> str:
-        """What the set-up will do at a folder that ``check`` admitted, as the start of a sentence."""
+        """Return what will happen to a folder that ``check`` accepted, worded as the start of a sentence."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
@@ -139,7 +139,7 @@ class SetupStores:
         return "joins the rankings in" if rankings else "replaces the store in"
 
     def replacement_check(self, kind: str) -> FolderCheck | None:
-        """Raises if the store of a kind has another origin and must stay."""
+        """Return a check that raises if this set-up did not build the store; None if any store may be replaced."""
         return None if self.replace else partial(self._refuse_other, kind)
 
     def _refuse_other(self, kind: str, folder: Path) -> None:
@@ -150,31 +150,31 @@ class SetupStores:
             )
 
     def require(self) -> None:
-        """Raise if another command has replaced a store since it was built."""
+        """Raise a ``StoreError`` if another command has replaced a store since it was built."""
         for kind, folder in self.folders.items():
             if not self.built(kind):
                 raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")
 
 
 PROMPT_LENGTHS = (16, 128, 1024)
-"""Tokens of the prompts whose prefill is timed."""
+"""Prompt lengths, in tokens, whose prefill is timed."""
 PREFILLS = 2
-"""The fastest of so many prefills counts."""
+"""Number of prefills per length; the fastest one counts."""
 ANSWER_TOKENS = 24
-"""Length of the plain answer that shows the host's part of a step."""
+"""Number of tokens of the plain answer that measures the host time per step."""
 
 Floats = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Prefill and host time of answers, which a cost curve does not include."""
+    """Prefill time and host time per step, which a cost curve does not include."""
 
     lengths: tuple[int, ...]
-    """Tokens of measured prompts."""
+    """Measured prompt lengths, in tokens."""
     prefill_seconds: tuple[float, ...]
     host_seconds: float
-    """Seconds of each step outside the forward pass."""
+    """Seconds per step outside the forward pass."""
 
     @classmethod
     def measured(cls, loaded: Loaded) -> Overhead:
@@ -191,9 +191,9 @@ class Overhead:
         return cls(lengths, tuple(fastest), host)
 
     def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
-        """Tokens per second of a replayed method and of plain decoding: means over answers, as `bench` prints them."""
+        """Predict tokens per second of a replayed method and of plain decoding, as means over answers like `bench`."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
-        # The first step of a turn is the pass over its prompt.
+        # The first step of a turn is its prefill.
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
         drafted, plain = [], []
         for turn, prefill in zip(result.turns, prefills, strict=True):
@@ -206,7 +206,7 @@ class Overhead:
         return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:
-        """Seconds of prompts of these lengths, interpolated; longer ones continue the last slope."""
+        """Return prefill seconds by prompt length: interpolated, and extrapolated linearly beyond the longest one."""
         seconds: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
         if len(self.lengths) > 1:
             rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]
@@ -223,7 +223,10 @@ def replay_by_source(
     *,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Tokens per step by source, and tokens per second of all sources but the history, which begins empty."""
+    """Measure tokens per step as sources are added one by one, and predict tokens per second.
+
+    The predictions use all sources but the history, which starts empty.
+    """
     stores = {"M": store_set.model, "S": store_set.corpus}
     letters = "C" + "".join(letter for letter, store in stores.items() if store)
     contenders = [_cold_method(letters[: index + 1], curve) for index in range(len(letters))]
@@ -244,7 +247,7 @@ def replay_by_source(
 def replay_with_model_store(
     conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet, curve: CostCurve, *, quiet: bool
 ) -> float:
-    """Tokens per step of the conversation and the model store alone."""
+    """Return the tokens per step with only the conversation and the model store as sources."""
     contender = _cold_method("CM", curve)
     with progress_bar(total_turns([contender], conversations, ()), "turns", quiet=quiet) as progress:
         played = replay([contender], conversations, store_set, on_progress=progress.to)
@@ -252,5 +255,5 @@ def replay_with_model_store(
 
 
 def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:
-    """Sources without a history, by the name of the last one."""
+    """Return a method without history that drafts from the given sources, named after the last one."""
     return ReplayMethod(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)

@@ -57,12 +57,12 @@ from hdtool.runtime.stores.store_set import StoreSet
 Result = dict[str, Any]
 STORE_STAGES = {MODEL: "model_store", CORPUS: "corpus_index"}
 MEASUREMENTS = ("passes", "replay", "answers")
-"""Stages whose results depend on how the model is loaded, the stores, the machine and the versions."""
+"""Stages whose results depend on loading options, stores, machine and versions."""
 
 
 @dataclass(frozen=True)
 class SetupPlan:
-    """What a set-up is made from."""
+    """Inputs and settings of a set-up."""
 
     logs: Sequence[Path]
     corpus: Sequence[Path]
@@ -75,11 +75,11 @@ class SetupPlan:
 
     @property
     def identity(self) -> list[str]:
-        """All that the parts of the logs depend on; a set-up with another identity starts anew."""
+        """Everything that the split of the logs depends on; another identity starts a new set-up."""
         return [repr(part) for part in (_file_states(self.logs), self.config.held_out, self.config.max_bad_fraction)]
 
     def conditions(self) -> dict[str, list[str]]:
-        """What measurements depend on, by stage, beside the weights, the machine and the versions."""
+        """Return what each measurement depends on, besides the weights, the machine and the versions."""
         all_depend_on = [
             repr(part) for part in (self.model, self.chat, _file_states(self.corpus), self.config.rankings)
         ]
@@ -88,12 +88,12 @@ class SetupPlan:
 
 
 def _file_states(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """What changes if one of these files does."""
+    """Return path, size and modification time of each file, to detect changes."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 class EverySecondRecord(RecordReader):
-    """Every second record of the inputs."""
+    """Reads every second record of the inputs."""
 
     def __iter__(self) -> Iterator[Record]:
         return islice(super().__iter__(), 0, None, 2)
@@ -109,7 +109,7 @@ def _described(folder: Path, manifest: Manifest) -> Result:
 
 
 class Stages:
-    """The stages by name, in their order; what they share is loaded at its first use."""
+    """Runs the stages of a set-up in order. Model, tokenizer and stores are loaded at first use."""
 
     def __init__(self, plan: SetupPlan, folder: WorkFolder) -> None:
         self._plan, self._folder = plan, folder
@@ -123,15 +123,15 @@ class Stages:
         }
 
     def titles(self) -> dict[str, str]:
-        """What each stage does, by its name."""
+        """Return a description of each stage by name."""
         return {name: title for name, (title, _) in self._stages.items()}
 
     def check(self) -> None:
-        """Refuse a set-up that would replace another store, before anything is written or downloaded."""
+        """Raise if the set-up would replace another store, before anything is written or downloaded."""
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:
-        """Run all stages that are not done; ``on_stage`` is called with the name of each stage before it."""
+        """Run all stages that are not done; ``on_stage`` is called with every stage's name, done or not, before it."""
         self._stores.check()
         self._folder.keep_measurements(self._conditions(self._checkpoint))
         self._folder.forget(*self._outdated(self._stores))
@@ -141,21 +141,21 @@ class Stages:
                 self._folder.finish(name, run())
 
     def remaining(self) -> list[str]:
-        """The stages that are not done; without weights on this machine, all that depend on them."""
+        """Return the names of the stages to run; without local weights, all stages that depend on them."""
         outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
         return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
     def _conditions(self, model: Checkpoint | None) -> dict[str, list[str]]:
-        """All that measurements depend on, by stage."""
+        """Return everything that each measurement depends on, by stage."""
         weights = model.fingerprint if model else ""
         versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
         index = corpus_index_at_home(self._fingerprint)
-        if not self._plan.corpus and holds_manifest(index):  # the held-out answers draft from it
+        if not self._plan.corpus and holds_manifest(index):  # the held-out prompts are answered with drafts from it
             versions.append(repr(_file_states([index / MANIFEST])))
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
     def _outdated(self, stores: SetupStores) -> list[str]:
-        """The stages whose files are gone or of another command."""
+        """Return the stages whose files are missing or were replaced by another command."""
         copies = [*self._folder.learned_files, self._folder.held_out]
         stages = [] if all(path.exists() for path in copies) else ["read"]
         stages += [
@@ -171,7 +171,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """The stores, without downloading weights; the model store is left out if its folder depends on them."""
+        """Stores, found without downloading weights; lacks the model store if its folder depends on them."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property
@@ -186,7 +186,7 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """What happens to each store and its folder, which is None if it depends on weights that are not here."""
+        """Return the fate and folder of each store; the folder is None if it depends on missing weights."""
         stores = self._planned
         return {
             kind: (stores.fate(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
@@ -237,14 +237,14 @@ class Stages:
         for trace in read_traces([self._folder.held_out]):
             try:
                 held_out.append(self._turns.turns(trace))
-            except RecordError as error:  # a template may refuse roles that others take
+            except RecordError as error:  # a template may refuse roles that others accept
                 print(f"left out: {error}", file=sys.stderr)
         if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
         return held_out
 
     def openings(self) -> list[bytes]:
-        """The hash of the first question of each logged conversation that holds an answer."""
+        """Return the hash of the first question of every logged conversation that holds an answer."""
         logged = self._logged("reading")
         openings = [opening_hash(located.conversation) for located in logged if located.conversation.answers]
         tally = self._reader.tally
@@ -286,7 +286,7 @@ class Stages:
         known = self._known_rankings()
         if known is None and self._plan.config.rankings:
             known = vocabulary_rankings(self._loaded, self._fingerprint.vocab_size, quiet=self._plan.quiet)
-        # What a log brought is found, and dropped, by the name of the log.
+        # Name the source after the log, so that users can find and drop it.
         sources = [
             replace(source, name=part.log) for source, part in zip(reading.sources, self._folder.learned, strict=True)
         ]
@@ -311,7 +311,7 @@ class Stages:
         self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
     ) -> Result:
         folder = self._stores.folders[kind]
-        if manifest := self._stores.built(kind):  # a set-up that was killed after the build did not record it
+        if manifest := self._stores.built(kind):  # a set-up was killed between build and record
             return _described(folder, manifest)
         with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
             documents = tokenized(reading, self._tokenizer, progress)
@@ -350,7 +350,7 @@ class Stages:
         return {**result, "learning_curve": self._learning_curve(curve, result["tokens_per_step"]["model"])}
 
     def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
-        """Tokens per step with a model store of half of the answers and with all; empty where they are too few."""
+        """Return the tokens per step with a model store of half the answers and of all; empty if they are too few."""
         answers = read_manifest(self._stores.folders[MODEL]).counts["documents"]
         if answers < MIN_STORE_ANSWERS:
             return []

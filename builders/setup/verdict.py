@@ -1,4 +1,4 @@
-"""The verdict of a set-up: whether drafting pays on this device, which source helps, and the next command."""
+"""Verdict of a set-up: whether drafting pays on this device, which sources help, and the command to run next."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hdtool.data.progress import count_of
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS
 
 MIN_GAIN = 1.01
-"""Tokens per step with a source over those without it; a smaller gain is nothing."""
+"""Minimum ratio of tokens per step with and without a source for the source to count as useful."""
 TARGET_GAIN = 1.05
-"""Tokens per step over today's, for which the number of further answers is estimated."""
+"""Ratio of tokens per step for which the number of further answers is estimated."""
 MAX_EXTRAPOLATION = 10
-"""The learning curve is not extended beyond so many times the answers that it was measured with."""
+"""Maximum ratio of extrapolated to measured answers in the learning curve."""
 MIN_STORE_ANSWERS = 20
-"""Answers in a model store, of which half can show what more would bring."""
+"""Minimum number of answers in a model store for measuring a learning curve."""
 RERUN_ADVICE = "run setup on all logs with --replace"
 
 
 def advice(stages: Mapping[str, Mapping[str, Any]], missing: float | None) -> list[str]:
-    """Sentences on what to do next; ``missing`` is the factor in tokens per step from which on drafting pays.
+    """Return sentences on what to do next.
 
-    It is None where drafting pays already.
+    ``missing`` is the ratio by which tokens per step must grow for drafting to pay; None if it pays already.
     """
     steps = stages["replay"]["tokens_per_step"]
     return [*_on_answers(stages, missing), *_on_corpus(stages, steps), *_on_history(steps)]
 
 
 def source_gains(steps: Mapping[str, float]) -> dict[str, float]:
-    """The factor by which each source multiplies tokens per step over the sources before it."""
+    """Return the ratio by which each source raises tokens per step over the sources before it."""
     names = list(steps)
     return {name: steps[name] / steps[before] for before, name in pairwise(names)}
 
@@ -68,9 +68,9 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 
 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
-    """Estimate how many more answers raise tokens per step by a factor, assuming a constant gain per doubling.
+    """Estimate how many more answers raise tokens per step by ``factor``, with a constant gain per doubling.
 
-    None if the estimate would extrapolate too far.
+    Returns None if that would extrapolate too far.
     """
     doublings = math.log2(whole["answers"] / half["answers"])
     growth = whole["tokens_per_step"] / half["tokens_per_step"]
@@ -111,41 +111,41 @@ def _on_history(steps: Mapping[str, float]) -> Iterator[str]:
 
 HD_METHOD = "hd"
 MIN_SPEEDUP = 1.05
-"""Speed-up over plain decoding; what is smaller may be noise of the measurement."""
+"""Minimum speedup over plain decoding; a smaller one may be measurement noise."""
 RELIABLE_ANSWERS = 12
-"""Answers; fewer may differ much from the others in how well they are drafted."""
+"""Number of measured answers below which the verdict may not be representative."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of all stages, read as one answer."""
+    """Conclusion from the results of all stages."""
 
     model: str
     stages: Mapping[str, Mapping[str, Any]]
     options: tuple[str, ...]
-    """The options of the model as they were typed, for the next command."""
+    """Model options as the user typed them, for the next command."""
 
     @property
     def expected(self) -> float:
-        """The predicted speed-up over plain decoding."""
+        """Predicted speedup over plain decoding."""
         replayed = self.stages["replay"]
         return float(replayed["tokens_per_second"] / replayed["plain_tokens_per_second"])
 
     @property
     def method(self) -> str:
-        """The fastest method: the stores alone, or with a trained drafter that the checkpoint offers."""
+        """Fastest method: the stores alone, or with a trained drafter that is available."""
         speeds = self.stages["answers"]["tokens_per_second"]
         return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
 
     @property
     def _offered(self) -> Mapping[str, Mapping[str, Any]]:
-        """Methods with a trained drafter, by name."""
+        """Results of the methods with a trained drafter, by name."""
         offered: Mapping[str, Mapping[str, Any]] = self.stages["answers"].get("offered", {})
         return offered
 
     @property
     def measured(self) -> float:
-        """The measured speed-up over plain decoding, of the fastest method."""
+        """Measured speedup of the fastest method over plain decoding."""
         speeds = self.stages["answers"]["tokens_per_second"]
         return float(speeds[self.method] / speeds["ar"])
 
@@ -160,7 +160,7 @@ class Verdict:
 
     @property
     def next_command(self) -> str:
-        """What to type next; stores at home are found without being named."""
+        """Command to run next. It does not name the stores in hdtool's home, which are found anyway."""
         method: Sequence[str] = () if self.pays else ("--method", "ar")
         if self.pays and self.method != HD_METHOD:
             method = self._offered[self.method]["options"]
@@ -168,11 +168,11 @@ class Verdict:
 
     @property
     def advice(self) -> list[str]:
-        """What to do next beside answering; nothing where answers differ."""
+        """Sentences on what to do besides answering; empty if the method is not lossless."""
         return advice(self.stages, None if self.pays else MIN_SPEEDUP / self.measured) if self.lossless else []
 
     def lines(self) -> list[str]:
-        """The figures, the verdict, advice, and the next command, for people."""
+        """Return the figures, verdict, advice and next command as lines of text."""
         replayed, answers = self.stages["replay"], self.stages["answers"]
         speeds = answers["tokens_per_second"]
         return [
@@ -194,7 +194,7 @@ class Verdict:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The ``--json`` output; its names are stable."""
+        """Return the ``--json`` output; its names are stable."""
         read, passes, replayed, answers = (self.stages[name] for name in ("read", "passes", "replay", "answers"))
         stores = {name: self.stages[name] for name in ("model_store", "corpus_index") if name in self.stages}
         return {
@@ -233,7 +233,7 @@ class Verdict:
         return f"{answers['identical']} of {count_of(answers['prompts'], 'answer')} identical{ties}"
 
     def _sources(self) -> str:
-        """Tokens per step as sources are added."""
+        """Return a phrase with the tokens per step as sources are added."""
         first, *others = self.stages["replay"]["tokens_per_step"].items()
         words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
         gained = source_gains(self.stages["replay"]["tokens_per_step"])

@@ -1,6 +1,6 @@
-"""The work folder of a set-up, which keeps stage results so that the same command resumes.
+"""Work folder of a set-up, which keeps stage results so that the same command resumes.
 
-It holds copies of logged conversations, so only its owner can read it.
+It holds copies of logged conversations, so only its owner can read it. Also answers the held-out prompts.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def opening_hash(conversation: Conversation) -> bytes:
-    """A hash of the first question; case and spaces do not count."""
+    """Return a hash of the first question, ignoring case and whitespace."""
     question = next((turn.text for turn in conversation.turns if turn.role == USER), "")
     return hashlib.sha256(" ".join(question.lower().split()).encode("utf-8", "surrogatepass")).digest()
 
 
 def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
-    """The openings of the conversations to hold out: about this share of all conversations, chosen by hash.
+    """Choose conversations to hold out, about ``share`` of them, by hash; return their opening hashes.
 
-    Conversations with one opening are on the same side, because their answers resemble each other. The choice does not
+    Conversations with the same opening are never split, because their answers resemble each other. The choice does not
     depend on the order of the logs.
     """
     if not openings:
@@ -75,7 +75,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
         )
     left = min(MAX_HELD_OUT, math.ceil(share * len(openings)))
     chosen = set()
-    for opening in sorted(counts)[:-1]:  # the last one is always learned from
+    for opening in sorted(counts)[:-1]:  # never hold out the last one
         if left <= 0:
             break
         chosen.add(opening)
@@ -87,41 +87,41 @@ SETUP_FORMAT = 2
 RESULTS_FILE, HELD_OUT_FILE, COST_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "cost.json", "half"
 SETUP_LOCK = "lock"
 SETUP_KIND = "setup"
-"""The kind of a set-up in the list of ``hdtool stores``."""
+"""Kind under which ``hdtool stores`` lists set-ups."""
 WRITE_ADVICE = "make room, correct the permissions, or set HDTOOL_HOME to another folder"
 SETUP_FILES = re.compile(r"setup\.json|held-out\.jsonl|cost\.json|learned(-[0-9]+)?\.jsonl")
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 class LearnedPart(NamedTuple):
-    """The conversations of one log that the stores are built from."""
+    """Conversations of one log that the stores are built from."""
 
     log: str
-    """The log, as the user named it."""
+    """Name of the log, as the user typed it."""
     file: str
-    """The name of the copy in the work folder."""
+    """Name of the copy in the work folder."""
     conversations: int
 
 
 class WorkFolder:
-    """The files of one set-up: finished stages, both parts of the logs, and the cost of forward passes."""
+    """Files of one set-up: stage results, both parts of the logs, and the cost curve of forward passes."""
 
     def __init__(self, model: str, identity: Sequence[str], logs: Sequence[str] = ()) -> None:
-        """``identity`` is all that the parts of the logs depend on; a set-up with another one has another folder."""
+        """``identity`` is everything that the split of the logs depends on; it selects the folder."""
         parts = "\n".join([str(SETUP_FORMAT), *identity])
         digest = hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.path = setups_at_home(model) / digest
         self.held_out, self.cost = self.path / HELD_OUT_FILE, self.path / COST_FILE
         self.half = self.path / HALF_STORE
-        """A store of half of the answers, while the set-up measures what more of them would bring."""
+        """Temporary store of half of the answers, for the learning curve."""
         self._file = _results_file(self.path)
         self._about = {"model": recorded_name(model), "logs": [recorded_name(log) for log in logs]}
         self.stages: dict[str, dict[str, Any]] = {}
         self._conditions: dict[str, list[str]] = {}
-        """What each measurement was made of and with."""
+        """Conditions under which each measurement was made."""
 
     def load(self) -> None:
-        """Read the results of finished stages, if there are any."""
+        """Read the results of finished stages, if any."""
         with os_errors_as(ResultError, f"{self.path} cannot be read", WRITE_ADVICE):
             if self._file.exists():
                 record = json_object(self._file.path)
@@ -129,7 +129,7 @@ class WorkFolder:
 
     @contextmanager
     def opened(self) -> Iterator[WorkFolder]:
-        """Read the results while no other process writes them."""
+        """Lock the folder, create it if needed, and read its results."""
         busy = ResultError(f"another setup of these logs is running in {self.path}: wait for it")
         with ExitStack() as held:
             with os_errors_as(ResultError, f"{self.path} cannot be written", WRITE_ADVICE):
@@ -142,7 +142,7 @@ class WorkFolder:
 
     @property
     def learned(self) -> list[LearnedPart]:
-        """The parts that the stores are built from, once the logs were read."""
+        """Parts of the logs that the stores are built from; empty before the logs were read."""
         return [LearnedPart(*part) for part in self.stages.get("read", {}).get("learned", ())]
 
     @property
@@ -151,7 +151,7 @@ class WorkFolder:
 
     @contextmanager
     def writing_learned(self) -> Iterator[Callable[[int, bytes], None]]:
-        """Yield a function that appends a line to the part of the log with a number; earlier parts are deleted."""
+        """Yield a function that appends a line to the part of log ``log``; deletes earlier parts first."""
         written: set[Path] = set()
         current: list[tuple[Path, IO[bytes]]] = []
 
@@ -182,26 +182,25 @@ class WorkFolder:
                 sync_to_disk(path)
 
     def remove_half(self) -> None:
-        """Delete the store of half of the answers."""
         _remove_half(self.half)
 
     def finish(self, stage: str, result: dict[str, Any]) -> None:
-        """Record that a stage is done, with what later stages and the verdict need of it."""
+        """Record that a stage is done, with the results that later stages and the verdict need."""
         self.stages[stage] = result
         self._write()
 
     def forget(self, *stages: str) -> None:
-        """Have stages run again."""
+        """Discard the results of stages, so that they run again."""
         if self.stages.keys() & set(stages):
             self.stages = {name: result for name, result in self.stages.items() if name not in stages}
             self._write()
 
     def outdated(self, conditions: Mapping[str, Sequence[str]]) -> list[str]:
-        """The measurements that were made under other conditions than these."""
+        """Return the measurements that were made under other conditions."""
         return [stage for stage, now in conditions.items() if self._conditions.get(stage) != list(now)]
 
     def keep_measurements(self, conditions: Mapping[str, Sequence[str]]) -> None:
-        """Forget the measurements that were made under other conditions; these hold for those that follow."""
+        """Discard measurements made under other conditions, and record ``conditions`` for the next ones."""
         changed = self.outdated(conditions)
         self._conditions = {stage: list(now) for stage, now in conditions.items()}
         self.forget(*changed)
@@ -212,7 +211,7 @@ class WorkFolder:
 
 
 def learned_name(log: int) -> str:
-    """The file of what stores are built from, of the log with this number."""
+    """Return the name of the file with the learned part of log ``log``."""
     return f"learned-{log}.jsonl"
 
 
@@ -228,7 +227,7 @@ def _results_file(folder: Path) -> OutputFile:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder below that of all set-ups, and keep others out of both, which earlier versions did not."""
+    """Create the folder and its two parents with access for the owner only, and restrict existing ones."""
     places = [folder, folder.parent, folder.parent.parent]
     for place in reversed(places):
         place.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def _make_private(folder: Path) -> None:
 
 
 def kept_setups() -> list[StoredItem]:
-    """The work folders in hdtool's home, as ``hdtool stores`` lists them."""
+    """Return the work folders in hdtool's home, as ``hdtool stores`` lists them."""
     folders = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS_FILE}") if is_regular(path))
     return [
         _item(folder, record)
@@ -248,7 +247,7 @@ def kept_setups() -> list[StoredItem]:
 
 def _item(folder: Path, record: Mapping[str, Any]) -> StoredItem:
     learned: dict[str, int] = {}
-    with suppress(AttributeError, LookupError, TypeError, ValueError):  # whatever the file holds, its folder is listed
+    with suppress(AttributeError, LookupError, TypeError, ValueError):  # list the folder even if its file is malformed
         learned = {log: number for log, _, number in record["stages"]["read"]["learned"]}
     named = record.get("logs")
     logs = named if isinstance(named, list) else []
@@ -269,7 +268,7 @@ def remove_setup(item: StoredItem) -> None:
     with os_errors_as(ResultError, f"{folder} cannot be removed", "correct the permissions"):
         with file_lock(folder / SETUP_LOCK, ResultError(f"a setup is running in {folder}: wait for it")):
             _remove_half(folder / HALF_STORE)
-            # Last comes the file by which the folder is found, so that a killed removal can be repeated.
+            # Delete the results file last, so that a killed removal can be found and repeated.
             for path in sorted(_files(folder), key=lambda path: path.name == RESULTS_FILE):
                 path.unlink(missing_ok=True)
         (folder / SETUP_LOCK).unlink(missing_ok=True)
@@ -277,7 +276,7 @@ def remove_setup(item: StoredItem) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a set-up, those that a killed one left unfinished included."""
+    """Return the files of a set-up, including temporary ones left by a killed process."""
     stale = temporary_names(SETUP_FILES.pattern)
     return [
         path
@@ -299,13 +298,13 @@ def _remove_half(folder: Path) -> None:
 
 PLAIN_NAME, DRAFTED_NAME, GENERATE_NAME = "ar", "hd", "generate"
 PLAIN_SECONDS = 40.0
-"""Plain decoding of the chosen prompts takes about as long."""
+"""Approximate time, in seconds, that plain decoding of the chosen prompts should take."""
 MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
-"""Prompts; fewer of them suffice for transformers, which is several times slower and only compared with."""
+"""Limits for the number of prompts; transformers answers fewer because it is several times slower."""
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """As many as plain decoding answers in about ``PLAIN_SECONDS``."""
+    """Return the number of prompts that plain decoding answers in about ``PLAIN_SECONDS``."""
     return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
 
 
@@ -320,9 +319,10 @@ def answer_prompts(
     on_progress: Callable[[int], None],
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Answer the first prompts that fit the model's context, each with a fresh drafter; transformers answers a few.
+    """Answer the first prompts that fit the model's context with each method; return speeds and comparisons.
 
-    Trained drafters that lie in the ``folder`` of the model, or are layers of its checkpoint, are contenders, too.
+    Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
+    lie in the model's ``folder`` or are layers of its checkpoint take part too.
     """
     decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
     offered = usable_drafter_methods(decoding, loaded)
@@ -360,10 +360,10 @@ def answer_prompts(
             for name in offered
         },
         "prompts": len(questions),
-        # All methods that answered them gave the same tokens; with activations in 8 bits, all but transformers, which
-        # does not round them.
+        # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
+        # because it does not round them.
         "identical": len(questions) - len(different),
-        # Of the others, those whose differences rounding explains.
+        # Other prompts whose differences are explained by rounding.
         "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
     }
 

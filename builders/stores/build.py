@@ -1,8 +1,8 @@
-"""Builds of the corpus index and the model store, and of the flat arrays that look-ups use.
+"""Builds the corpus index and the model store, including the flat arrays that lookups read.
 
-Documents are streamed to disk first. An index sorts its shards in parallel, so memory is bounded by a shard. A model
-store counts the most frequent sequences of two to five tokens, several lengths in parallel, and compiles its look-up
-arrays from the record. Rankings take one forward pass per batch of tokens.
+Documents are first streamed to disk. The shards of an index are sorted in parallel, so memory is bounded by the shard
+size. A model store counts the most frequent sequences of two to five tokens, several lengths in parallel, and compiles
+its lookup arrays from the record. Vocabulary rankings take one forward pass per batch of tokens.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from hdtool.runtime.stores.model_store import (
 from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
 
 MAX_DOUBLINGS = 3
-"""How often the hash table is doubled at most, for keys that lie too close together."""
+"""Maximum number of times the hash table is doubled when keys cluster."""
 
 
 def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
-    """The arrays of a store by part."""
+    """Return the lookup arrays of a model store, keyed by part name."""
     by_length = [record.group(kind) for kind in NGRAM_KINDS if kind != PHRASE_KIND]
     return {**_prefix_arrays(by_length), **_phrase_arrays(record.group(PHRASE_KIND), record.end)}
 
 
 def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
-    """The prefixes of all lengths as a hash table, and what comes next after each."""
+    """Return the hash table of all prefixes, its keys, and the rows of next tokens after each prefix."""
     keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
     key = row = 0
     for group in by_length:
@@ -75,9 +75,10 @@ def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
 
 
 def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
-    """The hash table of all prefixes, so large that a search for each ends within ``MAX_PROBES`` slots.
+    """Return the hash table, large enough that a lookup reads at most ``MAX_PROBES`` slots.
 
-    Keys with equal hashes are neighbours in any table: after some doublings the rest is left out.
+    Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so after
+    ``MAX_DOUBLINGS`` doublings the remaining keys are left out.
     """
     size = table_size(len(keys))
     for _ in range(MAX_DOUBLINGS + 1):
@@ -93,7 +94,7 @@ def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
 
 @compiled
 def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
-    """Enter prefixes into the hash table, the keys from ``first`` on; the number of those without a slot."""
+    """Insert the prefixes ``heads`` as keys ``first``, ``first + 1``, ...; return how many found no slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
@@ -110,7 +111,7 @@ def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
 
 
 def _phrase_arrays(phrases: NgramGroup, end: int) -> dict[str, Ints]:
-    """Phrases, and for each token where those begin that follow it."""
+    """Return the phrases sorted by first token, and for each token the offset of its first phrase."""
     sizes = np.zeros(end + 1, np.int32)
     sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
     rows = np.column_stack([phrases.tokens, phrases.counts])
@@ -118,13 +119,17 @@ def _phrase_arrays(phrases: NgramGroup, end: int) -> dict[str, Ints]:
 
 
 RANKING_BATCH = 256
-"""Tokens of a pass."""
+"""Number of tokens ranked per forward pass."""
 PROBABILITY_UNITS = 1_000_000
-"""Probabilities are in millionths."""
+"""Probabilities are stored as integers, in millionths."""
 
 
 def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) -> Ints:
-    """A row for each token: the best tokens after it, then their probabilities; -1 and 0 where nothing is known."""
+    """Return the model's top-k next tokens after each token of the vocabulary.
+
+    The result has the shape ``[vocabulary, 2 * VOCABULARY_RANKING_TOKENS]``: each row holds the token ids, best first,
+    and then their probabilities in millionths. Missing entries have id -1 and probability 0.
+    """
     target, begin = loaded.target, loaded.tokenizer.bos_token_id
     rows: Ints = np.full((vocabulary, 2 * VOCABULARY_RANKING_TOKENS), -1, np.int32)
     rows[:, VOCABULARY_RANKING_TOKENS:] = 0
@@ -145,7 +150,7 @@ def vocabulary_rankings(loaded: Loaded, vocabulary: int, *, quiet: bool = True) 
 
 
 MIN_SHARD_TOKENS = 2
-"""A shard holds at least a token and an end."""
+"""A shard holds at least one token and an end token."""
 
 
 def build_corpus_index(
@@ -158,10 +163,10 @@ def build_corpus_index(
     engine: BuildEngine | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
-    """Write the index of all documents to ``folder``, replacing the one there in one step.
+    """Build a corpus index of all documents in ``folder``, atomically replacing the store there.
 
-    ``engine`` sorts the shards; without one, a process for each core does. ``check`` raises if the
-    store at ``folder`` must stay.
+    ``engine`` sorts the shards; by default, one local process per core does. ``check`` is called with the folder and
+    raises if the existing store must not be replaced.
     """
     end = tokenizer.vocab_size
     width = token_type(end)
@@ -182,8 +187,8 @@ def build_corpus_index(
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardPlace]:
-    """Stream the documents to disk, in shards of at most ``max_tokens`` tokens and ends."""
-    borders = [(0, 0)]  # tokens and ends, and ends, before each shard
+    """Stream the documents to disk in shards of at most ``max_tokens`` tokens, end tokens included."""
+    borders = [(0, 0)]  # (tokens and ends, ends alone) before each shard
     for document in documents:
         for at in range(0, len(document.ids), max_tokens - 1):
             piece = document.ids[at : at + max_tokens - 1]
@@ -193,7 +198,7 @@ def _write_documents(file: DocumentFile, documents: Iterable[Document], max_toke
     shards: list[ShardPlace] = []
     prefix = 0
     for (start, ends), (stop, more_ends) in pairwise([*borders, (file.size, file.documents)]):
-        if suffixes := stop - more_ends - (start - ends):  # none without documents
+        if suffixes := stop - more_ends - (start - ends):  # 0 if there are no documents
             shards.append(ShardPlace(start, stop - start, start - ends, suffixes, prefix))
             prefix += sampled_prefixes_in(suffixes)
     return shards
@@ -213,13 +218,15 @@ def build_model_store(
     rankings: Ints | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
-    """Write the store of all documents to ``folder``, replacing the one there in one step.
+    """Build a model store of all documents in ``folder``, atomically replacing the store there.
 
-    The ``top_k`` most frequent sequences of each length are kept, as prefixes with their next token, and those
-    of five tokens also as phrases after their first token; at most ``per_key`` for each prefix or token. Among
-    equals the one with the smaller tokens comes first. ``model`` gave the answers, and ``rankings``
-    are its own, of the vocabulary; with them, a store without any document can be built. ``check`` raises if the store
-    at ``folder`` must stay.
+    Keeps the ``top_k`` most frequent sequences of each length as prefixes with a next token, at most ``per_key`` per
+    prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` per token.
+    Ties are broken in favor of smaller token ids.
+
+    ``model`` is the checkpoint that wrote the answers, and ``rankings`` are its ``vocabulary_rankings``; with rankings,
+    a store can be built from no documents at all. ``check`` is called with the folder and raises if the existing store
+    must not be replaced.
     """
     end = tokenizer.vocab_size
     with building(folder, check) as build:
@@ -232,7 +239,7 @@ def build_model_store(
         if file.longest <= PHRASE_TOKENS and file.documents:
             raise StoreError(f"the longest answer has {file.longest} tokens: name files with answers of more than 4")
         kind = token_type(end)
-        # An empty file cannot be mapped.
+        # np.memmap rejects an empty file.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
         mined = (engine or LocalBuildEngine()).mine(CountedDocuments(tokens, end, once_per_document), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))

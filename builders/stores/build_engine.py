@@ -1,4 +1,4 @@
-"""Build engines, and the tasks that they run: sorting shards and mining frequent sequences."""
+"""Build engines and the tasks they run: sorting shards and mining frequent sequences."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAX_COUNT = 2**31 - 1
 
 
 def mine_groups(answers: CountedDocuments, length: int, top_k: int, per_key: int) -> list[NgramGroup]:
-    """The groups of the most frequent sequences of a length."""
+    """Return the n-gram groups made of the ``top_k`` most frequent sequences of ``length`` tokens."""
     return sequence_groups(answers, length, most_frequent(answers, length, top_k), per_key)
 
 
 def sequence_groups(
     answers: CountedDocuments, length: int, frequent: FrequentSequences, per_key: int
 ) -> list[NgramGroup]:
-    """Sequences of a length as next tokens by prefix and, for the longest, also as phrases by first token."""
+    """Group sequences by prefix and, if they have the maximum length, also by first token as phrases."""
     places, *_ = frequent
     tokens = answers.tokens[places[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
@@ -47,7 +47,7 @@ def sequence_groups(
 
 
 def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int) -> NgramGroup:
-    """Sequences by their prefixes, the most frequent first."""
+    """Group sequences by their first ``prefix`` tokens, keeping the ``per_key`` most frequent of each group."""
     _, counts, totals, distinct = frequent
     counts = np.minimum(counts, MAX_COUNT)
     order = np.lexsort([*tokens.T[:prefix], -counts, *tokens.T[prefix:]][::-1])
@@ -57,7 +57,7 @@ def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int)
     chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
     totals, distinct = totals[order[firsts]], distinct[order[firsts]]
     if prefix + 1 < tokens.shape[1]:
-        totals, distinct = np.add.reduceat(counts, firsts), sizes  # those counted are of another prefix
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # the given totals are those of a longer prefix
     return NgramGroup(
         heads=tokens[firsts, :prefix],
         totals=np.minimum(totals, MAX_COUNT),
@@ -71,11 +71,11 @@ def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int)
 Tokens = npt.NDArray[Any]
 
 SORT_MEMORY_FACTOR = 8
-"""Peak bytes of sorting per byte of tokens, output included."""
+"""Peak memory of sorting a shard, in bytes per byte of tokens, output included."""
 
 
 class SortedShard(NamedTuple):
-    """The arrays that a shard's lookups need beside its tokens."""
+    """Arrays that lookups in a shard need besides its tokens."""
 
     suffixes: Tokens
     heads: Tokens
@@ -83,19 +83,19 @@ class SortedShard(NamedTuple):
 
 
 def sort_shard(tokens: Tokens, end: int) -> SortedShard:
-    """The sorted shard of documents of token ids, each with ``end`` after it."""
-    # No lookup starts with an end token, and those suffixes sort last.
+    """Sort the suffixes of a shard's tokens, in which each document is followed by the token ``end``."""
+    # Suffixes that start with an end token sort last, and no lookup needs them.
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
     heads = np.zeros(end + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
-    # The last token is an end, and no search reads further.
+    # A search stops at an end token, and the last token is one, so clamping to it is safe.
     places = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
     return SortedShard(suffixes, heads, tokens[np.minimum(places, len(tokens) - 1)])
 
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of tokens and of sorted shards; each shard has its own part of every file."""
+    """Files that hold the tokens and the sorted arrays of all shards, each shard at its own offset."""
 
     documents: Path
     suffixes: Path
@@ -105,7 +105,7 @@ class ShardFiles:
     end: int
 
     def create(self) -> None:
-        """Create the files; each shard extends them as far as its parts go."""
+        """Create the output files empty; ``write`` extends them."""
         for path in (self.suffixes, self.heads, self.sampled_prefixes):
             path.touch()
 
@@ -123,15 +123,15 @@ class ShardFiles:
                 stream.write(np.ascontiguousarray(array).data)
 
     def sort(self, number: int, shard: ShardPlace) -> None:
-        """Sort one shard from file to file."""
+        """Read, sort and write one shard."""
         self.write(number, shard, sort_shard(self.tokens(shard), self.end))
 
 
 def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
-    """Positions in the order of the text from there on.
+    """Return the positions of all tokens, sorted by the token sequence that starts at each.
 
-    libdivsufsort sorts bytes: big-endian tokens sort as their bytes do, and the result is the byte
-    positions at which tokens start.
+    libdivsufsort sorts bytes. Big-endian tokens sort in byte order, so the result is the byte positions that are token
+    starts.
     """
     from pydivsufsort import divsufsort
 
@@ -151,33 +151,33 @@ def _token_starts(places: Tokens, size: int, out: Tokens) -> None:
 
 
 PARALLEL_LENGTHS = 2
-"""Sequence lengths that are counted in parallel: compiled code releases the GIL for the writing."""
+"""Number of sequence lengths counted in parallel. Counting is compiled code that releases the GIL."""
 
 
 class BuildEngine(Protocol):
-    """Runs the tasks of a build, in any order and on any machine; the store does not depend on it."""
+    """Runs the tasks of a build. Their order and the machines they run on do not affect the resulting store."""
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check the inputs before any is read."""
+        """Check the inputs before any of them is read."""
         ...
 
     def documents(
         self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
     ) -> Iterator[Document]:
-        """The tokenized texts of all inputs, in their order."""
+        """Yield the tokenized texts of all inputs, in input order."""
         ...
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
-        """Sort every shard."""
+        """Sort every shard and write its arrays to ``files``."""
         ...
 
     def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
-        """The n-grams of all lengths, the shortest first."""
+        """Yield the n-gram groups of all lengths, shortest first."""
         ...
 
 
 class LocalBuildEngine:
-    """Runs on this machine: the tokenizer's own threads, processes that sort, threads that count."""
+    """Runs builds on this machine: tokenizes in the tokenizer's own threads, sorts in processes, counts in threads."""
 
     def __init__(self, workers: int | None = None, *, quiet: bool = True) -> None:
         self._workers = workers or os.cpu_count() or 1
@@ -206,7 +206,7 @@ class LocalBuildEngine:
 
     def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
         with ThreadPoolExecutor(PARALLEL_LENGTHS) as pool:
-            # The longest takes the most time, but the shortest is written first.
+            # Start the longest length first because it takes the most time; results are yielded shortest first.
             order = (SEQUENCE_LENGTHS[-1], *SEQUENCE_LENGTHS[:-1])
             counted = {length: pool.submit(mine_groups, answers, length, top_k, per_key) for length in order}
             for length in SEQUENCE_LENGTHS:

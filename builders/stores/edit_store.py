@@ -1,7 +1,8 @@
-"""Edits of stores: merge several, add sources, drop a source or conversations.
+"""Edits stores: merges them, adds documents, and drops a source or conversations.
 
-Stores keep documents as tokens, so an edit rebuilds the store without the original texts. The result equals a build
-from all remaining texts. Conversations of history stores and documents of model stores can be inputs of a build.
+Stores keep their documents as tokens, so an edit rebuilds the store without the original texts and gives the same
+result as a build from the remaining texts. Conversations of history stores and documents of model stores can also be
+inputs of a build.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ MAX_MODELS_SHOWN = 3
 def note_on_models(
     models: Mapping[str, int], config: ModelConfig, checkpoint: Checkpoint | None, command: str = ""
 ) -> str | None:
-    """One line if records name other models than the store's.
+    """Return a one-line note if records were answered by other models than the store's, else None.
 
-    ``command`` builds the store for another model, whose name replaces ``MODEL`` in it; it is given if the user named
-    none.
+    ``models`` counts the records per model name. ``command`` rebuilds the store for another model, whose name replaces
+    ``MODEL`` in it; pass it if the user gave no ``--model``.
     """
     other_models = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
     if not other_models:
@@ -69,10 +70,10 @@ def note_on_models(
 
 
 def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
-    """Return True if a name in a record may stand for the model of a configuration."""
+    """Return True if ``name``, taken from a record, may refer to the model of ``config``."""
     try:
         place, own_place = demo.located(name), config.place
-    except ModelError:  # the package of the demo's model is not installed
+    except ModelError:  # the package that contains the demo's model is not installed
         return name == config.name
     own_names = {config.name, own_place or demo.NAME, *([checkpoint.name] if checkpoint else [])}
     if place is None:
@@ -82,32 +83,32 @@ def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> 
     try:
         path, own_path = Path(place).expanduser(), demo.MODEL if own_place is None else Path(own_place).expanduser()
         return path.exists() and own_path.exists() and path.samefile(own_path)
-    except (OSError, RuntimeError, ValueError):  # a name that is no path
+    except (OSError, RuntimeError, ValueError):  # not a valid path
         return False
 
 
 def _last_part(name: str) -> str:
-    """A model's name without its owner or folder."""
+    """Return a model name without its owner or folder, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
 def _is_loadable_name(name: str) -> bool:
     try:
         return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
-    except (OSError, ValueError):  # a name that is no path
+    except (OSError, ValueError):  # not a valid path
         return False
 
 
 CORPUS_OPTIONS = ("shard_bytes",)
 MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
-"""Options of a build that the manifest records and that a store made from a store keeps."""
+"""Build options that the manifest records and that every rebuild of the store reuses."""
 HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
-"""The hash of a source, or enough of its start to select one."""
+"""Matches the SHA-256 of a source, or a prefix of it that is long enough to select the source."""
 
 
 @dataclass(frozen=True)
 class StoreContents:
-    """The documents of a store and where they are from; they stay readable when the store is replaced."""
+    """Documents of a store and their sources; they stay readable after the store is replaced on disk."""
 
     folder: Path
     manifest: Manifest
@@ -132,17 +133,15 @@ def _texts(folder: Path, manifest: Manifest) -> Callable[[], Iterator[Tokens]]:
 
 
 class DropResult(NamedTuple):
-    """The result of ``drop``."""
-
     manifest: Manifest
     removed: tuple[InputShare, ...]
 
 
 def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) -> Manifest:
-    """Build one store of several; sources with the same content are taken once.
+    """Merge several stores into one at ``out``; sources with equal content are taken once.
 
-    Of model stores of different models, the result names no model. ``check`` raises if a store at ``out`` that is
-    none of them must stay.
+    If the stores belong to different models, the result names no model. ``check`` raises if ``out`` holds a store that
+    is not one of ``folders`` and must not be replaced.
     """
     check_destination(out)
     parts = [StoreContents.of(folder) for folder in folders]
@@ -175,9 +174,10 @@ def add(
     kind: str | None = None,
     rankings: Ints | None = None,
 ) -> Manifest:
-    """Add documents to a store, after those it has; they were read for a store of ``kind``, if it is given.
+    """Append documents to a store and return its new manifest.
 
-    To a model store, ``rankings`` of the vocabulary are added in the place of those it has.
+    ``kind`` is the kind of store the documents were read for; another kind in ``folder`` raises a ``StoreError``.
+    ``rankings`` replace the vocabulary rankings of a model store; None keeps them.
     """
     old = StoreContents.of(folder)
     require_store(old.manifest, folder, kind or old.manifest.kind, tokenizer)
@@ -195,9 +195,9 @@ def add(
 
 
 def drop(folder: Path, name: str) -> DropResult:
-    """Rebuild a store without one source: nothing that only this source contained is left in any file.
+    """Rebuild a store without one source, so that no file keeps content that only this source had.
 
-    ``name`` is the recorded name, a file name that only one source has, or 8 or more digits of the hash.
+    ``name`` is the recorded name, a file name that is unique among the sources, or at least 8 digits of the hash.
     """
     old = StoreContents.of(folder)
     shares = old.manifest.sources
@@ -214,7 +214,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """The shares of the source that ``name`` selects; several only if their names and hashes are equal."""
+    """Return the shares of the source that ``name`` selects; several only if their names and hashes are equal."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"
@@ -234,7 +234,7 @@ def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[In
 
 
 def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
-    """The documents of the sources that have a new place, numbered by it."""
+    """Yield the documents whose source is in ``places``, with the source renumbered accordingly."""
     return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 
@@ -246,7 +246,7 @@ def _rebuild(
     check: FolderCheck | None,
     rankings: Ints | None,
 ) -> Manifest:
-    """A store with the kind, the tokenizer and the options of another."""
+    """Build a store with the kind, tokenizer, options and model of the manifest ``like``."""
     build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
     options = {name: like.options[name] for name in names if name in like.options}
     if like.model:
@@ -257,7 +257,7 @@ def _rebuild(
 
 
 class DropConversationsResult(NamedTuple):
-    """The result of ``drop_conversations``."""
+    """Number of dropped conversations, number of their tokens, and their sources."""
 
     conversations: int
     tokens: int
@@ -265,7 +265,7 @@ class DropConversationsResult(NamedTuple):
 
 
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """The history stores and model stores among inputs, and the inputs that are none."""
+    """Split inputs into the folders that hold a history or model store, and all other inputs."""
     folders, other_inputs = [], []
     for name in inputs:
         path = Path(name).expanduser()
@@ -277,10 +277,10 @@ def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]
 
 
 class HistoryDocuments:
-    """The conversations of history stores, and the documents of model stores, as documents."""
+    """Iterates over the conversations of history stores and the documents of model stores."""
 
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
-        """A store of another tokenizer is a ``StoreError``; what is appended from now on is left out."""
+        """Raise a ``StoreError`` if a store has another tokenizer. Conversations appended later are not included."""
         self.sources: list[Source] = []
         self._parts: list[Callable[[], Iterator[Document]]] = []
         for folder in folders:
@@ -312,7 +312,7 @@ class HistoryDocuments:
             yield from part()
 
     def with_others(self, documents: Iterator[Document]) -> Iterator[Document]:
-        """The documents of other inputs after those of the stores; their sources come after ``sources``."""
+        """Yield the stores' documents, then ``documents`` with their sources renumbered to follow ``sources``."""
         yield from self
         for document in documents:
             yield Document(document.ids, document.source + len(self.sources))
@@ -331,10 +331,10 @@ def _stored_documents(contents: StoreContents, before: int) -> Iterator[Document
 def drop_conversations(
     folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
 ) -> DropConversationsResult:
-    """Remove the conversations of a source, or those before a time or older than an age; with both, those of both.
+    """Remove the conversations of a source, or from before a time, or older than an age.
 
-    The store is made anew without them: no file holds a token of theirs. Processes that have it open notice that when
-    they next begin an answer.
+    If both ``source`` and ``before`` are given, only conversations that match both are removed. The store is rewritten,
+    so no file keeps their tokens; processes that have it open notice when they begin their next answer.
     """
     if source is None and before is None:
         raise StoreError(f"nothing to drop from {folder}: name a source, or a time before which conversations go")

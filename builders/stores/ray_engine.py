@@ -1,7 +1,7 @@
-"""The build engine for a Ray cluster, or for workers that Ray starts on this machine.
+"""Build engine for a Ray cluster or for a local Ray instance.
 
-Workers read inputs by path and exchange everything else through Ray; this process alone writes the store. A worker that
-dies leaves nothing on disk, and Ray repeats a lost task.
+Workers read inputs by path and exchange everything else through Ray; only the driver process writes the store. A worker
+that dies leaves nothing on disk, and Ray retries its tasks.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONNECT_SECONDS = 5.0
-"""Ray itself tries for minutes."""
+"""Timeout for reaching the cluster's head, in seconds; Ray itself tries for minutes."""
 STDERR_FD = 2
 INVALID_TOKEN_ERROR = b"InvalidAuthToken"
-"""Part of Ray's message about a token that is missing or wrong."""
+"""Appears in Ray's error message if the authentication token is missing or wrong."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any]:
-    """Ray, connected to the cluster at ``address`` or to one of this machine alone, until the end."""
+    """Yield the ``ray`` module, connected to the cluster at ``address`` or to a local instance.
+
+    Shuts Ray down on exit. ``workers`` limits the cores of a local instance.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -80,7 +83,7 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
 
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Redirect standard error, to which Ray's compiled part writes once a second, to a file."""
+    """Redirect file descriptor 2 to ``file``, because Ray's compiled part writes to it once a second."""
     saved = os.dup(STDERR_FD)
     os.dup2(file.fileno(), STDERR_FD)
     try:
@@ -91,7 +94,7 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
 
 
 def _connection_error(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
-    """The error for a Ray that could not be used, from its own messages."""
+    """Return the error to raise when Ray cannot be used, worded from Ray's own messages."""
     cluster = f"the Ray cluster at {address}" if address else "Ray on this machine"
     output.seek(0)
     if INVALID_TOKEN_ERROR in output.read() + str(error).encode():
@@ -103,7 +106,7 @@ def _connection_error(address: str | None, error: Exception, output: IO[bytes]) 
 
 
 def _check_reachable(address: str) -> None:
-    """Raise at once if no process listens at the address."""
+    """Raise a ``ClusterError`` if nothing listens at ``address``, within ``CONNECT_SECONDS``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(
@@ -122,7 +125,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def ray_errors_reported(ray: Any) -> Iterator[None]:
-    """Raise the error of a task as the task raised it, and faults of Ray as a ``ClusterError``."""
+    """Re-raise hdtool errors of a task as they are, and failures of Ray as a ``ClusterError``."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -142,7 +145,7 @@ def ray_errors_reported(ray: Any) -> Iterator[None]:
 
 
 def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
-    """The result of a function on every node, with the node's address."""
+    """Run a function on every live node; yield each node's address and result."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -158,27 +161,27 @@ def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> It
 
 
 def max_node_memory(ray: Any) -> float:
-    """Bytes that the largest node offers to tasks."""
+    """Return the memory, in bytes, that the largest live node offers to tasks."""
     return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])
 
 
 PREFETCHED_PORTIONS = 8
-"""Portions of an input that its reader keeps ready."""
+"""Number of portions that each reader task keeps ready."""
 READER_OPTIONS: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-"""Options of reader tasks: they mostly wait, so they reserve no core."""
+"""Ray options of reader tasks, which mostly wait for I/O and therefore reserve no core."""
 
 Item = TypeVar("Item")
 
 
 @contextmanager
 def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayBuildEngine]:
-    """An engine on the cluster at ``address``, or on so many workers of this machine, until the end of the block."""
+    """Yield an engine on the cluster at ``address``, or on ``workers`` cores of this machine."""
     with ray_session(address, workers) as ray:
         yield RayBuildEngine(ray, workers, quiet=quiet)
 
 
 class RayBuildEngine:
-    """Runs the tasks of a build on a cluster."""
+    """Runs builds on a Ray cluster."""
 
     def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
         self._ray, self._quiet = ray, quiet
@@ -186,7 +189,7 @@ class RayBuildEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes see the same inputs and have the same programs."""
+        """Check that all nodes see the same inputs and have the same versions, and hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
@@ -278,7 +281,7 @@ class RayBuildEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """The results of a function for each job, in their order."""
+        """Run ``function`` on each job with limited prefetch; yield the results in job order."""
         with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)
@@ -287,12 +290,12 @@ class RayBuildEngine:
 
 
 def _absolute(reading: RecordReader) -> list[str]:
-    """Absolute paths of the inputs: workers run in other folders."""
+    """Return absolute paths of the inputs, because workers run in other folders."""
     return [os.path.abspath(path) for path in reading.inputs]
 
 
 def _prefetched(items: Iterable[Item], count: int) -> Iterator[Item]:
-    """The items, of which ``count`` are started before they are needed."""
+    """Yield the items in order, pulling ``count`` of them ahead of time."""
     started: deque[Item] = deque()
     for item in items:
         started.append(item)
@@ -305,7 +308,7 @@ def _prefetched(items: Iterable[Item], count: int) -> Iterator[Item]:
 
 
 def _versions() -> str:
-    """The versions of all programs that the bytes of a store may depend on."""
+    """Return the versions of all packages that affect the bytes of a store."""
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("hdtool", "tokenizers", "transformers"))
 
 
@@ -318,8 +321,8 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """The ids of all texts one after another, and where each but the last ends."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
+    """Return the portion without its texts, the concatenated token ids, and the offsets that split them by text."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]
     flat = np.concatenate([np.array(text, np.dtype(width)) for text in ids]) if ids else np.empty(0, np.dtype(width))

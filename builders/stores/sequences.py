@@ -1,7 +1,7 @@
-"""Token sequences of documents on disk, counted exactly in bounded memory.
+"""Writes documents to disk as tokens and counts their most frequent sequences in bounded memory.
 
-Sequences with equal hashes are compared token by token. If the hash table cannot hold all sequences, their prefixes are
-counted in parts, so memory depends on the table and not on the input.
+Counts are exact: sequences with equal hashes are compared token by token. If the hash table cannot hold all sequences,
+prefixes are split into parts that are counted separately, so memory depends on the table size and not on the input.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class DocumentFile:
-    """A file of documents, each with an end token after it; empty ones are left out."""
+    """Writes documents as tokens, each followed by an end token; empty documents are skipped."""
 
     def __init__(self, path: Path, end: int, sources: Sequence[Source]) -> None:
         self.width = token_type(end)
         self.size = 0
-        """Tokens and ends so far."""
+        """Number of tokens written, end tokens included."""
         self.documents = 0
         self.longest = 0
         self._end = self.width.type(end)
@@ -66,7 +66,7 @@ TOKENIZER_BATCH = 1024
 
 
 def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar) -> Iterator[Document]:
-    """Every text as a document."""
+    """Yield each text as a document, tokenized in batches."""
     texts = ((text, record.source) for record in reading for text in record.texts)
     while batch := list(islice(texts, TOKENIZER_BATCH)):
         encoded = encode_texts([text for text, _ in batch], tokenizer)
@@ -76,7 +76,7 @@ def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: 
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of each text, without special tokens: drafts follow text, not markup."""
+    """Return the token ids of each text, without special tokens because drafts continue text and not markup."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -84,17 +84,17 @@ def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 MAX_TABLE_SLOTS = 1 << 21
-"""Largest size of the counting table, a power of two. Counting takes about 40 bytes of memory a slot."""
+"""Maximum number of slots of the counting table, a power of two. A slot takes about 40 bytes."""
 
 
 @dataclass(frozen=True)
 class CountedDocuments:
-    """Documents on disk, and how their sequences are counted."""
+    """Documents as one token array, and how to count their sequences."""
 
     tokens: Ints
     end: int
     once: bool
-    """True if a sequence counts once in a document, however often it occurs there."""
+    """True if a sequence counts at most once per document."""
 
     @property
     def place_type(self) -> np.dtype[Any]:
@@ -102,29 +102,32 @@ class CountedDocuments:
 
 
 FrequentSequences = npt.NDArray[np.int64]
-"""Sequences of one length, each a prefix and the token that comes next: a row of their places in the documents, one of
-their counts, one of the counts of all sequences with the same prefix, and one of how many these are."""
+"""Sequences of one length, as an array ``[4, sequences]``.
+
+Row 0 is a position of the sequence in the documents, row 1 its count, row 2 the total count of all sequences with the
+same prefix, and row 3 the number of distinct ones. A prefix is all tokens but the last.
+"""
 
 
 def most_frequent(answers: CountedDocuments, length: int, top_k: int) -> FrequentSequences:
-    """The ``top_k`` most frequent sequences of a length; among equals those with the smaller tokens."""
+    """Return the ``top_k`` most frequent sequences of ``length`` tokens; ties prefer smaller token ids."""
     parts = part_count(answers)
     frequent_by_part = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
     return merge_frequent(answers, length, frequent_by_part, top_k)
 
 
 def part_count(answers: CountedDocuments) -> int:
-    """The number of parts of the prefixes; those of each should fit into the counting table."""
+    """Return the number of parts to split the prefixes into, so that each part should fit the counting table."""
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 
 def frequent_of_part(answers: CountedDocuments, length: int, part: int, parts: int, top_k: int) -> FrequentSequences:
-    """The most frequent sequences among those whose prefixes are of one part."""
+    """Return the ``top_k`` most frequent sequences whose prefix hash falls into one part."""
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
     if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
         return _top_sequences(answers.tokens, _table_sequences(answers.tokens, length, table, repeats), length, top_k)
-    del table, repeats  # the part does not fit; its halves are counted one after the other
+    del table, repeats  # the part does not fit: count its halves one after the other
     halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
     return merge_frequent(answers, length, halves, top_k)
 
@@ -132,7 +135,7 @@ def frequent_of_part(answers: CountedDocuments, length: int, part: int, parts: i
 def merge_frequent(
     answers: CountedDocuments, length: int, frequent_by_part: Iterable[FrequentSequences], top_k: int
 ) -> FrequentSequences:
-    """The most frequent sequences of several parts."""
+    """Return the ``top_k`` most frequent sequences among the results of several parts."""
     best = np.empty((4, 0), np.int64)
     for more in frequent_by_part:
         best = _top_sequences(answers.tokens, np.hstack([best, more]), length, top_k)
@@ -144,12 +147,15 @@ def _slots(answers: CountedDocuments) -> int:
 
 
 def table_size(entries: int) -> int:
-    """Slots of a hash table that stays half empty; a power of two."""
+    """Return the number of hash table slots for ``entries``: a power of two, at most half of it used."""
     return 1 << (2 * entries).bit_length()
 
 
 def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> FrequentSequences:
-    """The sequences in a table that holds all those of their prefixes."""
+    """Return the sequences of a counting table, with totals per prefix.
+
+    All sequences that share a prefix must be in the table.
+    """
     used = np.flatnonzero(table >= 0)
     places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
     totals, distinct = _by_prefix(tokens, places, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
@@ -157,16 +163,16 @@ def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> F
 
 
 def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limit: int) -> FrequentSequences:
-    """The ``limit`` frequent of some different sequences; among equals those with the smaller tokens."""
+    """Return the ``limit`` most frequent of distinct sequences; ties prefer smaller token ids."""
     places, counts, *_ = sequences
     if len(places) <= limit:
         return sequences
-    min_count = np.sort(counts)[-limit]  # numpy sorts numbers with many equals faster than it selects from them
+    min_count = np.sort(counts)[-limit]  # with many ties, np.sort is faster than np.partition
     best = [np.flatnonzero(counts > min_count)]
     equal = np.flatnonzero(counts == min_count)
     missing = limit - len(best[0])
     for offset in range(length):
-        column = tokens[places[equal] + offset].astype(np.int64)  # numpy selects from two-byte numbers slowly
+        column = tokens[places[equal] + offset].astype(np.int64)  # np.partition is slow for 16-bit integers
         largest = np.partition(column, missing - 1)[missing - 1]
         best.append(equal[column < largest])
         missing -= len(best[-1])
@@ -176,7 +182,10 @@ def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limi
 
 @compiled
 def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
-    """Count the sequences whose prefixes are of one part in a table of their last places; whether they fit."""
+    """Count the sequences whose prefix hash falls into one part; return False if the table is too small.
+
+    ``places`` holds the last position of each sequence, and ``repeats`` how often it occurred again.
+    """
     room, mask = len(places) // 4 * 3, len(places) - 1
     begin = 0
     for last in range(len(tokens)):
@@ -203,7 +212,7 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
 
 @compiled
 def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
-    """For each of some sequences the counts of all with its prefix, and how many these are."""
+    """Return, for each sequence, the total count and the number of sequences that share its prefix."""
     mask = len(table) - 1
     firsts = np.empty(len(places), np.int32)  # the first sequence with the same prefix
     totals, distinct = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)

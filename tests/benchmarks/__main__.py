@@ -12,7 +12,7 @@ WIDTH = 18
 
 
 def benchmarks() -> dict[str, str]:
-    """What each benchmark measures, by name; modules that they share are left out."""
+    """Return what each benchmark measures, by name: the first line of its docstring. Shared modules are skipped."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
     return {
         name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0].split(": ``python")[0].rstrip(".")

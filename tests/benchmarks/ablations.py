@@ -1,11 +1,11 @@
-"""Ablations: tokens per step of `hd` with all of its mechanisms, and without one of them at a time.
+"""Ablations: tokens per step of `hd` with all of its mechanisms, and without each of them in turn.
 
     python -m tests.benchmarks.ablations --recorded chat traces.jsonl MODEL --recorded edits edits.jsonl MODEL
     python -m tests.benchmarks.ablations --answered SmolLM2.gguf --questions question.jsonl
 
-Each conversation has a drafter of its own. Recordings are replayed with ``hd``, edits as text. Where a mechanism reads
-the model's logits or its draws, the model answers questions by ``hd+logitspec``, sampled. Mechanisms are replaced
-before their code is compiled, so each variant is a process with a cache of its own.
+Every conversation starts with a new drafter. Recordings are replayed with ``hd``, edits as plain text. Mechanisms that
+read the model's logits or draws are measured on sampled answers by ``hd+logitspec``. Mechanisms must be replaced before
+their code is compiled, so each variant runs in a separate process with a separate cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.benchmarks.methods import cold, warm
 
 NODES = 32, 64
 COST = CostCurve.given("0:20,8:21,32:24,64:32")
-"""Milliseconds of a pass, by which a budget chooses the number of nodes."""
+"""Milliseconds per pass, which a budget uses to choose the number of nodes."""
 NO_LIMIT = 1e18
 HIERARCHY = "hdtool.runtime.drafters.hierarchy"
 Figures = dict[str, float]
@@ -65,7 +65,7 @@ def _orders_up_to_8(length: int) -> int:
 
 @numba.njit
 def _one_amount(total: Any, spread: int) -> int:
-    """The bucket without the amount of the evidence."""
+    """Return a bucket that ignores the amount of evidence."""
     return 9 + spread
 
 
@@ -91,7 +91,8 @@ LOGITS: Mapping[str, Mapping[str, Any]] = {
     "recycled rankings": {},
     "last logit": {},
 }
-"""By mechanism, what takes the place of what; the sources that have a letter are left out of the method instead."""
+"""Maps each mechanism to replacements of functions or constants. Sources with a letter are removed from the method
+instead."""
 LETTERS = {"history": "H", "recycled rankings": "R", "last logit": "L"}
 EVERYTHING = "everything"
 
@@ -105,7 +106,7 @@ def replace(changes: Mapping[str, Any]) -> None:
 
 
 def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Tokens per step of a recording, and tokens per second of passes where a budget chooses the nodes."""
+    """Yield tokens per step of a recording, or tokens per second of pass time if a budget chooses the nodes."""
     loading = ModelConfig(model=model)
     reader = TurnReader.of_model(loading, False if "edits" in title else None)
     conversations = [reader.turns(trace) for trace in read_traces([Path(traces)]) if trace.answers][: options.limit]
@@ -125,7 +126,7 @@ def recorded(title: str, traces: str, model: str, *, options: argparse.Namespace
 
 
 def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Tokens per step of sampled answers of a model."""
+    """Yield tokens per step of a model's sampled answers."""
     loaded = load(ModelConfig(options.answered, device="cpu", activations=options.activations))
     prompts = in_turn(list(read_prompts(options.questions)))[: options.limit]
     sources = "".join(letter for letter in "CHMSLR" if letter != LETTERS.get(options.without))
@@ -155,7 +156,7 @@ def steps_of(loaded: Loaded, drafter: Drafter, asked: list[int], sampling: Sampl
 
 
 def measured(without: str) -> Figures:
-    """The figures of a process that lacks a mechanism."""
+    """Return the figures of a process without the given mechanism."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.benchmarks.ablations", *sys.argv[1:], "--without", without]
         environment = os.environ | {"NUMBA_CACHE_DIR": folder}

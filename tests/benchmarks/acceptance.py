@@ -1,4 +1,4 @@
-"""Microseconds of the host between two captured steps: greedy acceptance, the next tree, the moves, ranked draws.
+"""Times the host work between two captured steps: greedy acceptance, tree input, KV moves and ranked sampling.
 
 python -m tests.benchmarks.acceptance [--nodes 63] [--vocabulary 128256]
 """

@@ -1,14 +1,15 @@
-"""Recorded conversations of agents, turn by turn as requests to ``hdtool serve``.
+"""Replays conversations of agents, turn by turn, as requests to ``hdtool serve``.
 
     python -m tests.benchmarks.agent_trace [--trace FILE ...] [--model smollm2] [--conversations 4]
     python -m tests.benchmarks.agent_trace [--trace FILE ...] --sessions 10 --minutes 10
 
-Each turn of the assistant is a request with the recorded turns before it, which the served model answers. Without
-``--sessions``, a server that drafts and one that does not answer each of them in turn. With it, so many conversations
-at a time ask one server by all three APIs, and the memory, threads and descriptors of its process are sampled.
+Each assistant turn becomes a request with the recorded turns before it, which the served model answers. Without
+``--sessions``, every request goes to a server that drafts and to one that does not. With it, this many conversations
+ask one server concurrently through all three APIs, while the memory, threads and file descriptors of its process are
+sampled.
 
-Without ``--trace``, the conversations are made of this folder's files: an agent lists a file, renames a function of it,
-and is asked about it.
+Without ``--trace``, conversations are made up from the files of this folder: an agent lists a file, renames one of its
+functions, and is asked about it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from tests.support.server import RunningServer
 CHAT, MESSAGES, RESPONSES = APIS = ("/chat/completions", "/messages", "/responses")
 TOO_LONG = "context_length_exceeded"
 TURNS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, 10), (11, 99))
-"""Turns that share a row of the table."""
+"""Ranges of turns that share a row of the table."""
 SETTLED_SECONDS = 120.0
-"""Growth is measured from then on."""
+"""Seconds after the start from which growth is measured."""
 INSTRUCTIONS = (
     "You are a coding agent. Call tools as JSON objects with a name and arguments. Tools: read_file(path), "
     "edit_file(path, old_str, new_str)."
 )
 Message = dict[str, Any]
 Request = list[Message]
-"""The messages before a turn of the assistant."""
+"""Messages before an assistant turn."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Reply:
 
 
 class TooLongError(Exception):
-    """The conversation has outgrown the context of the model."""
+    """The conversation exceeds the model's context."""
 
 
 def conversations(paths: Sequence[Path], most: int) -> list[list[Request]]:
-    """The requests of each conversation."""
+    """Return the requests of up to ``most`` conversations."""
     if not paths:
         return list(islice(of_this_folder(), most))
     made = []
@@ -79,7 +80,7 @@ def conversations(paths: Sequence[Path], most: int) -> list[list[Request]]:
 
 
 def of_this_folder() -> Iterator[list[Request]]:
-    """Conversations that an agent could have about the files of this folder."""
+    """Yield conversations that an agent could have about the files of this folder."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()[:120]
         listing = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
@@ -108,7 +109,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def body_of(api: str, messages: Request, tokens: int) -> dict[str, Any]:
-    """The messages as a request of an API, greedy and streamed."""
+    """Return the request body of an API: greedy and streamed."""
     common = {"temperature": 0, "stream": True}
     if api == CHAT:
         return {**common, "messages": messages, "max_tokens": tokens, "stream_options": {"include_usage": True}}
@@ -120,7 +121,7 @@ def body_of(api: str, messages: Request, tokens: int) -> dict[str, Any]:
 
 
 def ask(server: RunningServer, api: str, messages: Request, tokens: int) -> Reply:
-    """The reply to a request; raises ``TooLongError`` if it does not fit in the context."""
+    """Send a request and measure the reply; raise ``TooLongError`` if it exceeds the context."""
     started, first, text = time.perf_counter(), 0.0, ""
     usage: dict[str, Any] = {}
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=3600)) as connection:
@@ -144,7 +145,7 @@ def ask(server: RunningServer, api: str, messages: Request, tokens: int) -> Repl
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """The text that an event of any of the APIs adds."""
+    """Return the text that a streaming event of any API adds."""
     if choices := event.get("choices"):
         return str(choices[0]["delta"].get("content") or "")
     delta = event.get("delta")
@@ -154,7 +155,7 @@ def text_of(event: dict[str, Any]) -> str:
 
 
 def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
-    """The tokens of an answer, of its prompt, and of the part of the prompt that was in the cache."""
+    """Return the number of answer tokens, prompt tokens, and prompt tokens found in the cache."""
     tokens = usage.get("completion_tokens", usage.get("output_tokens", 0))
     if "cache_read_input_tokens" in usage:
         cached = usage["cache_read_input_tokens"]
@@ -164,7 +165,7 @@ def counts_of(usage: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def compare(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
-    """Print the figures of each turn, with drafts and without."""
+    """Answer all requests with and without drafts, and print a table by turn."""
     log = Path(options.log)
     with (
         RunningServer(log, options.model, "--method", options.method, *options.serve) as drafting,
@@ -188,7 +189,7 @@ def compare(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) ->
 
 
 def table(found: dict[tuple[str, int], list[Reply]]) -> str:
-    """A row for each range of turns, and one for all."""
+    """Return a Markdown table with a row per range of turns and one for all."""
     rows = [
         "| turn | requests | prompt tokens | in the cache | first token, s | plain | tokens/s | plain | ratio |",
         "|" + "---|" * 9,
@@ -217,19 +218,19 @@ def table(found: dict[tuple[str, int], list[Reply]]) -> str:
 
 
 def rate(reply: Reply) -> float:
-    """Tokens per second after the first text."""
+    """Return tokens per second after the first text."""
     return (reply.tokens - 1) / max(reply.seconds - reply.first, 1e-9)
 
 
 class Soak:
-    """Sessions that ask one server at the same time."""
+    """Concurrent sessions against one server."""
 
     def __init__(self, server: RunningServer, options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
         self._server, self._options, self._traces = server, options, traces
         self._started, self._done = time.monotonic(), threading.Event()
         self.outcomes, self.replies = Counter[str](), list[Reply]()
         self.samples: list[tuple[float, ...]] = []
-        """Seconds, resident MiB, threads and descriptors of the server's process."""
+        """Seconds, resident MiB, threads and file descriptors of the server's process."""
 
     def run(self) -> None:
         watching = threading.Thread(target=self._watch)
@@ -240,13 +241,13 @@ class Soak:
         watching.join()
 
     def _session(self, number: int) -> None:
-        """One conversation after another, each by the next API."""
+        """Run one conversation after another, switching to the next API each time, until time is up."""
         for round_, place in enumerate(count(number, self._options.sessions)):
             if not self._converse(self._traces[place % len(self._traces)], APIS[(number + round_) % len(APIS)]):
                 return
 
     def _converse(self, requests: Sequence[Request], api: str) -> bool:
-        """Whether there was time for the whole conversation."""
+        """Run one conversation; return False if time was up before its end."""
         for messages in requests:
             if time.monotonic() - self._started > 60 * self._options.minutes:
                 return False
@@ -269,7 +270,7 @@ class Soak:
 
 
 def soak(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> None:
-    """Print what the sessions were answered, and how the server's process grew."""
+    """Run concurrent sessions, and print their outcomes and the growth of the server's process."""
     with RunningServer(Path(options.log), options.model, "--method", options.method, *options.serve) as server:
         sessions = Soak(server, options, traces)
         sessions.run()
@@ -292,7 +293,8 @@ def soak(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) -> No
 
 
 def growth(samples: Sequence[tuple[float, ...]]) -> str:
-    """The means of the first and the last minute after the start, and the slope between them."""
+    """Return the means of the first and the last minute after ``SETTLED_SECONDS``, the maximum, and the slope per
+    minute."""
     end = samples[-1][0]
     start = min(SETTLED_SECONDS, end / 2)
     kept = np.array([sample for sample in samples if sample[0] >= start])

@@ -1,9 +1,9 @@
-"""Several prompts at once on the embedded model: ``python -m tests.benchmarks.batches``.
+"""Measures batched decoding on the embedded model: ``python -m tests.benchmarks.batches``.
 
-For each size of batches, plain decoding and ``hd`` (or another ``--method``) answer the same held-out prompts in turn,
-in one process, on the CPU; the first prompts are answered once before, as a warm-up. A time is that of all answers
-together, prompts included, of the CPU with one thread; of several rounds the median counts. Answers must be those of
-plain decoding one at a time; others are counted.
+For each batch size, plain decoding and ``hd`` (or another ``--method``) answer the same held-out prompts in turn, in
+one process on the CPU, after a warm-up with the first prompts. The time is that of all answers including prefill: CPU
+time with one thread, else wall-clock time; the median over rounds counts. Answers that differ from plain decoding at
+batch size 1 are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = (1, 2, 4, 6, 8)
 
 
 def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
-    """The ids of all answers, the tokens per second in total, and the tokens per step of one answer."""
+    """Return the ids of all answers, tokens per second over all answers, and tokens per step."""
     answers = []
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()

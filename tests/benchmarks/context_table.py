@@ -1,7 +1,7 @@
-"""What the context tables of a long conversation take: ``python -m tests.benchmarks.context_table``.
+"""Measures memory and time of the context tables in a long conversation: ``python -m tests.benchmarks.context_table``.
 
-A conversation of 32,000 tokens, half of it said before (as conversations repeat themselves), arrives token
-by token; then a second one of the same size arrives as a prompt.
+A conversation of 32,000 tokens, half of which repeat earlier ones, arrives token by token; then a second one of the
+same size arrives as a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hdtool.runtime.stores.live_tables import ContextTable
 
 TOKENS, VOCABULARY, PIECE = 32_000, 32_000, 8
 COMMON = 4_000
-"""Words that make up most of a text: these tokens."""
+"""Number of frequent tokens that texts are drawn from."""
 
 
 def conversation(seed: int) -> list[int]:
@@ -52,7 +52,7 @@ def in_one(read: Callable[[list[int]], object], tokens: list[int]) -> str:
 def main() -> None:
     first, second = conversation(1), conversation(2)
     live, paper = ContextTable(), SequenceTable(PaperConfig().sequences)
-    live.read(second[:100])  # which compiles
+    live.read(second[:100])  # warm-up: compiles
     paper.add_text(second[:100])
     live.reset()
     paper.clear()

@@ -1,9 +1,8 @@
-"""What a corpus index costs against its size: ``python -m tests.benchmarks.corpus_scale --corpus FILE``.
+"""Measures what a corpus index costs, by size: ``python -m tests.benchmarks.corpus_scale --corpus FILE``.
 
-The larger corpora are synthetic with natural statistics: a walk over the real one that jumps, after
-every 20 tokens on average, to another place with the same last two tokens, drawn at random from all
-of them. So every three tokens in a row are natural, and longer stretches repeat as often as they do
-in text twenty times as large; a document ends where one of the real corpus ends.
+Larger corpora are synthetic with natural statistics: a walk over the real corpus that jumps, every 20 tokens on
+average, to a random other place with the same last two tokens. Thus all trigrams are natural, and longer sequences
+repeat as often as in text twenty times as large. A document ends where a document of the real corpus ends.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Tokens = npt.NDArray[Any]
 
 @njit(cache=True)
 def walk(tokens: Tokens, addresses: Tokens, end: int, out: Tokens, seed: int) -> None:
-    """Fill ``out`` with a walk over the corpus."""
+    """Fill ``out`` with a random walk over the corpus."""
     np.random.seed(seed)
     shards = shards_at(tokens, addresses)
     at = int(np.random.randint(len(tokens) - 1))
@@ -63,7 +62,7 @@ def walk(tokens: Tokens, addresses: Tokens, end: int, out: Tokens, seed: int) ->
 
 
 def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
-    """Documents of about ``size`` tokens in all, made piece by piece so that memory stays small."""
+    """Yield documents of about ``size`` tokens in total, generated in pieces to bound memory."""
     piece = 1 << 22
     for number, start in enumerate(range(0, size, piece)):
         out = np.empty(min(piece, size - start), index.tokens.dtype)
@@ -72,7 +71,7 @@ def synthetic(index: CorpusIndex, size: int) -> Iterator[Document]:
 
 
 def measure(real: str, size: int, place: str, mark: TokenizerFingerprint, shard_bytes: int, conn: Any) -> None:
-    """One size, in a process of its own, so that its peak of memory is its own."""
+    """Build and query an index of one size, in a separate process so that its memory peak can be measured."""
     index = CorpusIndex(Path(real))
     folder = Path(place) / f"{size}"
     started = time.perf_counter()

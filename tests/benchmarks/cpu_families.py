@@ -1,7 +1,7 @@
-"""Compiled passes of several families beside the layers of transformers: ``python -m tests.benchmarks.cpu_families``.
+"""Times compiled passes of several model families against transformers: ``python -m tests.benchmarks.cpu_families``.
 
-Random weights in bfloat16, in the shapes of small models with fewer layers. Both sides compute in float32 on one thread
-and take turns in one process; times are those of the process on its core.
+Models have random bfloat16 weights in the shapes of small models with fewer layers. Both sides compute in float32 on
+one thread and take turns in one process; times are CPU time.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
     },
 }  # fmt: skip
-"""By the names of classes; Gemma 3 is that of 270 million weights, Gemma 4 has layers as wide as those of E2B, or half
-as wide as those of 26B-A4B with a quarter of its experts."""
+"""Shapes by class name. Gemma 3 is the model of 270 million weights. Gemma 4 has layers as wide as those of E2B, or
+half as wide as those of 26B-A4B with a quarter of its experts."""
 OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5Moe")
 ROWS = (1, 8)
 PROMPT = [place * 7919 % 20000 for place in range(256)]

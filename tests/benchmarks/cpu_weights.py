@@ -1,12 +1,12 @@
-"""Weights in 16 bits against weights in float32 on a CPU, each in the library's code and in compiled code.
+"""Compares weights in 16 bits and in float32 on a CPU, in transformers' code and in compiled code.
 
     python -m tests.benchmarks.cpu_weights                      # random weights in the shape of a Llama of 1.2 billion
     python -m tests.benchmarks.cpu_weights --model FILE.gguf    # a model, rounded to bfloat16 first
 
-All sides have the same numbers: the checkpoint is saved in 16 bits, and loaded with --dtype auto and float32. Memory
-is measured in a process for each; passes and answers are timed in turn, in one process. Each answer is cold: its
-drafter has seen no earlier question. On a busy machine, --processor-time counts the time of this process on the
-processor only; with one thread and nothing else running, both clocks agree.
+All sides have equal weights: the checkpoint is saved in 16 bits and loaded with --dtype auto and float32. Memory is
+measured in a separate process for each; passes and answers are timed in turn, in one process. Each answer is cold: its
+drafter has seen no earlier question. On a busy machine, use --processor-time to measure CPU time; with one thread and
+nothing else running, both clocks agree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-"""That of Llama 3.2 1B."""
+"""Shape of Llama 3.2 1B."""
 DTYPES = {"float32": "float32", "16 bits": "auto"}
 CODE = {"library": False, "compiled": True}
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -66,7 +66,7 @@ CLOCK = time.perf_counter
 
 
 def checkpoint(model: str | None, dtype: torch.dtype, folder: Path) -> None:
-    """Save the model, or random weights, in 16 bits."""
+    """Save the model, or one with random weights, in 16 bits."""
     config = ModelConfig(model, device="cpu", dtype="float32")
     if model is None:
         torch.manual_seed(0)
@@ -79,14 +79,14 @@ def checkpoint(model: str | None, dtype: torch.dtype, folder: Path) -> None:
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process in memory, of its own and of mapped files."""
+    """Return this process's resident anonymous and file-mapped memory and its peak, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":") for line in lines if line.startswith(("RssAnon", "RssFile", "VmHWM")))
     return {name: int(size.split()[0]) * 1024 for name, size in found.items()}
 
 
 def memory_of(folder: str, dtype: str) -> None:
-    load(ModelConfig(device="cpu"))  # what the libraries take is not the model's
+    load(ModelConfig(device="cpu"))  # load libraries first, to exclude their memory
     before = resident()
     loaded = load(ModelConfig(folder, device="cpu", dtype=dtype))
     after, parameters = resident(), list(loaded.target.model.parameters())
@@ -106,7 +106,7 @@ def memory(folder: Path) -> None:
 
 
 class Side:
-    """A loaded model with one kind of passes."""
+    """Loaded model with one kind of passes, compiled or not."""
 
     def __init__(self, loaded: Loaded, compiled: bool) -> None:
         self._loaded, self._compiled = loaded, loaded.target.compiled if compiled else None
@@ -114,13 +114,13 @@ class Side:
 
     @property
     def loaded(self) -> Loaded:
-        """The model, which has this side's passes from now on."""
+        """Loaded model, switched to this side's passes."""
         self._loaded.target.compiled = self._compiled
         return self._loaded
 
     @property
     def sequence(self) -> OneSequence:
-        """A sequence on the model, which has this side's passes from now on."""
+        """Sequence on the model, which is switched to this side's passes."""
         assert self.loaded
         return self._sequence
 
@@ -158,7 +158,7 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
 
 
 def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
-    """The tokens, the seconds and the steps of an answer."""
+    """Return the tokens, the seconds and the number of steps of an answer."""
     target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
     drafter = drafter_with_budget(
         partial(MeasuredBudget, target.log, MeasuredCosts(target.log, curve)), config, StoreSet(), target

@@ -1,7 +1,7 @@
-"""What the demo's stores know of answers to questions that they have not seen.
+"""Measures what the demo's stores contain of answers to unseen questions.
 
-``python -m tests.benchmarks.demo_stores`` prints the table in docs/reference/demo-model.md: greedy answers to
-the 200 held-out prompts, against what each store holds and what its look-ups draft.
+``python -m tests.benchmarks.demo_stores`` prints the table in docs/reference/demo-model.md: for greedy answers to the
+200 held-out prompts, how much each store holds and how much its lookups draft.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def grams(ids: Sequence[int]) -> list[Gram]:
 
 
 def held(folder: Path) -> set[Gram]:
-    """All stretches of four tokens in the documents of a store."""
+    """Return all 4-grams in the documents of a store."""
     return {gram for ids in StoreContents.of(folder).texts() for gram in grams(ids.tolist())}
 
 
 def drafted(model: ModelStore, corpus: CorpusIndex, context: list[int]) -> tuple[set[int], set[int]]:
-    """Tokens that a look-up in each store would draft next."""
+    """Return the tokens that a lookup in each store drafts next."""
     tree = corpus.after(context)
     next_tokens = {token for entry in model.after(context) for token in entry.tokens.tolist()}
     return next_tokens, set(tree.tokens[tree.parents < 0].tolist())
 
 
 def answers() -> Iterator[tuple[str, list[int], list[int]]]:
-    """Kind, prompt and greedy answer of each held-out prompt."""
+    """Yield kind, prompt and greedy answer of each held-out prompt."""
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS), SamplingConfig())
     for prompt in read_prompts(demo.PROMPTS):
         (answer,) = answerer.answers(prompt)
@@ -54,7 +54,7 @@ def answers() -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def shares(found: list[tuple[bool, bool]]) -> str:
-    """How much the model store, the corpus index and either of them have."""
+    """Return the shares of the model store, of the corpus index, and of their union, as table cells."""
     one, other = np.array(found).T
     return f"{one.mean():.0%} | {other.mean():.0%} | {(one | other).mean():.0%}"
 

@@ -1,11 +1,11 @@
-"""Estimates the time of packed products on processors that are not at hand, with LLVM's machine code analyzer.
+"""Estimates the time of packed matmuls on other processors, with LLVM's machine code analyzer.
 
     python -m tests.benchmarks.estimated_cycles neoverse-n1 --mca llvm-mca-19
     python -m tests.benchmarks.estimated_cycles znver4 --features +avx2,+fma,+f16c --mca llvm-mca-19
 
 The code of a tile is compiled for the processor, and ``llvm-mca`` computes the cycles of its innermost loop from a
-model of the processor's units, for data in the first cache. Nothing is executed: an estimate for this machine, beside
-what ``packed_products`` measures here, shows how good it is.
+model of the processor's execution units, for data in the L1 cache. Nothing is executed. To judge the accuracy, compare
+an estimate for this machine with what ``packed_products`` measures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ X86_NAMES = ("znver", "skylake", "icelake", "haswell", "sapphirerapids", "alderl
 class Processor(NamedTuple):
     name: str
     features: str
-    """Extensions that code may use, as LLVM writes them; empty for all that the processor has."""
+    """Extensions that the code may use, in LLVM's notation; empty for all that the processor has."""
 
     @property
     def triple(self) -> str:
@@ -42,14 +42,14 @@ class Processor(NamedTuple):
 
 
 def _pretend(processor: Processor) -> None:
-    """Make the code generators write for a processor. They read its features when they are imported."""
+    """Make the code generators target a processor; call it before importing them, as they read its features then."""
     names = [name[1:] for name in processor.features.split(",") if name]
     found = FeatureMap(dict.fromkeys(names, True))
     binding.get_host_cpu_features = lambda: found
 
 
 def assembly_of(processor: Processor, tile: Any, kind: Any) -> str:
-    """The code of a tile for a processor; ``kind`` is the type of the matrix."""
+    """Return the assembly of a tile for a processor; ``kind`` is the type of the matrix."""
     module = ir.Module()
     module.triple = processor.triple
     index = ir.IntType(64)
@@ -66,7 +66,7 @@ def assembly_of(processor: Processor, tile: Any, kind: Any) -> str:
 
 
 def _innermost(assembly: str) -> str:
-    """The longest block that ends with a jump to its own beginning."""
+    """Return the longest block that ends with a jump to its own start."""
     blocks = re.split(r"^(\.?L?[\w.]+):", assembly, flags=re.MULTILINE)
     loops = []
     for label, block in zip(blocks[1::2], blocks[2::2], strict=True):
@@ -77,7 +77,7 @@ def _innermost(assembly: str) -> str:
 
 
 def _cycles(processor: Processor, loop: str, program: str) -> float:
-    """The cycles of an iteration."""
+    """Return the cycles per iteration."""
     command = [program, f"-mtriple={processor.triple}", f"-mcpu={processor.name}", f"-iterations={ITERATIONS}"]
     if processor.triple == ARM:
         command.append("-mattr=+dotprod")
@@ -94,9 +94,9 @@ class Case(NamedTuple):
     tile: Any
     kind: Any
     weights: int
-    """Those that an iteration of the tile multiplies by each of its input rows."""
+    """Number of weights that an iteration of the tile multiplies by each input row."""
     together: int
-    """Input rows of the tile."""
+    """Number of input rows of the tile."""
 
 
 def _cases(dot: str) -> Iterator[Case]:

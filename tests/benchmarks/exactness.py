@@ -1,8 +1,8 @@
-"""All methods against plain decoding, answer by answer: ``python -m tests.benchmarks.exactness``.
+"""Compares every method with plain decoding, answer by answer: ``python -m tests.benchmarks.exactness``.
 
-The embedded model answers its held-out prompts with its embedded stores, in every way of choosing tokens;
-plain decoding answers once, then each method, and where nothing is drawn plain decoding is held to
-``model.generate`` too. Ends with an error if one answer differs.
+The embedded model answers its held-out prompts with its embedded stores, under each sampling configuration: first by
+plain decoding, then by each method. Greedy plain decoding is also compared with ``model.generate``. Exits with an error
+if a method's answer differs from plain decoding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLINGS = {
         SamplingConfig(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=seed) for seed in range(3)
     ],
 }
-"""With the seeds that share out the prompts among them."""
+"""Sampling configurations by name; the prompts are distributed over the seeds of each."""
 
 Ids = list[int]
 
@@ -46,7 +46,11 @@ def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafte
 
 
 def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
-    """One for each method; each lives through all answers of one way of sampling, so that its history lacks them."""
+    """Return one drafter per method.
+
+    A drafter serves all answers of one sampling configuration only, so that its history never holds an answer to the
+    same prompt.
+    """
     store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig())
     return {name: drafter_for(DecodeConfig(name), loaded.target, store_set) for name in names}
 

@@ -1,16 +1,15 @@
-"""What a cost curve by woken experts could bring over one by rows: ``python -m tests.benchmarks.experts --recorded …``.
+"""Estimates what cost curves by activated experts could gain over curves by rows.
 
-    python -m tests.benchmarks.experts --recorded traces.jsonl MODEL     # simulated passes of mixtures
-    python -m tests.benchmarks.experts --families Qwen3Moe GptOss        # real passes of random mixtures
+    python -m tests.benchmarks.experts --recorded traces.jsonl MODEL     # simulated passes of MoE layers
+    python -m tests.benchmarks.experts --families Qwen3Moe GptOss        # real passes of random MoE models
 
-Recorded answers are replayed by ``hd`` with a virtual clock: a pass over n rows reads the weights that all rows share
-and those of the experts that they wake, fewer than independent rows would by the true overlap. Budgets start from
-passes over independent rows, as the measurement before an answer gives them, and correct them by the virtual passes;
-``known`` starts from the true overlap, which no curve by woken experts can surpass. Tokens per second are against plain
-decoding.
+Recorded answers are replayed by ``hd`` with a virtual clock: a pass over n rows reads the dense weights and the experts
+that its rows activate, fewer than for independent rows by the given overlap. Budgets start from passes over independent
+rows, as they are measured before an answer, and adapt to the virtual passes. ``known`` starts from the true overlap, an
+upper bound for curves by activated experts. Speeds are relative to plain decoding.
 
-Real passes take trees of equal siblings, which wake the experts of one row, and of random ones; the fit says how many
-milliseconds a row and a woken expert take.
+Real passes verify trees of equal siblings, which activate the experts of one row, and trees of random tokens. A linear
+fit gives the milliseconds per row and per activated expert.
 """
 
 from __future__ import annotations
@@ -45,18 +44,19 @@ from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
 PLAIN = 10.0
 """Milliseconds of a simulated pass over one row."""
 ROW, NOISE = 0.002, 0.05
-"""The share of that which a further row takes, and the deviation of the experts that a tree wakes."""
+"""Cost of each further row relative to ``PLAIN``, and relative standard deviation of the number of activated experts.
+"""
 MIXTURES = (8, 2), (32, 4), (128, 8)
 EXPERT_SHARES = 0.5, 0.8
-"""Shares of a plain pass that reading experts takes."""
+"""Shares of a plain pass spent on reading experts."""
 OVERLAPS = 0.0, 0.3, 0.6
 SHOWN = (1, False), (8, True), (8, False), (32, True), (32, False)
-"""Rows of the real passes that are printed, and whether their tokens are equal."""
+"""Rows of the real passes that are printed, and whether all their tokens are equal."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A mixture whose passes are simulated."""
+    """Simulated model with MoE layers."""
 
     experts: int
     top: int
@@ -75,7 +75,7 @@ class Simulated:
 
 
 class VirtualEngine(RecordingEngine):
-    """Answers what was recorded, in passes that take the time of a simulated mixture."""
+    """Engine that replays recorded answers and counts the time of simulated passes."""
 
     def __init__(self, mixture: Simulated) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class VirtualEngine(RecordingEngine):
 
 
 class VirtualBudget(MeasuredBudget):
-    """Counts the time of passes alone, which no clock measures here."""
+    """Budget that counts pass time only, because no clock measures the drafting here."""
 
     def set_draft_seconds(self, seconds: float) -> None:
         pass
@@ -101,7 +101,7 @@ class VirtualBudget(MeasuredBudget):
 
 
 def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequence[RecordedTurn]]) -> float:
-    """Tokens per second against plain decoding; each conversation has a drafter and a budget of its own."""
+    """Return the speedup over plain decoding, with a new drafter and budget per conversation."""
     config, tokens, taken = ReplayConfig(("hd",), None).decoding("hd"), 0, 0.0
     for turns in conversations:
         engine = VirtualEngine(mixture)
@@ -118,13 +118,13 @@ def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequ
                 made += len(step.tokens)
                 if made >= most:
                     break
-            tokens += made - 1  # the first one is the prompt's
+            tokens += made - 1  # the first token comes from the prefill
         taken += engine.milliseconds
     return tokens * PLAIN / taken
 
 
 def real_passes(name: str, threads: int, repeats: int = 6) -> str:
-    """Milliseconds of compiled passes of a random mixture, and how many come with a row and with a woken expert."""
+    """Time compiled passes of a random MoE model; return a table row with the fit per row and per activated expert."""
     torch.set_num_threads(threads)
     target, random = compiled(random_model(name)), np.random.default_rng(0)
     target.prefill(target.cache, 0, some_context(60, target.vocabulary), room=LARGEST_TREE + 1)

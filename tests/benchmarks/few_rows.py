@@ -1,11 +1,10 @@
-"""Matmuls of a few rows on the CPU, ours against torch's.
+"""Compares CPU matmuls of a few rows with torch's.
 
     python -m tests.benchmarks.few_rows products    # matmuls alone
-    python -m tests.benchmarks.few_rows passes      # whole passes that check trees, behind 200 tokens
+    python -m tests.benchmarks.few_rows passes      # whole passes that verify trees after 200 tokens
 
-Once for the demo model's matrices, which stay in the last cache together, and once for as many matrices of a larger
-model as make 500 MB, which come from memory. Passes are in the library's code, with the one kind of linear layers or
-the other.
+Uses the demo model's matrices, which together fit the last-level cache, and 500 MB of matrices of a larger model, which
+are read from memory. Passes run transformers' code with either kind of linear layers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CONTEXT = 200
 
 
 def milliseconds(weights: list[torch.Tensor], rows: int) -> dict[str, float]:
-    """The best times for one pass over all weights, of each product in turn."""
+    """Return the best time of one pass over all weights for each matmul; both take turns."""
     inputs = {weight.shape[1]: torch.randn(1, rows, weight.shape[1]) for weight in weights}
     best = dict.fromkeys(PRODUCTS, float("inf"))
     for _ in range(REPEATS):
@@ -82,7 +81,7 @@ def passes(threads: Sequence[int]) -> None:
 
 
 def pass_of(one: OneSequence, layers: Sequence[Linear], kind: type[Linear], rows: int) -> float:
-    """The best time for one pass, in milliseconds."""
+    """Return the best time of one pass in milliseconds."""
     tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
     for layer in layers:
         layer.__class__ = kind

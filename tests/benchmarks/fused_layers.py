@@ -1,11 +1,10 @@
-"""The time of a pass outside of matmuls, in the library's code and in compiled code.
+"""Times everything in a forward pass except matmuls, in transformers' code and in compiled code.
 
     python -m tests.benchmarks.fused_layers                      # random weights in the shape of a Llama of 1.2 billion
     python -m tests.benchmarks.fused_layers --model FILE.gguf
 
-Matmuls give zeros at once, so a pass is what remains: norms, rotary positions, attention, gated units, residuals and
-the calls. Both sides are timed in turn, by the time of this process on the processor, or by the clock on the wall with
-several threads.
+Matmuls are replaced by zeros, so a pass consists of norms, rotary embeddings, attention, gated units, residuals and
+call overhead. Both sides are timed in turn, by CPU time or, with several threads, by wall-clock time.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 def zeros(
     matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
 ) -> None:
-    """A matmul that reads nothing."""
+    """Stand in for a matmul: write zeros without reading any weights."""
     array_at(outputs, (rows, outs), types.float32)[:, first:end] = 0
 
 

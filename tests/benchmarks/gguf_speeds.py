@@ -1,14 +1,14 @@
-"""Reading and plain decoding of GGUF files beside llama.cpp's own ``llama-bench``.
+"""Compares prefill and plain decoding of GGUF files with llama.cpp's ``llama-bench``.
 
     python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --files MODEL-Q4_0.gguf MODEL-Q8_0.gguf
     python -m tests.benchmarks.gguf_speeds --llama-bench build/bin/llama-bench --shapes llama lfm2 --formats Q4_0 Q4_K
 
 With ``--openvino FOLDER``, OpenVINO GenAI takes part with a converted model of the first file.
 
-A shape is a file of random blocks, of the size of Llama 3.2 1B or LFM2 1.2B. hdtool computes with activations in
-float32 and in int8. All take turns: a prompt of each length, then tokens one by one, each from an empty cache. Tokens
-per second of CPU time, or of wall clock with several threads; medians over rounds. The CPU time of ``llama-bench`` is
-that of its process without the start.
+A shape is a file of random blocks in the size of Llama 3.2 1B or LFM2 1.2B. hdtool runs with activations in float32 and
+in int8. All contenders take turns: a prompt of each length, then single tokens, each from an empty cache. Prints median
+tokens per second of CPU time, or of wall-clock time with several threads. The CPU time of ``llama-bench`` excludes its
+start.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ SHAPES: dict[str, Callable[[], LlamaConfig | Lfm2Config]] = {
 }
 
 Run = Callable[[int], tuple[float, float]]
-"""Wall clock and CPU seconds of so many tokens."""
+"""Returns wall-clock and CPU seconds for the given number of tokens."""
 
 
 def runs_of(file: Path, program: Path, threads: int, converted: Path | None = None) -> dict[str, dict[str, Run]]:
-    """How each contender reads and decodes."""
+    """Return the prefill and decoding functions of each contender."""
     bench = LlamaBench(program, file, threads)
     contenders: dict[str, dict[str, Run]] = {"llama.cpp": {"read": bench.reading, "decode": bench.decoding}}
     for activations in ACTIVATIONS:
@@ -85,7 +85,7 @@ def runs_of(file: Path, program: Path, threads: int, converted: Path | None = No
 
 
 def decode_by(peer: OpenVinoContender, tokens: int) -> tuple[float, float]:
-    """What so many tokens take after the first one, by an answer that may end earlier."""
+    """Return the time of ``tokens`` tokens after the first one, extrapolated if the answer ends early."""
     first = timed(lambda: peer.answer([1]))
     found: list[int] = []
     whole = timed(lambda: found.extend(peer.with_limit(tokens + 1).answer([1]).output_ids))
@@ -121,7 +121,7 @@ def compare(name: str, file: Path, options: argparse.Namespace, converted: Path 
     parts = [("read", tokens) for tokens in options.read] + [("decode", options.decode)]
     speeds = defaultdict[tuple[str, str, int], list[float]](list)
     clock = 0 if options.threads > 1 else 1
-    for number in range(options.rounds + 1):  # the first one warms up
+    for number in range(options.rounds + 1):  # the first round is the warm-up
         for kind, tokens in parts:
             for contender, runs in contenders.items():
                 spent = runs[kind](tokens)[clock]

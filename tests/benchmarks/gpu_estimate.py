@@ -1,8 +1,8 @@
-"""Estimated milliseconds of a step of hdtool's own pass on GPUs: ``python -m tests.benchmarks.gpu_estimate``.
+"""Estimates milliseconds per step of hdtool's fused pass on GPUs: ``python -m tests.benchmarks.gpu_estimate``.
 
-The pass runs on tensors without memory, and each operation counts its kernels and the bytes that it reads and writes,
-so that a change of the pass shows where no GPU is. The constants of the H100 were fitted to docs/benchmarks/gpu.md;
-those of the RTX 4090 were not measured.
+The pass runs on meta tensors, and each operation counts its kernels and the bytes it reads and writes. This shows the
+effect of a change without a GPU. The constants of the H100 were fitted to docs/benchmarks/gpu.md; those of the RTX 4090
+are not measured.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, S
 
 META = torch.device("meta")
 PROCESSORS_FILLED = 16
-"""Splits of the keys that write partial results."""
+"""Number of key splits that write partial results."""
 
 
 class Gpu(NamedTuple):
-    """A GPU, and what it reaches."""
+    """Bandwidth and efficiency of a GPU."""
 
     bandwidth: float
-    """Bytes a second, by its data sheet."""
+    """Bytes per second, from the data sheet."""
     matmul: float
-    """The share of it that matmuls of few rows reach."""
+    """Share of the bandwidth that matmuls of few rows reach."""
     attention: float
-    """The share that attention reaches."""
+    """Share of the bandwidth that attention reaches."""
     kernel: float
-    """Seconds of a small kernel in a graph."""
+    """Seconds of a small kernel in a CUDA graph."""
     rest: float
-    """Seconds of what is outside of the layers."""
+    """Seconds per step outside the layers."""
 
 
 GPUS = {
@@ -56,7 +56,7 @@ GPUS = {
 
 @dataclass
 class Counted:
-    """What one pass does."""
+    """Operations that count the kernels and bytes of one pass instead of computing."""
 
     length: int
     reads_extent: bool = False
@@ -126,7 +126,7 @@ class Counted:
 
 
 def count(shape: str, slots: int, rows: int, length: int, layers: int | None = None) -> Counted:
-    """One pass of a shape in bfloat16, or of so many of its layers and its output layer."""
+    """Count one pass of a shape in bfloat16; ``layers`` reduces the number of layers."""
     config = LlamaConfig(**SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers}))
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def count(shape: str, slots: int, rows: int, length: int, layers: int | None = N
     counted = Counted(length)
     with (
         mock.patch.object(fused_pass, "linear", counted.linear),
-        mock.patch.object(torch, "from_dlpack", lambda part: part),  # it takes no tensors without memory
+        mock.patch.object(torch, "from_dlpack", lambda part: part),  # it rejects meta tensors
     ):
         step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
     heads = HeadShape(parts.layers[0].heads, parts.layers[0].width, torch.bfloat16, META)
@@ -147,13 +147,13 @@ def count(shape: str, slots: int, rows: int, length: int, layers: int | None = N
     with mock.patch.object(functional, "linear", counted.linear):
         step_pass.run(step, storage, 0)
     assert counted.weight_bytes == 2 * (matmuls - model.get_input_embeddings().weight.numel())
-    # The embedding, the rotary positions, the signs of the sines, and the arg-max.
+    # Embedding, rotary embeddings, signs of the sines, and argmax.
     counted.kernels += 20
     return counted
 
 
 class Drafting(NamedTuple):
-    """A method as it was measured: passes of a trained layer in a step, 0 without one, and tokens of a step."""
+    """Measured method: trained layer passes per step (0 without a trained layer) and tokens per step."""
 
     name: str
     passes: int
@@ -166,16 +166,16 @@ class Drafting(NamedTuple):
 
 
 def drafter_pass(shape: str, rows: int, length: int) -> Counted:
-    """A pass of an MTP layer: a layer of the model, its output layer, and what joins token and hidden state."""
+    """Count a pass of an MTP layer: one layer, the output layer, and the projection of token and hidden state."""
     counted = count(shape, 1, rows, length, layers=1)
     width = int(SHAPES[shape]["hidden_size"])
     counted.weight_bytes += 2 * 2 * width * width
-    counted.kernels += 8  # the norms, the projection, the choice of the best tokens and the copies
+    counted.kernels += 8  # norms, projection, top-k and copies
     return counted
 
 
 def print_drafting(shape: str, methods: Sequence[Drafting], length: int = 1000) -> None:
-    """Tokens per second of methods by their tokens of a step, with 32 rows of a tree."""
+    """Print the estimated tokens per second of methods, with trees of 32 rows."""
     print(f"\n{shape} in bfloat16 at {length:,} tokens: milliseconds of a step with its drafts, tokens per second")
     print("GPU        method       passes  tokens a step    step  tokens/s  speed-up")
     for name, gpu in GPUS.items():

@@ -1,7 +1,7 @@
-"""Captured passes of small models against their ``forward``: ``python -m tests.benchmarks.gpu_passes``.
+"""Compares captured passes of small models with their ``forward``: ``python -m tests.benchmarks.gpu_passes``.
 
-Random trees after contexts of 5 to 700 tokens, in one slot and in three, and a random path of each accepted. Prints the
-median and the largest root mean square distance of the logits at the end of a path, in standard deviations.
+Verifies random trees after contexts of 5 to 700 tokens, in one slot and in three, and accepts a random path of each.
+Prints the median and the maximum RMS distance of the logits at the end of a path, in standard deviations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Captured steps of a model's shape on a GPU: ``python -m tests.benchmarks.gpu_step llama-3-8b [--trace]``.
+"""Times captured decoding steps of a model's shape on a GPU: ``python -m tests.benchmarks.gpu_step llama-3-8b``.
 
-For hdtool's own pass, the library's layers with hdtool's attention, and the library's with masks, in turn: milliseconds
-of a step by context and draft tokens, alone and in a batch, and the share of the time that a copy of all bytes read
-would take. ``--trace`` adds the kernels of one step.
+Compares hdtool's fused pass, transformers' layers with hdtool's attention, and transformers' layers with masks. Prints
+milliseconds per step by context and draft tokens, alone and in a batch, and the share of the time that copying the
+bytes read would take. ``--trace`` adds the kernels of one step.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def name_of(step_pass: StepPass) -> str:
 
 
 def tree_of(nodes: int) -> DraftTree:
-    """A binary tree."""
+    """Return a binary tree with ``nodes`` nodes."""
     return DraftTree.of(1, [(3 * node + 2) % 100 for node in range(nodes)], [node // 2 - 1 for node in range(nodes)])
 
 
 def milliseconds(target: Target, cache: Cache, trees: Sequence[DraftTree], context: int) -> float:
-    """The median of some steps, after those that capture; paths that are accepted move in the cache."""
+    """Return the median milliseconds per step, without the steps that capture; accepted paths move in the KV cache."""
     for slot in range(len(trees)):
         target.prefill(cache, slot, some_context(context, target.vocabulary), room=300)
     found: list[float] = []
@@ -97,13 +97,13 @@ def step_once(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> None:
 
 
 def bytes_read(target: Target, context: int) -> int:
-    """Weights, and keys and values of the context."""
+    """Return the bytes of the weights and of the context's KV cache."""
     shapes = [shape for layer in target.shapes for shape in layer.kept]
     return weight_bytes_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
 
 
 def trace(target: Target, steps: StaticSteps, context: int) -> None:
-    """The kernels of one step over 32 rows."""
+    """Print the kernels of one step over 32 rows."""
     from torch.profiler import ProfilerActivity, profile
 
     trees = [tree_of(31)]

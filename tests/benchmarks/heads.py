@@ -1,14 +1,13 @@
-"""What trained heads bring on the embedded model and its held-out prompts.
+"""Measures what trained heads bring on the embedded model and its held-out prompts.
 
-    python -m tests.benchmarks.heads accuracy    # how often each head's best tokens come, and the plot
+    python -m tests.benchmarks.heads accuracy    # top-1 and top-5 accuracy of each head, with a plot
     python -m tests.benchmarks.heads steps       # tokens per step, by heads, number of nodes, tree and temperature
-    python -m tests.benchmarks.heads speed       # against plain decoding, answer by answer, and what the heads take
-    python -m tests.benchmarks.heads passes      # the time of one pass of theirs, and of the target
-    python -m tests.benchmarks.heads garbage     # heads of random weights: what they slow down
+    python -m tests.benchmarks.heads speed       # speedup over plain decoding, and the share of the heads in the time
+    python -m tests.benchmarks.heads passes      # the time of one pass of the heads, and of the target
+    python -m tests.benchmarks.heads garbage     # heads with random weights: how much they slow down decoding
 
-Heads that are shipped take part under the names of their methods, others by ``--heads NAME=FOLDER``. Speeds are ratios
-within a run: of each answer by all in turn, on one thread, by the time of the processor, which others on the machine
-disturb least; the median counts.
+The shipped heads take part under the names of their methods, others by ``--heads NAME=FOLDER``. Speeds are ratios
+within a run: contenders take turns at each answer on one thread, measured by CPU time, and the median counts.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from tests.support.one_sequence import OneSequence
 BUDGETS = (22, 35, 45, 64)
 TEMPERATURES = (0.0, 0.7)
 HARDER = 32
-"""Nodes where only heads are compared."""
+"""Number of draft tokens for the answers on which head accuracy is measured."""
 
 Folders = Mapping[str, Path]
 
 
 class Case(NamedTuple):
-    """A method with the heads that it drafts by."""
+    """Method with the heads it drafts from."""
 
     method: str
     folder: Path | None = None
@@ -64,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Sums:
-    """What the answers of one case took."""
+    """Totals over the answers of one case."""
 
     def __init__(self) -> None:
         self.tokens = self.steps = 0
@@ -86,13 +85,13 @@ class Sums:
         return self.tokens / self.steps
 
     def speed_of(self, plain: Sums) -> float:
-        """How many times as fast as ``plain``, by the median answer; all must say the same."""
+        """Return the median speedup per answer over ``plain``; all answers must be equal."""
         assert self.said == plain.said, "a token has changed"
         return statistics.median(slow / fast for slow, fast in zip(plain.seconds, self.seconds, strict=True))
 
 
 def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
-    """On what the model says to the prompts; the prompts themselves do not count."""
+    """Measure the accuracy of heads on the model's answers; prompt tokens do not count."""
     plain = bench.drafter("hd", draft_tokens=HARDER)
     lessons = []
     for prompt in bench.prompts:
@@ -160,7 +159,7 @@ def in_hierarchy(folders: Folders) -> dict[str, Case]:
 
 
 def speed(bench: Bench, folders: Folders, temperatures: Sequence[float]) -> None:
-    """With as many nodes as pay."""
+    """Measure speedups, with as many draft nodes as pay."""
     cases = {"plain": Case("ar")} | alone(folders) | {"hd": Case("hd")} | in_hierarchy(folders)
     print("| | T | times as fast as plain | tokens per step | heads asked | a pass of theirs, µs | of the time |")
     print("|---|---|---|---|---|---|---|")
@@ -174,7 +173,7 @@ def speed(bench: Bench, folders: Folders, temperatures: Sequence[float]) -> None
 def raced(
     bench: Bench, cases: Mapping[str, Case], sampling: SamplingConfig
 ) -> tuple[dict[str, Sums], dict[str, Drafter]]:
-    """All prompts, each by all cases in turn; the first two were answered before, for nothing."""
+    """Answer all prompts by all cases in turn, after a warm-up with the first two prompts."""
     drafters = {name: case.drafter(bench) for name, case in cases.items()}
     sums = {name: Sums() for name in cases}
     for drafter in drafters.values():
@@ -193,7 +192,7 @@ def share_of_heads(drafter: Drafter, sums: Sums) -> str:
     if session is None:
         return "| |"
     share = f"{session.seconds / sums.wall_clock:.1%}"
-    if not session.passes:  # those that draft token by token do not count them
+    if not session.passes:  # drafters that work token by token do not count passes
         return f"| | {share}"
     return f"{session.passes / sums.steps:.0%} | {1e6 * session.seconds / session.passes:.0f} | {share}"
 
@@ -203,7 +202,7 @@ def session_of(drafter: Drafter) -> Any:
 
 
 def garbage(bench: Bench, folders: Folders) -> None:
-    """Against the same method without heads."""
+    """Compare methods using random heads with the same methods without heads."""
     with tempfile.TemporaryDirectory() as folder:
         shape = load_heads(folders["amphista"], bench.loaded.target.model).heads.config
         random_for(bench.loaded.target, shape, size=0.05).save(Path(folder))
@@ -219,7 +218,7 @@ def garbage(bench: Bench, folders: Folders) -> None:
 
 
 def passes(bench: Bench, folders: Folders) -> None:
-    """Behind the first prompt, by the time of the processor."""
+    """Time passes after the first prompt, by CPU time."""
     target, prompt = bench.loaded.target, bench.prompts[0]
     one = OneSequence(target)
     every = {name: load_heads(folder, target.model) for name, folder in folders.items()}

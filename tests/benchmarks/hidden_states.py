@@ -1,12 +1,12 @@
-"""What the target's hidden states could add to the estimates: similarity of the state here and at earlier places.
+"""Estimates what the target's hidden states could add to draft probabilities.
 
     python -m tests.benchmarks.hidden_states recording.jsonl --model MODEL [--model-db FOLDER] [--corpus-db FOLDER]
 
-A recording of MODEL's own answers. Before the token after the last one is drafted, the state that chose the last token
-is known. At earlier places of the conversation with the same last token, it is compared with the state that chose it
-there. Candidates of `hd`, recency included, get gains by the class of the largest similarity of their places and by
-probability, fitted on every other conversation. The other conversations show what the gains are worth. Only the first
-token of a tree has these similarities, and nothing is drafted.
+The recording must hold MODEL's own answers. When the next token is drafted, the hidden state that chose the last token
+is known. It is compared with the states that chose the same token at earlier places of the conversation. Candidates of
+`hd`, recency included, get gains by the largest similarity among their places and by probability. The gains are fitted
+on every other conversation and evaluated on the rest. Only the first token of a tree has these similarities, and
+nothing is drafted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.one_sequence import OneSequence
 
 MOST_PLACES = 64
 SIMILARITIES = np.array([-0.2, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-"""Borders of the classes; class 0 is a candidate without a place."""
+"""Borders of the similarity classes; class 0 is a candidate without an earlier place."""
 CLASSES = (len(SIMILARITIES) + 2) * SHAPE[1]
 
 
@@ -47,7 +47,7 @@ def read_candidates(
 def _rows(
     model: OneSequence, turns: Sequence[RecordedTurn], stores: StoreSet
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Chances, similarity classes and which one was emitted, of the candidates at each position of a conversation."""
+    """Yield probabilities, similarity classes and emitted flags of the candidates at each position."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
     work = drafter.work[0]
     for turn in turns:
@@ -62,7 +62,7 @@ def _rows(
 
 
 def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:
-    """The hidden states of all tokens, of length 1 after their mean is subtracted."""
+    """Return the hidden states of all tokens, centered and normalized to unit length."""
     model.prefill(tokens)
     assert model.verified.hidden is not None
     states = model.verified.hidden.float().numpy()
@@ -71,7 +71,7 @@ def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:
 
 
 def _classes(candidates: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """The class of the largest similarity of the places where the last token was followed by each candidate."""
+    """Return the class of the largest similarity among places where each candidate followed the last token."""
     last = len(tokens) - 1
     places = np.flatnonzero(tokens[1:last] == tokens[last])[-MOST_PLACES:] + 1
     similarities = states[places - 1] @ states[last - 1]

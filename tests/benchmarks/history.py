@@ -1,11 +1,14 @@
-"""What a history store takes: ``python -m tests.benchmarks.history [--tokens 10000 1000000 10000000] [--plot FILE]``.
+"""Measures what a history store costs, by size: ``python -m tests.benchmarks.history``.
 
-Conversations of 300 tokens, half of which repeat earlier ones, are appended one by one. Times are those of the process,
-after a warm-up; the disk is asked to write once a second, as always. A look-up is that of the drafter at the root.
+    python -m tests.benchmarks.history [--tokens 10000 1000000 10000000] [--plot FILE]
 
-Drafts are then timed without a history and with each store, in turn at every token of the same new answers, half of
-which repeat the last conversations of all stores: a draft of at most 32 nodes from the conversation and the store, then
-the learning from the token that follows.
+Conversations of 300 tokens, half of which repeat earlier ones, are appended one by one. Times are wall-clock times of
+the process after a warm-up; the store syncs to disk once a second, as usual. A lookup is the drafter's lookup at the
+root.
+
+Then drafts are timed without a history and with each store, in turn at every token of the same new answers, half of
+which repeat the last conversations of all stores. A draft of at most 32 nodes comes from the conversation and the
+store, and then the drafter learns from the next token.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 MARK, MODEL = TokenizerFingerprint("benchmark", VOCABULARY), "0" * 16
 REPEATED = 1 << 16
-"""The latest tokens, which answers repeat."""
+"""Number of latest tokens that answers may repeat."""
 LOOKUPS, OPENINGS = 20_000, 5
 NODES, PROMPT, SHARED = 32, 40, 30
 
 
 class Speech:
-    """Answers that repeat pieces of earlier ones."""
+    """Generates answers that repeat pieces of earlier ones."""
 
     def __init__(self, seed: int, said: Tokens | None = None) -> None:
         self._rng = np.random.default_rng(seed)
@@ -61,7 +64,7 @@ class Speech:
 
 
 def fill(store: HistoryStore, speech: Speech, tokens: int) -> tuple[float, float]:
-    """Append so many tokens; the seconds of all appends, and the longest of one."""
+    """Append ``tokens`` tokens of answers; return the total seconds and those of the slowest append."""
     spent = []
     for _ in range(tokens // ANSWER):
         answer = speech.answer()
@@ -72,7 +75,7 @@ def fill(store: HistoryStore, speech: Speech, tokens: int) -> tuple[float, float
 
 
 def opening(folder: Path) -> float:
-    """The median milliseconds of an opening; the file of LMDB is opened once in a process."""
+    """Return the median milliseconds to open a store; LMDB opens its file once per process."""
     taken = []
     for _ in range(OPENINGS):
         started = time.perf_counter()
@@ -94,8 +97,9 @@ def lookups(store: HistoryStore, context: Callable[[int], np.ndarray[tuple[int],
 
 
 def drafts(stores: list[HistoryStore], new: list[list[int]]) -> list[Floats]:
-    """Of each token of new answers, without a history and with each of the stores: microseconds of the draft and of the
-    learning, and nodes of the draft.
+    """Time drafts at each token of new answers, without a history and with each store.
+
+    The arrays have the columns: microseconds of the draft, microseconds of learning, and draft nodes.
     """
     budget, none = FixedBudget(NODES), Verified(torch.empty(0))
     drafters = [Hierarchy(budget=budget)]

@@ -1,14 +1,14 @@
-"""What a step takes on the host: everything from the end of one forward pass to the start of the next.
+"""Measures the host time of a step: everything from the end of one forward pass to the start of the next.
 
     python -m tests.benchmarks.host --model SmolLM2.gguf     # the model, and the model with larger vocabularies
     python -m tests.benchmarks.host                          # the embedded model
 
-A real pass lies between the measurements, so caches are as cold as they are in an answer. A pass is what compiled code
-computes in one call: ids, positions and mask of a tree, the layers, the logits, and the walk by arg-max. Where a model
-has no such passes, it is the model's ``forward``. A larger vocabulary has rows that are never chosen: answers and trees
-stay the same, and only what reads logits may take longer. The first run of each case has no marks and gives the whole;
-the second one has them and gives the parts, without what a pass of the model takes. Steps that read a prompt are left
-out. Answers are decoded to text, as ``hdtool generate`` does.
+Real passes run between the measurements, so caches are as cold as in an answer. A compiled pass computes a tree's ids,
+positions and mask, the layers, the logits and the walk by argmax in one call. Models without compiled passes count
+``forward`` as the pass. Larger vocabularies add rows that are never chosen: answers and trees are unchanged, and only
+code that reads logits may take longer. The first run of each case is not instrumented and gives the total; the second
+one is, and gives the parts without the passes. Prefills are excluded. Answers are decoded to text, as in
+``hdtool generate``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32"
 MEASURED = {"hd, as many as pay": ("hd", None)}
 LARGER = (128_256, 262_144)
 SMALL = 0.05
-"""Standard deviation of the rows of tokens that are never chosen, relative to that of the others."""
+"""Standard deviation of the embeddings of added tokens relative to the others, so small that none is chosen."""
 LOOP = "loop"
 PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
 MARKED: Sequence[tuple[object, str, str]] = (
@@ -74,7 +74,7 @@ MARKED: Sequence[tuple[object, str, str]] = (
 
 @dataclass
 class Marks:
-    """The time between passes, by the innermost marked part; that of passes is not in it."""
+    """Records the host time between passes by the innermost marked function."""
 
     wholes: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Marks:
     _taken: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _last: float = 0.0
     _ended: float = 0.0
-    """When the last pass of a step ended; 0 after the pass of a prompt."""
+    """End of the last pass of a step; 0 after a prefill."""
 
     def turn(self, now: float) -> None:
         self._taken[self._open[-1]] += now - self._last
@@ -103,7 +103,7 @@ class Marks:
         return marked
 
     def around(self, compute: Callable[..., Any], is_step: Callable[..., bool]) -> Callable[..., Any]:
-        """A pass with its limits noted."""
+        """Wrap the function that computes a pass, to record its start and end."""
 
         def noted(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
@@ -125,7 +125,7 @@ class Marks:
 
 @dataclass
 class Case:
-    """A method on a model: its steps, and a hash of all tokens and trees."""
+    """Result of a method on a model, with a hash of all tokens and trees."""
 
     marks: Marks
     tokens: int
@@ -171,7 +171,7 @@ class Bench:
 
 
 def _is_compiled_step(*given: Any) -> bool:
-    """Whether a compiled pass is no piece of a prompt, of which only the last row has logits."""
+    """Return True unless the compiled pass is a piece of a prompt, which has logits for its last row only."""
     first, walks = given[-3:-1]
     return bool(walks or first == 0)
 
@@ -190,7 +190,7 @@ def _hashing(add: Callable[[Stats, Step], None], found: Any) -> Callable[[Stats,
 
 
 def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
-    """The model with more tokens, which are never chosen."""
+    """Return the model with additional tokens that are never chosen."""
     model: Any = loaded.target.model
     own = model.get_input_embeddings().weight
     before, spread = len(own), float(own.detach().std())

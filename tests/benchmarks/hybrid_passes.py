@@ -1,7 +1,8 @@
-"""Passes of hybrids of about a billion weights, compiled and by the library's modules: random weights in bfloat16.
+"""Times forward passes of hybrid models of about a billion weights, compiled and by transformers' modules.
 
-``python -m tests.benchmarks.hybrid_passes [--shapes lfm2] [--threads 1]``: a token, trees of 7 and 31 nodes after 200
-tokens, each with the commit of its root, and a prompt, in turn, medians. With one thread, times are CPU time.
+``python -m tests.benchmarks.hybrid_passes [--shapes lfm2] [--threads 1]``: random weights in bfloat16. Passes cover a
+single token and trees of 7 and 31 nodes after 200 tokens, each with the commit of its root, and a prompt. Both sides
+take turns, and medians are printed. With one thread, times are CPU time.
 """
 
 from __future__ import annotations

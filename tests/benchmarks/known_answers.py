@@ -1,13 +1,13 @@
-"""Methods that read logits or hidden states, on recorded answers of a real model: one pass of the model per answer.
+"""Replays methods that read logits or hidden states on recorded answers, with one model pass per answer.
 
     hdtool collect --model MODEL --prompts question.jsonl --out traces.jsonl --max-new-tokens 128
     python -m tests.benchmarks.known_answers retrieval --model MODEL --traces traces.jsonl
     python -m tests.benchmarks.known_answers heads --model MODEL --traces traces.jsonl --heads FOLDER --heads FOLDER
     python -m tests.benchmarks.known_answers accuracy --model MODEL --traces traces.jsonl --heads FOLDER
 
-A greedy answer decides which drafts are accepted, and a pass over the whole answer gives the logits and the hidden
-states of all accepted tokens. So the tokens per step are those of decoding with a fixed number of nodes. Rankings of
-rejected nodes are not computed, so recycled rankings cannot be measured in this way.
+A greedy answer tells which drafts are accepted, and one pass over the whole answer gives the logits and hidden states
+of all accepted tokens. So tokens per step equal those of decoding with a fixed number of nodes. Recycled rankings
+cannot be measured this way, because rejected nodes are not computed.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from hdtool.runtime.tree import ROOT, DraftTree
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 LENGTHS = (60, 120, 500)
-"""Prompts are grouped at these numbers of tokens."""
+"""Prompt lengths, in tokens, at which groups begin."""
 METHODS = ("pld", "logitspec", "hd", "hd+logitspec")
 
 
 class Read(NamedTuple):
-    """A recorded answer, and what the model computes when it reads prompt and answer."""
+    """Recorded answer with the model's logits and hidden states."""
 
     turn: RecordedTurn
     logits: torch.Tensor
-    """From the last token of the prompt on."""
+    """Logits from the last prompt token on."""
     hidden: torch.Tensor
 
 
 class Counts:
-    """Tokens, steps, and steps with drafts from a look-up, of a group of answers."""
+    """Tokens, steps, drafts, and drafts with a match, of a group of answers."""
 
     def __init__(self) -> None:
         self.tokens = self.steps = self.drafts = self.found = 0
 
     def add(self, tokens: int, found: Sequence[bool]) -> None:
         self.tokens += tokens
-        self.steps += 1 + len(found)  # the pass over the prompt is a step without drafts
+        self.steps += 1 + len(found)  # the prefill is a step without drafts
         self.drafts += len(found)
         self.found += sum(found)
 
@@ -79,7 +79,7 @@ def read(target: Target, turn: RecordedTurn) -> Read:
 
 
 def replayed(drafter: Drafter, known: Read) -> list[bool]:
-    """Whether each draft of an answer has a node from a look-up or a head; one entry per step after the first."""
+    """Return, for each step but the prefill, True if the draft has a node from a lookup or a head."""
     turn, found = known.turn, []
     length, done = len(turn.prompt), 1
     drafter.begin(turn.prompt)
@@ -97,14 +97,14 @@ def replayed(drafter: Drafter, known: Read) -> list[bool]:
 
 
 def spread(values: torch.Tensor, rows: torch.Tensor, nodes: int) -> torch.Tensor:
-    """The values of the accepted rows of a pass over a tree; other rows are not known."""
+    """Scatter the values of accepted rows into all rows of a tree; other rows are 0."""
     whole = values.new_zeros(1 + nodes, values.shape[-1])
     whole[rows] = values
     return whole
 
 
 def has_match(tree: DraftTree) -> bool:
-    """A bare candidate of the last logits was not found anywhere; all other nodes were."""
+    """Return True unless all nodes are bare candidates of the last logits, without a lookup match."""
     return bool(np.any((tree.sources != SourceName.LAST) | (tree.parents != ROOT)))
 
 
@@ -126,7 +126,7 @@ def table(title: str, groups: Sequence[str], numbers: dict[str, int]) -> None:
 
 
 def compare(turns: Sequence[Read], cases: dict[str, Drafter]) -> None:
-    """Tokens per step of each drafter by task and by length of the prompt."""
+    """Print tokens per step of each drafter by task and by prompt length."""
     lengths = [length_group(size) for size in (0, *LENGTHS)]
     groups = [*TASKS, *lengths, "all"]
     numbers = {group: sum(group in groups_of(known.turn) for known in turns) for group in groups}

@@ -1,10 +1,10 @@
-"""Known draws: tokens per step of sampled answers with and without what the seed says about them.
+"""Measures tokens per step of sampled answers when drafters know the seed, and when they do not.
 
     python -m tests.benchmarks.known_draws SmolLM2.gguf --questions question.jsonl [--temperatures 0.8 1.0]
 
-Questions are taken from the categories of the file in turn. Each is answered plainly and twice with drafts, by a fresh
-drafter each time (cold) and with a seed of its own; one of the drafters does not get it. All answers must be equal.
-With ``--demo-stores``, it drafts from the stores that the demo builds for SmolLM2.
+Questions alternate between the categories of the file, and each has a different seed. Each one is answered by plain
+decoding and by two cold drafters, of which only one knows the seed. All answers must be equal. ``--demo-stores`` drafts
+from the stores that the demo builds for SmolLM2.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SEEDS = 5000
 
 
 class Unseeded(WrappedDrafter):
-    """A drafter that does not get the seed."""
+    """Drafter that is not told the seed."""
 
     def set_seed(self, seed: int | None) -> None:
         pass
 
 
 def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompt of each category, then the second of each."""
+    """Return the first prompt of each category, then the second of each, and so on."""
     by_category = defaultdict(list)
     for prompt in prompts:
         by_category[prompt.category].append(prompt)
@@ -51,7 +51,7 @@ def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
 def tokens_and_steps(
     loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int
 ) -> tuple[list[int], int]:
-    """An answer, and the number of its steps after the pass over the prompt."""
+    """Return the answer and the number of its steps without the prefill."""
     sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=most)
     steps = list(decode(loaded.target, asked, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps) - 1

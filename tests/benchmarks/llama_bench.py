@@ -1,4 +1,4 @@
-"""llama.cpp's own ``llama-bench``, which shows what its binding for Python costs: passes of given lengths, no text."""
+"""Runs llama.cpp's ``llama-bench``, which times passes of given lengths without the overhead of a Python binding."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class LlamaBench:
     threads: int
 
     def seconds(self, prompt: int, answer: int) -> tuple[float, float]:
-        """Wall clock and CPU seconds of reading a prompt and generating an answer of so many tokens."""
+        """Return wall-clock and CPU seconds for a prompt and an answer of the given numbers of tokens."""
         row, cpu = self._run("-p", "0", "-n", "0", "-pg", f"{prompt},{answer}")
         return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
 
     def reading(self, tokens: int) -> tuple[float, float]:
-        """Wall clock and CPU seconds of reading a prompt."""
+        """Return wall-clock and CPU seconds for prefilling a prompt."""
         row, cpu = self._run("-p", str(tokens), "-n", "0")
         return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
 
     def decoding(self, tokens: int) -> tuple[float, float]:
-        """Wall clock and CPU seconds of decoding so many tokens, from an empty context."""
+        """Return wall-clock and CPU seconds for decoding ``tokens`` tokens from an empty context."""
         row, cpu = self._run("-p", "0", "-n", str(tokens))
         return row["avg_ns"] / 1e9, max(cpu - self._start, 1e-9)
 
@@ -43,8 +43,8 @@ class LlamaBench:
 
     @cached_property
     def _start(self) -> float:
-        """CPU seconds of a run that does next to nothing: it starts and loads the file."""
-        self._run(*SHORTEST)  # the file is in memory after it
+        """CPU seconds of an almost empty run, which starts the program and loads the file."""
+        self._run(*SHORTEST)  # loads the file into the page cache
         return min(self._run(*SHORTEST)[1] for _ in range(3))
 
     def _run(self, *lengths: str) -> tuple[dict[str, Any], float]:

@@ -1,11 +1,11 @@
-"""What drafting from logits brings on the embedded model and its held-out prompts.
+"""Measures what drafting from logits brings on the embedded model and its held-out prompts.
 
-    python -m tests.benchmarks.logitspec coverage    # of the token after next, and the plot
+    python -m tests.benchmarks.logitspec coverage    # coverage of the token after next, with a plot
     python -m tests.benchmarks.logitspec steps       # tokens per step, by kind and length of the prompt
-    python -m tests.benchmarks.logitspec time        # what a step takes besides the forward pass
+    python -m tests.benchmarks.logitspec time        # time per step besides the forward pass
     python -m tests.benchmarks.logitspec pays        # plain, fixed and measured budgets where little can be drafted
 
-Wants a machine that does nothing else for the last two.
+The last two need an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from hdtool.runtime.tree import DraftTree
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
 NEVER = 10**9
-"""The rank of what is not there."""
+"""Rank of a token without a ranking."""
 LENGTHS = (30, 60)
-"""Prompts are told apart below, between and above these numbers of tokens."""
+"""Prompts are grouped into those below, between and above these numbers of tokens."""
 
 Ids = list[int]
 Ranks = list[int]
@@ -78,7 +78,7 @@ class Bench:
 
 
 def coverage(bench: Bench, plot: Path) -> None:
-    """Of the token after next, by the logits that the next was chosen from and by those of its last acceptance."""
+    """Print how often the top-k of the last logits, and of logits copied from earlier, hold the token after next."""
     ranks: dict[str, Ranks] = defaultdict(list)
     drafter = bench.drafter("hd")
     everywhere: dict[int, np.ndarray] = {}
@@ -95,7 +95,7 @@ def coverage(bench: Bench, plot: Path) -> None:
 
 
 def ranks_of(bench: Bench, prompt: Ids, said: Ids, everywhere: dict[int, np.ndarray]) -> dict[str, Ranks]:
-    """Of each token of an answer but the first, among what the two kinds of logits rank; 0 is the best."""
+    """Return the rank of each answer token but the first in the last logits and in copied logits; 0 is the best."""
     ids = [*prompt, *said]
     with torch.inference_mode():
         rows = bench.loaded.target.model(torch.tensor([ids])).logits[0].float().numpy()
@@ -134,7 +134,7 @@ def draw(shares: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 class Counted:
-    """A drafter, and in how many of its drafts a look-up found something."""
+    """Wraps a drafter to count drafts, and those in which a lookup found something."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -150,7 +150,7 @@ class Counted:
     def draft(self, context: Sequence[int]) -> DraftTree:
         tree = self.drafter.draft(context)
         self.drafts += 1
-        # A bare candidate was not found anywhere; whatever stands behind the root or a candidate was.
+        # A bare candidate at the root comes from the logits alone; all other nodes come from a lookup.
         bare = isinstance(self.drafter, LogitSpec) and (tree.sources == SourceName.LAST) & (tree.parents == -1)
         self.found += bool(np.any(~np.broadcast_to(bare, len(tree))))
         return tree
@@ -160,7 +160,7 @@ class Counted:
 
 
 def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, object]]]:
-    """Names, methods and options of what is compared."""
+    """Yield name, method and options of each contender."""
     yield from (("pld", "pld", {}), ("logitspec", "logitspec", {}))
     for budget in budgets:
         yield f"hd, {budget} nodes", "hd", {"draft_tokens": budget}
@@ -202,7 +202,7 @@ def length_group(tokens: int) -> str:
 
 
 class Timed(Counted):
-    """A drafter, and what each of its steps took, from the logits of one pass to the tree of the next."""
+    """Wraps a drafter to record its time per step, from the logits of one pass to the tree of the next."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
@@ -221,7 +221,7 @@ class Timed(Counted):
 
 
 def times(bench: Bench, budgets: Sequence[int]) -> None:
-    """All of them in turn on each prompt, so that a slower minute is everybody's."""
+    """Print the drafting times of all contenders, which take turns at each prompt so that slow phases affect all."""
     names = [(name, method, options) for name, method, options in settings(budgets) if "alone" not in name]
     timed = {name: Timed(bench.drafter(method, **options)) for name, method, options in names}
     for prompt in bench.prompts:
@@ -238,7 +238,7 @@ def times(bench: Bench, budgets: Sequence[int]) -> None:
 
 
 def pays(bench: Bench, temperature: float, rounds: int) -> None:
-    """Whole answers; of each prompt the median of the rounds counts."""
+    """Compare the speed of whole answers; the median over rounds counts for each prompt."""
     made = {
         "plain": bench.drafter("ar"),
         "hd+logitspec, 64 nodes": bench.drafter("hd+logitspec", draft_tokens=LARGEST_BUDGET),

@@ -1,12 +1,12 @@
-"""Drafting after long contexts: tokens per second of `hd` beside plain decoding, by the length of the context.
+"""Measures drafting after long contexts: tokens per second of `hd` and of plain decoding, by context length.
 
     python -m tests.benchmarks.long_contexts --model smollm2 --contexts 1000 4000 8000
     python -m tests.benchmarks.long_contexts --shape config.json --device cuda --contexts 16000 64000
 
-The contexts are text of the documentation, from another place for each repetition, with a question at the end. The
-prompt is read once; then both answer in turn, with the same keys and values, and only the time after the first token
-counts: CPU time, or elapsed time on a GPU. ``--shape`` takes random weights: greedy answers repeat themselves, so most
-drafts are right; with ``--temperature 1`` hardly any is, which is the worst case.
+Each context is another passage of the documentation, followed by a question. The prompt is prefilled once; then both
+answer in turn with the same KV cache. Only the time after the first token counts: CPU time, or wall-clock time on a
+GPU. ``--shape`` uses random weights: greedy answers repeat themselves, so most drafts are accepted; with
+``--temperature 1`` hardly any is, which is the worst case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUESTION = "Write a letter to a friend about this text, in your own words."
 
 
 def prompts(loaded: Loaded, length: int, number: int) -> list[list[int]]:
-    """Questions about texts of so many tokens, as chats."""
+    """Return ``number`` chat prompts, each asking about a text of ``length`` tokens."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
     ids = encode_text(loaded.tokenizer, text, special=False)
     ids *= 1 + number * length // len(ids)
@@ -49,7 +49,7 @@ def prompts(loaded: Loaded, length: int, number: int) -> list[list[int]]:
 def answer(
     loaded: Loaded, prompt: list[int], drafter: Drafter | None, most: int, sampling: SamplingConfig
 ) -> tuple[list[int], float, int]:
-    """The tokens of an answer, the seconds after the first one, and the number of steps."""
+    """Return the tokens of an answer, the seconds after the first token, and the number of steps after it."""
     sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=most)
     steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, drafter=drafter)
     clock = time.process_time if loaded.target.device.type == "cpu" else time.perf_counter
@@ -72,7 +72,7 @@ def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
     sampling = SamplingConfig(temperature=options.temperature)
     ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
     for prompt in prompts(loaded, length, options.texts):
-        answer(loaded, prompt, None, 2, sampling)  # reads the prompt
+        answer(loaded, prompt, None, 2, sampling)  # prefills the prompt
         own, drafts = [], []
         for _ in range(options.rounds):
             expected, seconds, _ = answer(loaded, prompt, None, options.tokens, sampling)

@@ -1,8 +1,9 @@
-"""The compiled matmul beside that of torch: ``python -m tests.benchmarks.matmul [--threads N …]``.
+"""Compares the compiled matmul with torch's: ``python -m tests.benchmarks.matmul [--threads N …]``.
 
-The matrices of a decoder layer, for numbers of rows from one token to the largest piece of a prompt. The compiled
-matmul reads weights in float32, in 16 bits or in blocks; torch multiplies by the same numbers in float32. Each weight
-is read from main memory: several of a shape take turns. Both sides are measured in turn, each by its shortest time.
+Multiplies by the matrices of a decoder layer, with numbers of rows from one token to the largest prompt chunk. The
+compiled matmul reads weights in float32, in 16 bits or in blocks; torch multiplies by the same weights in float32.
+Several weights of a shape take turns, so that each is read from main memory. Both sides are measured in turn, and the
+fastest time counts.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ MODELS: dict[str, tuple[Shape, ...]] = {
     "Qwen2.5-1.5B": ((1536, 1536), (256, 1536), (8960, 1536), (1536, 8960)),
     "Qwen2.5-7B": ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)),
 }
-"""The shapes of queries and outputs of attention, of keys and values, and of the MLP."""
+"""Shapes of the query and output projections, of the key and value projections, and of the MLP."""
 ROWS = (1, 4, 8, 16, 32, 64, PROMPT_CHUNK)
 FORM_NAMES = ("float32", "bfloat16", "float16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values()))
 USUAL = ("float32", "bfloat16", "Q4_1", "Q8_0")
 IN_TURN = 1 << 26
-"""Numbers of the weights that take turns."""
+"""Total number of elements of the weights that take turns."""
 REPEATS = 3
 
 
 def weight_of(form: str, shape: Shape) -> Stored:
-    """A matrix of random numbers in some form."""
+    """Return a random matrix in the given format."""
     if form in NAMES:
         return some_matrix(NAMES[form], *shape)
     return (torch.randn(shape) * 0.05).to(getattr(torch, form))
@@ -53,7 +54,7 @@ def seconds_of(matmul: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def milliseconds(weights: Sequence[Stored], rows: int) -> tuple[float, float]:
-    """The shortest times of one matmul, by ours and by torch's."""
+    """Return the fastest time of one matmul by the compiled code and by torch."""
     threads, (outs, columns) = torch.get_num_threads(), weights[0].shape
     inputs, outputs = torch.randn(rows, columns), torch.empty(rows, outs)
     wide = [weight.float() for weight in weights]
@@ -61,7 +62,7 @@ def milliseconds(weights: Sequence[Stored], rows: int) -> tuple[float, float]:
     given = outs, columns, inputs.data_ptr(), rows, outputs.data_ptr(), 0
 
     def ours() -> None:
-        with shared_thread_pool(threads).open() as team:  # whose threads a pass wakes once
+        with shared_thread_pool(threads).open() as team:  # opened once per pass
             for weight in weights:
                 parallel_matmul(team, threads, compiled.address, weight.data_ptr(), *given)
 
@@ -90,7 +91,7 @@ def main() -> None:
             outs, columns = shape
             for form in options.forms:
                 if form in NAMES and columns % NAMES[form].numbers:
-                    continue  # no whole blocks
+                    continue  # columns are not a multiple of the block size
                 weights = [weight_of(form, shape) for _ in range(max(1, min(4, IN_TURN // (outs * columns))))]
                 for threads in options.threads:
                     torch.set_num_threads(threads)

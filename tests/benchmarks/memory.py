@@ -1,7 +1,7 @@
-"""Resident memory over many generations in a row: ``python -m tests.benchmarks.memory``.
+"""Measures resident memory over many answers in a row: ``python -m tests.benchmarks.memory``.
 
-The held-out prompts are answered one after another by ``hd``, then several at once, in one process. What is resident
-after the warm-up, in which every prompt is answered once, is compared with what is resident at the end.
+The held-out prompts are answered one after another by ``hd``, then several at once, in one process. After a warm-up
+that answers every prompt once, the resident memory is compared with that at the end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST = 32
 
 
 def resident() -> int:
-    """Bytes of this process in memory, as Linux tells it."""
+    """Return the resident memory of this process in bytes (Linux only)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def generate(answerer: Answerer, prompts: list[Prompt], every: int) -> Iterator[int]:
-    """What is resident after each ``every`` answers."""
+    """Yield the resident memory after every ``every`` answers."""
     for number, answer in enumerate(answerer.all_answers(prompts), start=1):
         for _ in answer:
             pass

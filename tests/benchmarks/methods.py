@@ -1,11 +1,11 @@
-"""All methods that can be replayed, by task, cold and warm, as the tables of docs/benchmarks/methods.md.
+"""Replays all methods by task, cold and warm, as in the tables of docs/benchmarks/methods.md.
 
     hdtool collect --model MODEL --prompts question.jsonl --out traces.jsonl --max-new-tokens 128 --rankings 61
     python -m tests.benchmarks.methods traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
 
-Cold is a fresh drafter for each conversation; warm is one drafter for all of them, in the order of the file, which
-keeps what it learned. Methods that read logits take part if the recording has rankings: those of accepted positions
-only, so their figures are lower bounds.
+Cold means a fresh drafter per conversation; warm means one drafter for all conversations in file order, which keeps
+what it learned. Methods that read logits take part if the recording has rankings. These cover accepted positions only,
+so the figures of such methods are lower bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.benchmarks.known_answers import MT_BENCH, task_of
 GENEROUS = SuffixConfig(nodes_per_token=8.0, extra_nodes=8.0, min_prob=0.0)
 
 Conversations = Sequence[Sequence[RecordedTurn]]
-"""For each conversation, its turns."""
+"""Turns of each conversation."""
 
 
 def cold(contender: ReplayMethod, conversations: Conversations, stores: StoreSet) -> ReplayResult:
@@ -44,7 +44,7 @@ def warm(contender: ReplayMethod, conversations: Conversations, stores: StoreSet
 
 @contextmanager
 def generous() -> Iterator[None]:
-    """SuffixDecoding with the settings that bring it the most tokens."""
+    """Let SuffixDecoding draft with the settings that give it the most tokens per step."""
     usual = DRAFTER_FACTORIES["suffix"]
     DRAFTER_FACTORIES["suffix"] = lambda config, stores, budget, target: SuffixDecoding(budget(), GENEROUS)
     try:
@@ -54,7 +54,7 @@ def generous() -> Iterator[None]:
 
 
 def groups_of(played: ReplayResult) -> dict[str, float]:
-    """Tokens per step of each task; of each category where all questions are of MT-bench."""
+    """Return tokens per step by task, or by category if all questions are from MT-bench."""
     categories = played.by_category()
     if set(categories) <= MT_BENCH:
         return {name: one.tokens_per_step for name, one in categories.items()}
@@ -66,7 +66,7 @@ def groups_of(played: ReplayResult) -> dict[str, float]:
 
 def row_of(label: str, played: ReplayResult, *, reads_logits: bool) -> str:
     groups = " | ".join(f"{value:.2f}" for value in groups_of(played).values())
-    # Rows of logits that a recording lacks are slow to rank.
+    # Omit learning times of these methods: ranking the rows that a recording lacks is slow.
     learning = "" if reads_logits else f"{played.observe_us(50):.0f}"
     times = f"{played.draft_us(50):.0f} / {played.draft_us(99):.0f} | {learning}"
     return f"| {label} | {groups} | **{played.tokens_per_step:.3f}** | {played.nodes_per_step:.1f} | {times} |"
@@ -82,7 +82,7 @@ def parser_of_recordings(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_recordings(options: argparse.Namespace, *, chat: bool | None = None) -> tuple[Conversations, StoreSet]:
-    """The recorded conversations, and the stores to draft from."""
+    """Return the recorded conversations and the stores to draft from."""
     loading = ModelConfig(model=options.model)
     reader = TurnReader.of_model(loading, chat)
     conversations = [reader.turns(trace) for trace in read_traces([options.traces]) if trace.answers]

@@ -1,7 +1,7 @@
-"""What the rows of a recurrent mixer cost at real sizes on a CPU: ``python -m tests.benchmarks.mixers``.
+"""Times the rows of a recurrent mixer at real sizes on a CPU: ``python -m tests.benchmarks.mixers``.
 
-One mixer of each kind with random weights, timed inside passes of a model that has little else: milliseconds for trees
-of 1, 8 and 32 rows, in closed form and by levels, beside a token by the library's own code; in turn, medians.
+One mixer of each kind with random weights is timed inside a model that has little else. Prints median milliseconds for
+trees of 1, 8 and 32 rows, in closed form and by levels, next to one token by transformers' code; all take turns.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ ROWS, CONTEXT = (1, 8, 32), 64
 
 
 class Clock:
-    """The seconds that calls of a module took."""
+    """Accumulates the seconds spent in calls of a module."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -168,7 +168,7 @@ def measured(kind: str, shape: dict[str, Any], rounds: int) -> Iterator[str]:
 
 
 def tree_of(nodes: int) -> DraftTree:
-    """A binary tree."""
+    """Return a binary tree with ``nodes`` nodes."""
     return DraftTree.of(
         1, [(3 * node + 2) % 100 for node in range(nodes)], [(node + 1) // 2 - 1 for node in range(nodes)]
     )

@@ -1,7 +1,7 @@
-"""Tokens per step and per second by the number of passes of MTP layers: ``python -m tests.benchmarks.mtp_depth``.
+"""Measures tokens per step and per second by the number of MTP passes: ``python -m tests.benchmarks.mtp_depth``.
 
-The hybrid demo model answers its held-out prompts; methods and numbers of passes take turns at each prompt, each with a
-drafter of its own, and all answers are compared with plain decoding.
+The hybrid demo model answers its held-out prompts. Methods and numbers of passes take turns at each prompt, each with a
+separate drafter, and all answers are compared with plain decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
 PASSES = (0, 1, 2, 3, 4, 6, 8)
-"""Passes after the first one of a step, which reads the accepted tokens."""
+"""MTP passes after the first one of a step, which reads the accepted tokens."""
 NODES = 24
 
 

@@ -1,8 +1,8 @@
-"""An MTP layer by transformers and by hdtool: ``python -m tests.benchmarks.mtp_library``.
+"""Compares MTP drafting by transformers and by hdtool: ``python -m tests.benchmarks.mtp_library``.
 
-The embedded demo model, which has attention alone, gets a layer for multi-token prediction: it is trained here on the
-texts of the demo's corpus index, with the model frozen. Then held-out prompts are answered by the library, which drafts
-one token, and by hdtool, in turn.
+The embedded demo model, which only has attention layers, gets a layer for multi-token prediction. The layer is trained
+here on the demo's corpus index with the model frozen. Then transformers, which drafts one token, and hdtool answer
+held-out prompts in turn.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tests.support.mtp import add_layers
 
 WINDOW, BATCH, RATE = 96, 16, 2e-3
 METHODS = (("ar", None), ("mtp", 1), ("mtp", None), ("hd", None), ("hd+mtp", None), ("hd+mtp", 24))
-"""Methods with their draft tokens; None chooses them by measurement."""
+"""Methods with their draft tokens; None chooses their number by measurement."""
 
 
 def checkpoint_with_layer(folder: Path, steps: int) -> None:
-    """Train a layer for so many steps, and write the demo model with it."""
+    """Train an MTP layer for ``steps`` steps, and save the demo model with it."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32).requires_grad_(False).eval()
     model.config.num_mtp_layers = 1
@@ -69,7 +69,7 @@ def checkpoint_with_layer(folder: Path, steps: int) -> None:
 
 
 def library_answers(folder: Path) -> dict[str, Callable[[list[int], int], tuple[list[int], int]]]:
-    """``generate`` without and with the layer: the tokens of an answer, and passes of the model."""
+    """Return functions that call ``generate`` without and with the layer; they return tokens and model passes."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     model._keys_to_ignore_on_load_unexpected = patterns_of(model)
     passes = [0]

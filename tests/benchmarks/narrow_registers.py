@@ -1,10 +1,10 @@
-"""Runs another benchmark with the instructions of a processor that has fewer.
+"""Runs another benchmark as if the processor supported fewer instructions.
 
     python -m tests.benchmarks.narrow_registers avx2 packed_weights activations --model FILE.gguf
     python -m tests.benchmarks.narrow_registers 128 packed_weights activations --model FILE.gguf
 
-128 stands for registers of so many bits, as ARM has them. Code for products and layers is generated for these; the
-libraries still use what the processor has.
+128 stands for 128-bit registers, as on ARM. Only hdtool's kernels are compiled for this instruction set; libraries
+still use all instructions of the processor.
 """
 
 from __future__ import annotations

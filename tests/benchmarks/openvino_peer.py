@@ -21,7 +21,7 @@ from hdtool.runtime.sequence import room_for
 
 PACKAGE = "openvino-genai"
 DRAFTED, LONGEST_NGRAM = 5, 3
-"""Tokens that its prompt lookup drafts after so many that match: the numbers in its documentation's example."""
+"""Draft tokens and longest n-gram of prompt lookup, as in the example of OpenVINO's documentation."""
 
 
 def is_installed() -> bool:
@@ -35,10 +35,10 @@ def version() -> str:
 
 
 class OpenVinoContender:
-    """Greedy answers to the same ids, with the same end tokens and length, by a converted model or a GGUF file.
+    """OpenVINO GenAI answering greedily with the same ids, stop tokens and length.
 
-    Precision, quantization of activations and of the KV cache are those that OpenVINO chooses for the CPU. Blocks of
-    the KV cache are never kept for a later prompt.
+    Runs a converted model or a GGUF file. OpenVINO chooses the precision and the quantization of activations and KV
+    cache for the CPU. Prefix caching is off.
     """
 
     def __init__(self, loaded: Loaded, place: Path, max_new_tokens: int, *, lookup: bool) -> None:
@@ -61,13 +61,13 @@ class OpenVinoContender:
             ) from error
 
     def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
-        """This contender with answers of another length; both share the loaded pipeline."""
+        """Return a contender with another answer length that shares the loaded pipeline."""
         other = copy.copy(self)
         other._most = max_new_tokens
         return other
 
     def fresh(self) -> OpenVinoContender:
-        return self  # no answer is drafted from another one
+        return self  # it keeps no state between answers
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         import openvino
@@ -85,7 +85,7 @@ class OpenVinoContender:
         found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))
         passes = PassCounter(len(prompt))
         known = len(prompt)
-        # The tokens that each pass brought; how many it drafted is not reported.
+        # The metrics have the tokens per pass, but not the number of draft tokens.
         for tokens in found.perf_metrics.raw_metrics.m_batch_sizes[:-1]:
             known += tokens
             passes.note(known, 0)

@@ -1,9 +1,9 @@
-"""Products with weights in the blocks of GGUF files, against float32 and bfloat16.
+"""Times matmuls with weights in the blocks of GGUF files against float32 and bfloat16.
 
     python -m tests.benchmarks.packed_blocks
 
-Milliseconds for 75 million weights of layers of one shape, in turn, the fastest of some repetitions. Times are those of
-the one thread on the processor. Results of packed and of expanded weights are compared bit for bit.
+Prints the fastest CPU milliseconds on one thread for 75 million weights in layers of one shape; formats take turns.
+Results with packed and with unpacked weights are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
-"""Of SmolLM2-135M and of a Llama of 1.2 billion weights. Formats with blocks of 256 need as many columns."""
+"""Shapes of SmolLM2-135M and of a Llama of 1.2 billion weights. Blocks of 256 need a multiple of 256 columns."""
 NUMBERS = 75_000_000
-"""Weights of all layers of a shape together: more than the last cache holds."""
+"""Total number of weights per shape, more than the last-level cache holds."""
 REPEATS = 7
 Side = tuple[Any, int, list[torch.Tensor]]
-"""The format, the bytes of a number or block, and the matrices."""
+"""Format, bytes per element or block, and the matrices."""
 
 
 def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def is_same(input: torch.Tensor, sides: dict[str, Side]) -> bool:
 
 
 def fastest(input: torch.Tensor, sides: dict[str, Side], repeats: int) -> dict[str, float]:
-    """Milliseconds of the products with all matrices of each side, in turn."""
+    """Return the milliseconds of the matmuls with all matrices of each side; sides take turns."""
     best = dict.fromkeys(sides, float("inf"))
     for _ in range(repeats):
         for name, (kind, size, matrices) in sides.items():

@@ -1,12 +1,12 @@
-"""One product of packed weights: ours, torch's and ggml's, by the number of rows.
+"""Compares one matmul with packed weights by hdtool, torch and ggml, by the number of rows.
 
     python -m tests.benchmarks.packed_products                # the larger matrices of SmolLM2 and of Llama 3.2 1B
     python -m tests.benchmarks.packed_products --rows 1 8
 
-Each side multiplies the same rows by several random matrices in turn, so that no matrix is in the cache when it is
-read. All sides of a repetition follow each other, in one process with one thread. A deviation is the largest one from
-the same numbers multiplied in float64, relative to the root mean square of the result. ggml is that of
-``llama-cpp-python``, if it is installed: a graph with one ``ggml_mul_mat``.
+Each side multiplies the same rows by several random matrices in turn, so that no matrix is cached when it is read. All
+sides take turns in one process with one thread. The deviation is the maximum error against the same weights multiplied
+in float64, relative to the RMS of the result. ggml comes from ``llama-cpp-python``, if it is installed, and computes a
+graph with one ``ggml_mul_mat``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tests.support.packed_blocks import NAMES, int8_linear
 SHAPES = ((1536, 576), (8192, 2048))
 MATRICES = 4
 GROUP = 64
-"""Columns of a scale, for weights of torchao."""
+"""Columns per scale, for weights of torchao."""
 ROWS = (1, 2, 4, 8, 16, 32)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Side(NamedTuple):
-    """Products with several matrices, and the first matrix as it is multiplied."""
+    """Matmuls with several matrices, and the dequantized first matrix for computing the deviation."""
 
     products: Sequence[Product]
     matrix: torch.Tensor
@@ -87,7 +87,7 @@ def int8_sides(weights: list[torch.Tensor]) -> dict[str, Side]:
 
 
 def int4_sides(weights: list[torch.Tensor]) -> dict[str, Side]:
-    """Levels from 0 to 15, of which each group of columns has a scale and a number that is added."""
+    """Return sides whose weights are levels from 0 to 15, with a scale and an offset per group of columns."""
     outs, columns = weights[0].shape
     found: dict[str, Side] = {}
     levels, scales = [], []
@@ -115,7 +115,7 @@ def int4_sides(weights: list[torch.Tensor]) -> dict[str, Side]:
 def rounded(
     x: torch.Tensor, product: Callable[..., torch.Tensor], dtype: torch.dtype, weight: tuple[Any, ...]
 ) -> torch.Tensor:
-    """A product of torch with rows that are rounded to its dtype first."""
+    """Return torch's matmul of rows that are first rounded to ``dtype``."""
     return product(x.to(dtype), *weight).float()
 
 
@@ -124,7 +124,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Library:
-    """The functions of ggml that a graph with one product needs."""
+    """Functions of ggml that a graph with one matmul needs."""
 
     def __init__(self, folder: Path) -> None:
         base, cpu = (ctypes.CDLL(str(folder / f"libggml-{part}.so")) for part in ("base", "cpu"))
@@ -156,11 +156,11 @@ def _ggml() -> _Library | None:
 
 GGML = _ggml()
 WORK = 32 << 20
-"""Bytes of a context of ggml beyond its tensors: each computation takes some."""
+"""Bytes of a ggml context besides its tensors; each computation uses some."""
 
 
 class Ggml:
-    """The product of ggml with one matrix; a graph for each number of rows."""
+    """Matmul by ggml with one matrix; builds a graph for each number of rows."""
 
     def __init__(self, blocks: npt.NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> None:
         self._blocks, self._kind, self._shape = blocks, kind, shape

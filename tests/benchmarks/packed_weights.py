@@ -1,14 +1,14 @@
-"""Whole models with the blocks of GGUF files: passes, answers, loading and memory.
+"""Measures models that compute with the blocks of GGUF files: passes, answers, loading and memory.
 
     python -m tests.benchmarks.packed_weights passes --model FILE.gguf     # quantized again to each format
     python -m tests.benchmarks.packed_weights passes --formats Q4_K,Q6_K   # random blocks, the shape of Llama 3.2 1B
-    python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # beside llama-cpp-python if it is installed
-    python -m tests.benchmarks.packed_weights activations --model FILE.gguf --threads 1,2    # in 8 bits too
+    python -m tests.benchmarks.packed_weights answers --model FILE.gguf    # with llama-cpp-python if it is installed
+    python -m tests.benchmarks.packed_weights activations --model FILE.gguf --threads 1,2    # also in 8 bits
     python -m tests.benchmarks.packed_weights activations --formats Q4_0,Q8_0,BF16    # random, the shape of a 1B Llama
     python -m tests.benchmarks.packed_weights loading --model FILE.gguf    # or --formats Q4_K: a random file
 
-Passes and answers of all sides are measured in turn, in one process with one thread. Times are those of the process on
-the processor; on a machine that does nothing else, both clocks agree.
+Passes and answers of all sides are measured in turn, in one process with one thread. Times are CPU time, which equals
+wall-clock time on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from tests.support.random_gguf import write_random_gguf
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPTS = (64, 256, 1024)
-"""Tokens."""
+"""Prompt lengths in tokens."""
 CHILD = "--loads"
 
 
 @dataclass
 class Side:
-    """The weights of a model in one format."""
+    """Weights of a model in one format."""
 
     weights: list[tuple[list[Place], torch.Tensor]]
     _compiled: CompiledModel | None = None
@@ -77,7 +77,7 @@ class Side:
             replace_parameter(places, weight)
 
     def use(self, target: Target) -> None:
-        """Compute with these weights from now on, in compiled code."""
+        """Switch the target to these weights, in compiled code."""
         self.place()
         self._compiled = target.compiled = self._compiled or compile_cpu(target, proved=True)
         assert self._compiled
@@ -121,7 +121,7 @@ def target_and_sides(model: str | None, formats: list[str]) -> tuple[Target, dic
 
 
 def _target(model: Any, sides: dict[str, Side]) -> Target:
-    """A target of a model that has no memory yet, but for its matrices."""
+    """Return the target of a model on the meta device, with norm weights of 1 and the matrices of the first side."""
     for places, weight in weight_places(model):
         if weight.dim() == 1:
             replace_parameter(places, torch.ones(weight.shape))
@@ -154,7 +154,7 @@ def passes(target: Target, sides: dict[str, Side], repeats: int) -> None:
 
 
 class LlamaCppPasses:
-    """Passes of llama.cpp, with the logits of all rows."""
+    """Forward passes of llama.cpp that compute the logits of all rows."""
 
     def __init__(self, file: str) -> None:
         from llama_cpp import Llama
@@ -162,7 +162,7 @@ class LlamaCppPasses:
         self._llama: Any = Llama(file, n_ctx=2048, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
 
     def compute(self, rows: int, context: int) -> None:
-        """A pass over ``rows`` tokens after ``context`` ones."""
+        """Run a pass over ``rows`` tokens after ``context`` tokens."""
         if context and self._llama.n_tokens < context:
             self._llama.eval(some_context(context, 4000))
         self._llama.n_tokens = context
@@ -170,9 +170,11 @@ class LlamaCppPasses:
 
 
 def activations(file: str, repeats: int, threads: list[int], context: int) -> None:
-    """Passes and prompts with activations in float32 and in 8 bits, by the clock on the wall."""
+    """Time passes and prompts with activations in float32 and in 8 bits, by wall-clock time."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
-    names = ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]  # weights in 16 bits have no panels
+    names = (
+        ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]
+    )  # int8 activations need packed weights, not 16-bit ones
     sequences = {name: OneSequence(load(ModelConfig(file, device="cpu", activations=name)).target) for name in names}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}
@@ -249,8 +251,8 @@ def _add(totals: dict[tuple[str, str], list[float]], side: tuple[str, str], *num
 
 
 def loads(file: str, activations: str) -> None:
-    """Load a model in a process of its own; print what that takes."""
-    load(ModelConfig(device="cpu"))  # what the libraries take is not the model's
+    """Load a model in this process, and print the time and memory that it takes."""
+    load(ModelConfig(device="cpu"))  # load libraries first, to exclude their memory
     before = resident()
     started, clock = time.perf_counter(), time.process_time()
     loaded = load(ModelConfig(file, device="cpu", activations=activations))

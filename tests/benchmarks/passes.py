@@ -1,7 +1,7 @@
-"""Times of passes of one model: ``python -m tests.benchmarks.passes --model smollm2 [--activations int8]``.
+"""Times forward passes of one model: ``python -m tests.benchmarks.passes --model smollm2 [--activations int8]``.
 
-One token, trees and batches after 200 tokens, and prompts. To compare two versions, run it in both checkouts in turn.
-With one thread, times are CPU time, which other processes disturb less.
+Covers one token, trees and batches after 200 tokens, and prompts. To compare two versions, run it in both checkouts in
+turn. With one thread, times are CPU time, which other processes disturb little.
 """
 
 from __future__ import annotations

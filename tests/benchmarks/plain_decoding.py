@@ -1,7 +1,7 @@
-"""Plain decoding against ``model.generate`` on the embedded model: ``make bench``.
+"""Compares plain decoding with ``model.generate`` on the embedded model: ``make bench``.
 
-Both answer the same prompts in turn, in one process, on the same device; each has a model of its
-own, loaded as its users load it. One round is warm-up; what counts is the median over rounds.
+Both answer the same prompts in turn, in one process, on the same device. Each uses a separately loaded model, loaded as
+its users would load it. The first round is the warm-up; medians over the other rounds are printed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ours(loaded: Loaded, stats: Stats) -> Answer:
 
 
 def theirs(model: Any) -> Answer:
-    # Both go on past the end of the answer, so that every run is equally long.
+    # Both continue past the end of the answer, so that all runs have equal length.
     model.generation_config.eos_token_id = None
 
     return lambda prompt, most: generated(model, prompt, most)
@@ -55,7 +55,7 @@ def multiply_as_the_library(model: torch.nn.Module) -> None:
 
 
 def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, torchs_products: bool) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     torch.set_num_threads(threads)
     stats = Stats()
     loaded = load(ModelConfig(device="cpu"))

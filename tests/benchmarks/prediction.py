@@ -1,8 +1,8 @@
-"""Predicted outputs on the demo model: useless, misleading, half right and exact ones, each against none.
+"""Measures predicted outputs on the demo model: useless, misleading, half right and exact ones against none.
 
     python -m tests.benchmarks.prediction [--prompts 24] [--rounds 5] [--draft-tokens 32]
 
-All kinds answer each prompt in turn, each with a drafter of its own and the demo's stores. Times of a step and of an
+All kinds answer each prompt in turn, each with a separate drafter and the demo's stores. Times of a step and of an
 answer are medians of the ratios to the same answer without a prediction.
 """
 
@@ -30,20 +30,20 @@ from hdtool.runtime.stores.store_set import StoreSet
 NONE, FOREIGN, SHUFFLED, HALF, EXACT = "none", "useless", "misleading", "half right", "exact"
 KINDS = (NONE, FOREIGN, SHUFFLED, HALF, EXACT)
 RUN = 8
-"""Tokens in a row that are right, or wrong, where half of them are."""
+"""Length of alternating right and wrong runs in a half right prediction, in tokens."""
 PIECE = 3
-"""Tokens in a row that are right in a prediction that misleads: two match, and one of those after them is right."""
+"""Length of right runs in a misleading prediction, in tokens: after two that match, only one more is right."""
 
 Ids = list[int]
 
 
 def predictions(answers: Sequence[Ids], number: int) -> dict[str, Ids]:
-    """What is predicted for the answer to a prompt, by kind."""
+    """Return the predictions for the answer to a prompt, by kind."""
     true, other = answers[number], answers[(number + 1) % len(answers)]
     filled = (other * (len(true) // len(other) + 1))[: len(true)]
     half = [(filled if at // RUN % 2 else true)[at] for at in range(len(true))]
     pieces = [true[at : at + PIECE] for at in range(0, len(true), PIECE)]
-    # Its pieces in another order match the context often, and mislead.
+    # Reordered pieces often match the context but continue wrongly.
     return {
         NONE: [],
         FOREIGN: other,
@@ -81,7 +81,7 @@ def main() -> None:
     answers = [answer(loaded, prompt, NoDraft(), options.tokens, [])[1] for prompt in prompts]
     found: dict[str, list[Stats]] = {kind: [] for kind in KINDS}
     for round_ in range(options.rounds):
-        # New ones in each round: a drafter that has answered a prompt before knows the answer.
+        # New drafters in each round, because they remember earlier answers.
         drafters = {kind: drafter_for(config, loaded.target, stores) for kind in KINDS}
         for number, prompt in enumerate(prompts):
             turn = (number + round_) % len(KINDS)

@@ -1,9 +1,9 @@
-"""Prompt lookup counted without the replay and without our drafter: a known answer for any recorded traces.
+"""Computes tokens per step of prompt lookup without hdtool's drafter and replay, as an independent check.
 
     python -m tests.benchmarks.prompt_lookup --traces FILE --model MODEL
 
-Spells out what the published method does: of the last three tokens, else two, else one, the first place where
-they stood before; what follows there, ten tokens at most, is held against what was said.
+Implements the published method: find the first earlier occurrence of the last three tokens, else of the last two, else
+of the last one. Up to ten tokens that follow it are compared with the recorded answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def drafted(context: Sequence[int]) -> Sequence[int]:
 
 
 def accept_lengths(prompt: list[int], answer: list[int], drafts_first: bool = False) -> list[int]:
-    """The tokens of each step; the first is the prompt's own pass, which Spec-Bench's loop gives a draft too."""
+    """Return the number of tokens per step; the first step is the prefill.
+
+    ``drafts_first`` drafts for the prefill too, as Spec-Bench's loop does.
+    """
     lengths: list[int] = []
     done = 0
     while done < len(answer):

@@ -1,14 +1,14 @@
-"""What quantized weights and activations in 8 bits cost in quality, beside the model as it is.
+"""Measures what quantized weights and 8-bit activations cost in quality.
 
     python -m tests.benchmarks.quality --model smollm2 --answers 24
 
-Reads answers to questions and computes, for each of their tokens, the probabilities that the model has in each form:
+Reads answers to questions and computes the probabilities of their tokens with each form of the model:
 
-- perplexity: of the answers' tokens. The shipped answers are the model's own greedy ones, so it is low.
-- divergence: the mean Kullback-Leibler divergence, in bits, of a form from the model as it is, in float32.
-- same token: how often both have the same most probable token.
+- perplexity of the answers. It is low, because the shipped answers are the model's own greedy ones.
+- divergence: mean Kullback-Leibler divergence, in bits, from the unquantized model in float32.
+- same token: how often both have the same argmax.
 
-``--weights`` are values of ``--quantization``, and ``none`` for the model as it is.
+``--weights`` takes values of ``--quantization``, and ``none`` for the unquantized model.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hdtool.runtime.tree import DraftTree
 
 NONE = "none"
 PIECE = 48
-"""Tokens of an answer that one pass reads."""
+"""Answer tokens per pass."""
 LONGEST = 300
-"""Tokens of an answer that are read."""
+"""Maximum number of answer tokens that are read."""
 
 
 class Answer(NamedTuple):
@@ -65,7 +65,7 @@ def answers_of(loaded: Loaded, file: Path, count: int) -> Iterator[Answer]:
 
 @torch.inference_mode()
 def logits_of(target: Target, answer: Answer) -> torch.Tensor:
-    """The logits of each token of an answer, by the passes that verify drafts."""
+    """Return the logits of each answer token, computed by the passes that verify drafts."""
     cache = target.allocate()
     found = [target.prefill(cache, 0, answer.prompt, 0, room=len(answer.tokens) + 2).logits.clone()]
     read = answer.tokens[:-1]

@@ -1,10 +1,9 @@
-"""Fits the gains of recency that `runtime/drafters/hierarchy/candidates.py` begins with.
+"""Fits the initial recency gains in `runtime/drafters/hierarchy/candidates.py`.
 
     python -m tests.benchmarks.recency traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
 
-At each position of recorded answers, the candidates are computed without recency. The gains are those with which the
-emitted tokens are the most probable. Two tables are fitted, each on every other conversation, and compared on the
-conversations that they were not fitted on.
+At each position of recorded answers, candidates are computed without recency. The fitted gains maximize the likelihood
+of the emitted tokens. Two tables are fitted, each on every other conversation, and evaluated on the rest.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
 
 PENALTY = 3e-4
-"""Of squared logarithms of gains, so that rare classes stay near 1."""
+"""Weight of the squared log gains in the loss, which keeps rare classes near a gain of 1."""
 RANKS = (1, 2, 4, 8, 16)
 SHAPE = len(RECENCY), len(RECENCY[0])
 
 
 class Candidates(NamedTuple):
-    """The candidates of many positions, one after another."""
+    """Candidates of many positions, concatenated."""
 
     chances: torch.Tensor
     kinds: torch.Tensor
-    """Their classes: distance and probability."""
+    """Class of each candidate by distance and probability."""
     positions: torch.Tensor
     emitted: torch.Tensor
-    """Whether the position has this token."""
+    """True for the candidate that was emitted at its position."""
 
     def weighed(self, logarithms: torch.Tensor) -> torch.Tensor:
-        """The probabilities with these gains; those of a position keep their sum."""
+        """Return the probabilities with these gains, renormalized to the original sum of each position."""
         gained = self.chances * logarithms.exp()[self.kinds]
         return gained * (self._sums(self.chances) / self._sums(gained))[self.positions]
 
@@ -49,11 +48,11 @@ class Candidates(NamedTuple):
         return whole.index_add(0, self.positions, values)
 
     def loss(self, logarithms: torch.Tensor) -> torch.Tensor:
-        """The mean surprise at emitted tokens that are candidates, in nats."""
+        """Return the mean negative log-likelihood of emitted candidates, in nats."""
         return -self.weighed(logarithms)[self.emitted].log().mean()
 
     def hits(self, logarithms: torch.Tensor) -> list[float]:
-        """The share of positions whose token is among the first few, by ``RANKS``."""
+        """Return the share of positions whose token ranks among the top k, for each k in ``RANKS``."""
         chances, positions = self.weighed(logarithms).numpy(), self.positions.numpy()
         order = np.lexsort((-chances, positions))
         ranks = np.arange(len(order)) - np.searchsorted(positions, positions)
@@ -70,7 +69,7 @@ def read_candidates(conversations: Sequence[Sequence[RecordedTurn]], stores: Sto
 
 
 def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Chances, distance classes and which one was emitted, of the candidates at each position of a conversation."""
+    """Yield probabilities, distance classes and emitted flags of the candidates at each position of a conversation."""
     drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(1))
     drafter.learned["recency"][:] = 1
     at = drafter.address
@@ -86,7 +85,7 @@ def _rows(turns: Sequence[RecordedTurn], stores: StoreSet) -> Iterator[tuple[np.
 
 
 def fit(candidates: Candidates, classes: int = SHAPE[0] * SHAPE[1]) -> torch.Tensor:
-    """The logarithms of the gains."""
+    """Return the fitted log gains by class."""
     logarithms = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([logarithms], max_iter=100)
 

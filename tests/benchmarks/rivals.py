@@ -1,17 +1,17 @@
-"""hdtool beside the other engines for CPUs, all in one run: plain decoding and drafting of each.
+"""Compares hdtool with other CPU engines in one run: plain decoding and drafting of each.
 
     python -m tests.benchmarks.rivals --model smollm2 --questions question.jsonl --num-prompts-per-task 3 \\
         --llama-cpp-file Q4_0.gguf --llama-cpp-file Q8_0.gguf --llama-bench build/bin/llama-bench --openvino FOLDER
 
 The engines are hdtool with activations in float32 and in int8, ``generate`` of transformers, llama.cpp through
 ``llama-cpp-python`` on the model's own GGUF file and on those of ``--llama-cpp-file``, its ``llama-bench`` on the same
-files, and OpenVINO GenAI on each ``--openvino``: a folder of ``optimum-cli export openvino``, or a GGUF file. What is
-not installed is named and left out.
+files, and OpenVINO GenAI on each ``--openvino``: a folder of ``optimum-cli export openvino``, or a GGUF file. Engines
+that are not installed are listed and left out.
 
-All contenders answer each question in turn, in one process (``llama-bench`` in its own), greedily and with fresh
-drafters. Speeds are tokens per second of CPU time, which other processes disturb little, and of wall clock: the median
-over rounds of each question, and the mean over questions. ``llama-bench`` gets the lengths of the model's plain
-answers; its CPU time is that of its process without the start.
+All contenders answer each question in turn, greedily and with fresh drafters, in one process (``llama-bench`` in a
+separate one). Speeds are tokens per second of CPU time, which is robust against other processes, and of wall-clock
+time: medians over rounds for each question, averaged over questions. ``llama-bench`` gets the lengths of the model's
+plain answers; its CPU time excludes its start.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ PLAIN, LOOKUP = "plain", "prompt lookup"
 
 @dataclass(frozen=True)
 class Clocked:
-    """A contender whose CPU time counts, too."""
+    """Wraps a contender to record CPU time."""
 
     contender: Contender
     calls: list[tuple[int, int, float]] = field(default_factory=list)
-    """Tokens of the prompt and of the answer, and CPU seconds, of each answer since they were taken."""
+    """Prompt tokens, answer tokens and CPU seconds of each answer since the last ``taken``."""
 
     def fresh(self) -> Clocked:
         return replace(self, contender=self.contender.fresh())
@@ -84,7 +84,7 @@ class Clocked:
 
 @dataclass
 class Row:
-    """One method of one engine, and its speeds: those of each question, of each round."""
+    """Speeds of one method of one engine, by question and round."""
 
     engine: str
     method: str
@@ -111,13 +111,13 @@ class Row:
 
 
 def speed(rounds: dict[str, list[float]], questions: Sequence[str]) -> float:
-    """The mean over questions of the median over rounds."""
+    """Return the mean over questions of the median over rounds."""
     return fmean(median(rounds[question]) for question in questions)
 
 
 @dataclass
 class Field:
-    """Everyone who takes part, and a line for everyone who does not."""
+    """Contenders of a run, with notes and a line for each engine that is missing."""
 
     loaded: Loaded
     contenders: dict[str, Clocked] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Field:
 
 
 def entered(options: argparse.Namespace) -> Field:
-    """Find what is installed, and load it."""
+    """Load all engines that are installed."""
     model = ModelConfig(options.model, device="cpu", threads=options.threads)
     own = gguf_file(model)
     files = [*([own] if own else []), *options.llama_cpp_file]
@@ -221,7 +221,7 @@ def _add_openvino(field_: Field, options: argparse.Namespace) -> None:
 
 
 def measure(field_: Field, questions: Sequence[Prompt], options: argparse.Namespace) -> None:
-    """Fill the rows, after the longest question has warmed up every contender, with the KV cache that it needs."""
+    """Fill the rows, after warming up every contender with the longest question."""
     bench = Bench(field_.loaded, field_.contenders, options.max_new_tokens)
     bench.check(questions)
     bench.warm_up([max(questions, key=lambda question: sum(len(one["content"]) for one in question.messages))])
@@ -242,7 +242,7 @@ def measure(field_: Field, questions: Sequence[Prompt], options: argparse.Namesp
 
 
 def table(rows: Sequence[Row], questions: Sequence[Prompt]) -> Iterator[str]:
-    """The rows in Markdown, by task."""
+    """Yield the rows as a Markdown table, by task."""
     tasks: dict[str, list[str]] = {}
     for question, task in zip(questions, tasks_of([one.category for one in questions]), strict=True):
         tasks.setdefault(task or "all", []).append(question.id)

@@ -1,9 +1,9 @@
-"""What earlier answers to a prompt bring: ``python -m tests.benchmarks.rollouts``.
+"""Measures what earlier answers to the same prompt bring: ``python -m tests.benchmarks.rollouts``.
 
-SmolLM2 answers the six questions of the demo, four times each in every epoch, with other seeds each time. The samples
-are drawn once, without drafts, since drafts change none; then each way to draft replays them as a batch and counts its
-passes. Between the epochs, the history also takes in SmolLM2's answers to other questions, as those of a data set would
-come between. The last lines lower the temperature from epoch to epoch, as a policy becomes more certain in training.
+SmolLM2 answers the six questions of the demo four times per epoch, with new seeds each time. The samples are drawn once
+without drafts, because drafts never change them; then each way of drafting replays them as a batch and counts its
+passes. Between epochs, the history also learns SmolLM2's answers to other questions, as if they came from a data set.
+The last lines lower the temperature from epoch to epoch, like a policy that becomes more certain during training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = {
     "rollouts": (False, True),
     "history and rollouts": (True, True),
 }
-"""What is drafted from beside the context: the history of all answers, and those to the prompt in hand."""
+"""What is drafted from besides the context: the history of all answers, and earlier answers to the same prompt."""
 NO_LOGITS = Verified(torch.empty(0, 1))
 
 
@@ -55,7 +55,7 @@ def conversations(file: Path) -> list[list[dict[str, str]]]:
 
 
 def drawn(model: Any, tokenizer: Any, temperature: float, epoch: int) -> list[Sample]:
-    """The samples of one epoch, by plain decoding."""
+    """Return the samples of one epoch, drawn by plain decoding."""
     texts = [templated(tokenizer, messages) for messages in conversations(demo.QUESTIONS)]
     inputs, seed = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False), 1000 * epoch + 7
     options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -71,7 +71,7 @@ def drawn(model: Any, tokenizer: Any, temperature: float, epoch: int) -> list[Sa
 
 
 def answered(tokenizer: Any) -> list[Sample]:
-    """The answers to other questions."""
+    """Return the recorded answers to other questions as samples."""
     samples = []
     for question, answer in conversations(demo.ANSWERS):
         prompt = tokenizer(templated(tokenizer, [question]), add_special_tokens=False)["input_ids"]
@@ -84,7 +84,7 @@ def templated(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 
 class Answering:
-    """One row of a batch: a recorded answer, and the drafter that drafts it."""
+    """Row of a batch: a recorded answer and the drafter that drafts it."""
 
     def __init__(self, drafter: Hierarchy, sample: Sample, prediction: Sequence[int]) -> None:
         self.drafter, self.context, self.left = drafter, list(sample.prompt), list(sample.answer)
@@ -92,7 +92,7 @@ class Answering:
         drafter.begin(sample.prompt)
         if prediction:
             drafter.predict(prediction)
-        self._advance([], 1)  # the pass over the prompt
+        self._advance([], 1)  # the prefill
 
     def step(self) -> None:
         tree, path = self.drafter.draft(self.context), list[int]()
@@ -111,7 +111,7 @@ class Answering:
 
 
 def tokens_per_step(epochs: Epochs, others: list[Sample], *, history: bool, rollouts: bool) -> Iterator[float]:
-    """Tokens of each row per pass, in every epoch."""
+    """Yield the mean tokens per step of a row, for every epoch."""
     shared, kept = History() if history else None, Rollouts(KEPT if rollouts else 0)
     drafters = [Hierarchy(budget=FixedBudget(NODES), history=shared) for _ in epochs[0]]
     for samples in epochs:

@@ -1,8 +1,9 @@
-"""The time of a draw beside the model's pass: the processors one by one, and the truncation in one step.
+"""Compares sampling with one logits processor at a time and with a fused truncation step.
 
     python -m tests.benchmarks.sampling MODEL [--activations int8] [--tokens 96]
 
-Both ways answer the same prompts in turn by plain decoding, and their answers are compared.
+Both ways answer the same prompts in turn by plain decoding, and their answers are compared. The sampling time is what a
+step takes besides the model's pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROMPTS = (
 
 
 class OneByOne(Sampler):
-    """Calls each processor, as ``generate`` does."""
+    """Sampler that calls each logits processor separately, as ``generate`` does."""
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         probabilities = self.scores(logits[row]).softmax(dim=-1).numpy()
@@ -51,7 +52,7 @@ WAYS = (OneByOne, Sampler)
 def steps_of(
     way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, most: int
 ) -> list[Step]:
-    """All steps of an answer but the pass over the prompt."""
+    """Return all steps of an answer except the prefill."""
     found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=most, prefix_caching=False)
     return list(found)[1:]
 
@@ -68,7 +69,7 @@ def main() -> None:
     print("| settings | processors, ms beside a pass | one step | pass, ms | tokens per second, ratio | identical |")
     print("|---|---|---|---|---|---|")
     for name, config in SETTINGS.items():
-        for way in WAYS:  # compiles
+        for way in WAYS:  # warm-up: compiles
             steps_of(way, loaded, asked[0], config, 4)
         beside: dict[type[Sampler], list[float]] = {way: [] for way in WAYS}
         passes, ratios, identical = [], [], 0

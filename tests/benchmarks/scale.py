@@ -1,9 +1,9 @@
-"""What a corpus far larger than this machine would cost: ``python -m tests.benchmarks.scale --corpus FILE``.
+"""Estimates the cost of corpora far larger than this machine: ``python -m tests.benchmarks.scale --corpus FILE``.
 
-Three things are measured on a real corpus: what reading, tokenizing and sorting take, what a look-up takes by the
-number of shards that it must search, and how many pages of the disk it touches that nobody has read yet. From these,
-look-ups over many machines are simulated, and the cost of corpora up to a trillion tokens follows by the formulas
-that are printed with it. Seconds are processor seconds, so that a busy machine spoils them less.
+Measures three things on a real corpus: the time to read, tokenize and sort it, the time of a lookup by the number of
+shards, and the number of disk pages that a lookup touches when nothing is in memory. From these, lookups over many
+machines are simulated, and the cost of corpora of up to a trillion tokens is extrapolated. Times are CPU seconds, which
+other processes disturb little.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from hdtool.runtime.stores.corpus_index import LONGEST_CONTEXT, CorpusIndex
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7
-"""A look-up in 199 million tokens against one in 10 million: docs/benchmarks/stores.md."""
+"""Ratio of lookup times in 199 million and in 10 million tokens, from docs/benchmarks/stores.md."""
 SIZES = (10**9, 10**10, 10**11, 10**12)
 NAMES = ("1 billion", "10 billion", "100 billion", "1 trillion")
 Floats = npt.NDArray[np.float64]
 
 
 class Slopes(NamedTuple):
-    """What was measured."""
+    """Measured costs."""
 
     read: float
-    """Microseconds of a core for each token: reading and tokenizing."""
+    """CPU microseconds per token for reading and tokenizing."""
     sort: float
-    """The same for sorting, in shards of the size that was measured."""
+    """CPU microseconds per token for sorting, in shards of the measured size."""
     bytes_a_token: float
     first_shard: float
-    """Microseconds of a look-up, median."""
+    """Median microseconds of a lookup."""
     each_shard: float
     pages: float
-    """Of 4 KiB, that a look-up in one shard reads when it finds nothing in memory."""
+    """Number of 4 KiB pages that a lookup in one shard reads when nothing is in memory."""
 
 
 def contexts(index: CorpusIndex, count: int, seed: int) -> list[npt.NDArray[np.int64]]:
-    """Stretches of the corpus with one token exchanged, as in ``inspect --latency``."""
+    """Return random token sequences of the corpus with one token replaced, as in ``inspect --latency``."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -81,9 +81,9 @@ def look_up_times(folder: Path) -> Floats:
 
 
 def cold_pages(folder: Path, places: list[list[int]]) -> float:
-    """Pages read from disk by a look-up, the mean over those that find nothing of the files in memory."""
+    """Return the mean number of pages that a lookup reads from disk when no page of the files is in memory."""
     index = CorpusIndex(folder)
-    index.after([1, 2, 3])  # what is compiled is loaded
+    index.after([1, 2, 3])  # loads the compiled code
     paths = [folder / file.name for file in index.manifest.files.values()]
     read = []
     for context in places:
@@ -96,7 +96,7 @@ def cold_pages(folder: Path, places: list[list[int]]) -> float:
             base: Any = array
             while not isinstance(base, mmap.mmap):
                 base = base.base if isinstance(base, np.ndarray) else base.obj
-            base.madvise(mmap.MADV_RANDOM)  # one page at a time, not its neighbours
+            base.madvise(mmap.MADV_RANDOM)  # disables read-ahead
         before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         index.after(context)
         read.append(resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before)
@@ -104,7 +104,7 @@ def cold_pages(folder: Path, places: list[list[int]]) -> float:
 
 
 def cold_in_a_process(folder: Path) -> float:
-    """Pages that another process has mapped would stay in memory."""
+    """Run ``cold_pages`` in a new process, because pages mapped by this one would stay in memory."""
     return float(subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.scale", "--cold", str(folder)],
         check=True, capture_output=True, text=True,
@@ -129,7 +129,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     print(f"{tokens:,} tokens, read and tokenized in {read:.1f} s of a core, {1e6 * read / tokens:.2f} µs a token\n")
     print("| shards | sorting, s of a core | bytes a token | look-up p50, µs | p99, µs | pages a cold look-up |")
     print("|---|---|---|---|---|---|")
-    # Compiled before anything is timed.
+    # Warm-up: compiles the kernels.
     build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=LocalBuildEngine(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
     for wanted in shards:
@@ -158,7 +158,10 @@ def sorted_in(
 
 
 def simulate(times: dict[int, Floats], network: float) -> None:
-    """A look-up over several machines ends with the slowest of them; each is drawn from what was measured."""
+    """Print simulated lookups over several machines.
+
+    A lookup ends with the slowest machine, whose time is drawn from the measured ones.
+    """
     rng = np.random.default_rng(0)
     print(f"\nSimulated: 64 shards on so many machines that are asked at once, {network:.0f} µs there and back\n")
     print("| machines | shards of each | p50, µs | p99, µs |\n|---|---|---|---|")

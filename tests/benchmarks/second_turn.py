@@ -1,4 +1,4 @@
-"""Time to the first token of a second turn, with and without the KV cache of the first.
+"""Measures the time to first token of a second turn, with and without the KV cache of the first.
 
 python -m tests.benchmarks.second_turn --model MODEL --tokens 4000 --threads 1
 """
@@ -23,14 +23,14 @@ MOST = 24
 
 
 def first_prompt(loaded: Loaded, tokens: int) -> str:
-    """Text of the documentation with a question, cut to so many tokens."""
+    """Return text from the documentation, cut to ``tokens`` tokens, followed by a question."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
     ids = loaded.tokenizer(text)["input_ids"][:tokens]
     return str(loaded.tokenizer.decode(ids)) + QUESTION
 
 
 def answered(loaded: Loaded, ids: list[int], *, cached: bool) -> tuple[str, float, int]:
-    """The answer, the seconds to its first token, and the tokens that were in the KV cache."""
+    """Return the answer, the seconds to its first token, and the number of cached prompt tokens."""
     sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=MOST)
     started = time.perf_counter()
     steps = decode(loaded.target, ids, sampler, max_new_tokens=MOST, stops=stops, prefix_caching=cached)
@@ -58,7 +58,7 @@ def main() -> None:
     texts, kept = set(), 0
     for number in range(options.rounds):
         for cached in (True, False) if number % 2 else (False, True):
-            answered(loaded, asked, cached=True)  # the cache holds the first turn, and no more
+            answered(loaded, asked, cached=True)  # leaves only the first turn in the cache
             found, taken, reused = answered(loaded, following, cached=cached)
             kept = max(kept, reused)
             seconds[cached].append(taken)

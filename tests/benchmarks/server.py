@@ -1,15 +1,14 @@
-"""``hdtool serve`` under load, its next turns, and its speed beside other servers, each in one run.
+"""Tests ``hdtool serve`` under load, measures its next turns, and compares its speed with other servers.
 
     python -m tests.benchmarks.server streams --model MODEL [--minutes 10] [--streams 50]
     python -m tests.benchmarks.server turns --model MODEL
     python -m tests.benchmarks.server refusals --model MODEL
     python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON]
 
-``streams`` asks by so many streams at once, of which a third is cut off; it compares complete answers with plain
-decoding, and the memory of the server after two minutes with that at the end. ``turns`` measures the time to the
-first token of a conversation of 4,000 tokens and of its next turn. ``refusals`` measures how long malformed requests
-take beside a stream. ``peers`` asks the same questions of ``transformers serve`` and of llama-cpp-python's server,
-which a Python with that package starts.
+``streams`` opens many concurrent streams and cuts off a third of them. It compares complete answers with plain
+decoding, and the server's memory after two minutes with that at the end. ``turns`` measures the time to first token of
+a conversation of 4,000 tokens and of its next turn. ``refusals`` times malformed requests. ``peers`` asks the same
+questions of ``transformers serve`` and of llama-cpp-python's server, which is started by a Python with that package.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def client_of(url: str) -> openai.AsyncOpenAI:
 
 
 async def answered(client: openai.AsyncOpenAI, model: str, question: str, cut: int | None = None) -> tuple[str, int]:
-    """The text of a stream, cut off after so many chunks, and its tokens."""
+    """Return the text and the number of tokens of a stream, which is cut off after ``cut`` chunks."""
     create: Any = client.chat.completions.create
     stream = await create(
         model=model,
@@ -192,7 +191,7 @@ def refusals(options: argparse.Namespace) -> None:
 
 
 def peers(options: argparse.Namespace) -> None:
-    """Tokens per second of each server, in turns, by one stream and by several."""
+    """Print tokens per second of each server, with one stream and with several; servers take turns."""
     from hdtool.runtime.model.gguf.converted import converted
 
     folder = str(converted(Path(options.model), weights=True)) if options.model.endswith(".gguf") else options.model
@@ -211,7 +210,7 @@ def peers(options: argparse.Namespace) -> None:
             servers["llama-cpp-python, Q4_1"] = (llama, "model")
         rates: dict[tuple[str, int], list[float]] = {}
         texts: dict[str, dict[str, str]] = {server: {} for server in servers}
-        fresh = iter(QUESTIONS)  # each once: drafters keep earlier answers
+        fresh = iter(QUESTIONS)  # ask each question once, because drafters keep earlier answers
         for at_once in options.at_once:
             for _ in range(options.times):
                 asked = list(islice(fresh, options.questions))

@@ -1,4 +1,4 @@
-"""Samples of one prompt in one batch, with and without a history that they share: tokens per step.
+"""Measures tokens per step of several samples of one prompt in a batch, with and without a shared history.
 
 python -m tests.benchmarks.siblings [--samples 16] [--prompts 8] [--temperature 1.0]
 """
@@ -25,7 +25,7 @@ MOST, NODES = 128, 16
 def answers(
     loaded: Loaded, stores: StoreSet, ids: list[int], samples: int, temperature: float, *, shared: bool
 ) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """The tokens and the steps of each sample."""
+    """Return the tokens and the number of steps of each sample."""
     history = History() if shared else None
     requests = []
     for seed in range(samples):

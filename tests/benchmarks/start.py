@@ -1,10 +1,12 @@
-"""Seconds and memory of a fresh process until its first token: ``python -m tests.benchmarks.start [--gguf FILE]``.
+"""Measures seconds and memory of a fresh process until its first token: ``python -m tests.benchmarks.start``.
 
-Each contender is a process of its own that generates one token; they take turns, and the median of the rounds counts.
-The bare import is what any program needs that loads a model with transformers. The first round of each contender is
-not counted, as it fills caches. Seconds of the CPU are those of all threads, and the peak of memory holds the pages of
-mapped files that were read. ``--first`` adds a start with an empty home folder for each model, once. ``--also`` names
-the Python of another installation of hdtool, such as an earlier version, which starts with the same models.
+    python -m tests.benchmarks.start [--gguf FILE]
+
+Each contender is a process that generates one token. Contenders take turns, and medians over rounds are printed. The
+bare import is what any program needs that loads a model with transformers. The first round only fills caches and is not
+counted. CPU seconds are summed over all threads, and the memory peak includes pages of mapped files that were read.
+``--first`` adds a start with an empty home folder for each model, once. ``--also`` names the Python of another hdtool
+installation, such as an earlier version, which starts with the same models.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM,
 PROMPT = "hi"
 PROGRAMS = ("hdtool", "other hdtool", "llama.cpp")
 KIB = 1024 if sys.platform == "linux" else 1
-"""The unit of ``ru_maxrss`` in bytes."""
+"""Unit of ``ru_maxrss`` in bytes."""
 RUNNER = (
     "import json, resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL, "
     "stdout=subprocess.DEVNULL, stderr=subprocess.PIPE); used = resource.getrusage(resource.RUSAGE_CHILDREN); "
     "sys.stderr.buffer.write(code.stderr) if code.returncode else None; "
     "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); sys.exit(code.returncode)"
 )
-"""Runs a command and prints what it alone used: a process knows the peak of all of its children together only."""
+"""Runs a command and prints its CPU seconds and memory peak; a process only knows the joint peak of its children."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one start took."""
+    """Resources used by one start."""
 
     seconds: float
     cpu_seconds: float
@@ -57,7 +59,7 @@ def llama_cpp(binary: str, file: Path) -> list[str]:
 
 
 def started(command: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """Run a command in a fresh process, outside of the working copy, whose modules another installation would take."""
+    """Run a command in a fresh process, outside the working copy so that another installation uses its own modules."""
     began = time.perf_counter()
     run = subprocess.run(
         [sys.executable, "-c", RUNNER, *command],

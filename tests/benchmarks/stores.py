@@ -1,8 +1,8 @@
-"""What the stores cost: building, opening, lookups; beside REST's retriever where it is installed.
+"""Measures what stores cost: building, opening and lookups, compared with REST's retriever if it is installed.
 
-``python -m tests.benchmarks.stores --corpus FILE --generations FILE --traces FILE --model FOLDER``
-(the figures in docs/benchmarks/stores.md), after ``pip install draftretriever==0.1.1`` for the peer.
-Contexts are the last 16 tokens at every third place of the traces, which neither store has seen.
+``python -m tests.benchmarks.stores --corpus FILE --generations FILE --traces FILE --model FOLDER`` prints the figures
+in docs/benchmarks/stores.md; ``pip install draftretriever==0.1.1`` adds REST. Contexts are the last 16 tokens at every
+third position of the traces, which neither store has seen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def contexts_of(traces: Path, tokenizer: Any, most: int) -> list[list[int]]:
 
 
 def opening(folder: str, conn: Any) -> None:
-    """Time and memory of opening, in a process that has loaded the libraries."""
+    """Send the time and memory of opening an index, measured in a process that has loaded the libraries."""
     process = psutil.Process()
     before = process.memory_info().rss
     seconds, index = timed(lambda: CorpusIndex(Path(folder)))
@@ -80,7 +80,7 @@ def opening(folder: str, conn: Any) -> None:
 
 
 def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], folder: Path) -> list[str]:
-    """REST as its own code uses it: suffixes of 16 tokens down to 2, 5,000 matches, 64 nodes."""
+    """Measure REST with the settings of its own code: suffixes of 16 down to 2 tokens, 5,000 matches, 64 nodes."""
     import draftretriever
 
     path = str(folder / "rest.idx")
@@ -105,7 +105,7 @@ def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], 
 
 
 def lmdb_lookup(store: ModelStore) -> Callable[[list[int]], Any]:
-    """The same lookup in the LMDB file: all four lengths of prefix, values unpacked."""
+    """Return a lookup in the LMDB file: all four prefix lengths, with unpacked values."""
     import lmdb
     import msgpack
 
@@ -136,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         reading_time, documents, reading = documents_of(options.corpus, tokenizer, answers_only=False)
-        build_corpus_index(folder / "warm", documents[:50], mark, reading.sources)  # numba compiles
+        build_corpus_index(folder / "warm", documents[:50], mark, reading.sources)  # warm-up: compiles
         seconds, made = timed(lambda: build_corpus_index(folder / "corpus", documents, mark, reading.sources))
         index = CorpusIndex(folder / "corpus")
         print(f"{made.counts['tokens']:,} tokens, read and tokenized in {reading_time:.1f} s\n")

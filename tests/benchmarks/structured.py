@@ -1,13 +1,13 @@
-"""Structured output: plain decoding under the mask, ``hd`` under the mask, and ``hd`` with drafts of the grammar.
+"""Compares plain decoding, ``hd``, and ``hd`` with drafts from the grammar on structured output.
 
     python -m tests.benchmarks.structured MODEL [--schemas 30] [--max-new-tokens 160] [--temperature 0.8] [--rounds 1]
         [--demo-stores]
 
-Every way answers each of 30 schemas in turn, with a fresh drafter for each answer (cold). With ``--demo-stores``, it
-drafts from the stores that the demo builds for SmolLM2, of the model's answers to everyday questions and of code and
-text; otherwise without stores. Answers are compared with those of plain decoding and validated. Forced tokens are those
-whose bytes the grammar dictates after the tokens before them; they are drafted if the pass that yielded them had them
-in its tree.
+All three decode under the grammar's mask. They answer each of 30 schemas in turn, with a fresh drafter per answer
+(cold). ``--demo-stores`` drafts from the stores that the demo builds for SmolLM2, made of the model's answers to
+everyday questions and of code and text; otherwise there are no stores. Answers are compared with plain decoding and
+validated. Forced tokens are those whose bytes the grammar dictates given the tokens before; they count as drafted if
+they were accepted from a draft tree.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ WAYS = (PLAIN, MASKED, GUIDED)
 
 @dataclass
 class Measured:
-    """The answers of one way."""
+    """Totals over the answers of one way."""
 
     speeds: list[float] = field(default_factory=list)
-    """Tokens per second of each answer, the pass over its prompt included."""
+    """Tokens per second of each answer, prefill included."""
     decoding: list[float] = field(default_factory=list)
-    """Tokens per second after the pass over the prompt."""
+    """Tokens per second of each answer after the prefill."""
     tokens: int = 0
     steps: int = 0
     identical: int = 0
@@ -65,7 +65,7 @@ def question(name: str, schema: dict[str, Any]) -> str:
 
 
 def forced_places(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int]) -> list[bool]:
-    """Which tokens of an answer lie within bytes that the grammar dictates there."""
+    """Return a flag per token: True if its bytes are dictated by the grammar."""
     guide = compiler.guide(grammar)
     found = []
     for token in answer:
@@ -79,9 +79,9 @@ def forced_places(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[
 def answer(
     loaded: Loaded, compiler: GrammarCompiler, grammar: Grammar, asked: list[int], way: str, options: Any
 ) -> tuple[list[int], list[bool], tuple[float, float], int, Finish | None]:
-    """The tokens of an answer, which of them were drafted, its seconds, its steps and how it ended.
+    """Answer a prompt; return the tokens, a drafted flag per token, the seconds, the steps and the finish reason.
 
-    The seconds are those of the whole answer and those after the pass over the prompt.
+    The seconds are those of the whole answer and those after the prefill.
     """
     decoding = DecodeConfig("ar" if way == PLAIN else "hd", options.max_new_tokens)
     stores = StoreSet.for_tokenizer(loaded.tokenizer, options.stores, decoding.databases)
@@ -140,7 +140,7 @@ def main() -> None:
     compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
     measured = {way: Measured() for way in WAYS}
     warm = Grammar.regex("[a-z]{8}")
-    for way in WAYS:  # compiles, and measures passes
+    for way in WAYS:  # warm-up: compiles, and measures passes
         answer(loaded, compiler, warm, encode_conversation(loaded.tokenizer, [{"role": "user", "content": "Hi"}]), way,
                options)  # fmt: skip
     for _ in range(options.rounds):
@@ -182,7 +182,7 @@ def report(measured: dict[str, Measured]) -> None:
 
 
 def _ratio(speeds: list[float], others: list[float]) -> str:
-    """The median of the ratios, answer by answer."""
+    """Return the median ratio of speeds, answer by answer."""
     return f"{statistics.median(speed / other for speed, other in zip(speeds, others, strict=True)):.2f}"
 
 

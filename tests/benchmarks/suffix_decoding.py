@@ -1,14 +1,14 @@
-"""hd with its history beside SuffixDecoding (arctic-inference) that remembers earlier answers, on recorded answers.
+"""Compares hd and its history with SuffixDecoding (arctic-inference) on recorded answers.
 
     python -m tests.benchmarks.suffix_decoding TRACES --model MODEL [--raw] [--draft-tokens 32]
 
-Both play all turns in the order of the file and remember every answer. Turn by turn they take turns, so that a change
-in the speed of the machine affects all. SuffixDecoding drafts trees at its default settings and at its most generous
-ones. Its wheel needs CUDA; its drafting part builds alone from ``csrc/suffix_decoding`` of its sources.
+Both replay all turns in file order and remember every answer. They alternate turn by turn, so that drifts of machine
+speed affect both. SuffixDecoding drafts trees with its default settings and with its most generous ones. Its wheel
+needs CUDA; its drafting part builds separately from ``csrc/suffix_decoding`` of its sources.
 
-A draft ends with the arrays of a tree (hd) or with lists of tokens and parents (SuffixDecoding); the attention mask of
-the tree is the same work for both and is timed by itself. Learning is what a step adds after its tokens are known.
-The last figure is everything that a turn takes (its prompt, drafts and learning) divided by its steps.
+A draft ends with the arrays of a tree (hd) or with lists of tokens and parents (SuffixDecoding). The tree's attention
+mask is equal work for both and is timed separately. Learning is what a step adds once its tokens are known. The last
+figure is the total time of a turn (prompt, drafts and learning) divided by its steps.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SETTINGS: dict[str, dict[str, float]] = {
     "generous": {"max_spec_factor": 8.0, "max_spec_offset": 8.0, "min_token_prob": 0.0},
 }
 WARM_UP = 5
-"""Turns that are played once before, by drafters of their own."""
+"""Number of turns that separate drafters replay first."""
 DEEPEST = 64
 NO_LOGITS = Verified(torch.empty(0))
 WINDOWS, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
 
 class Peer(Protocol):
-    """What both can do. ``context`` and ``tree`` convert what ``draft`` takes and returns, and are not timed."""
+    """Common interface. ``context`` and ``tree`` convert the input and output of ``draft`` and are not timed."""
 
     def start(self, prompt: list[int]) -> None: ...
 
@@ -63,7 +63,7 @@ class Peer(Protocol):
 
 
 class SuffixDecoding:
-    """A cache that remembers all answers."""
+    """SuffixDecoding with a cache that remembers all answers."""
 
     def __init__(self, most: int, settings: dict[str, float]) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
@@ -94,7 +94,7 @@ class SuffixDecoding:
 
 
 class Ours:
-    """hd over the conversation and its history alone."""
+    """hd that drafts from the conversation and its history alone."""
 
     def __init__(self, most: int) -> None:
         self._drafter = Hierarchy(budget=FixedBudget(most), history=History())
@@ -111,7 +111,7 @@ class Ours:
 
 
 class Player:
-    """Plays turns with one of them, and times it."""
+    """Replays turns with one peer and times it."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -120,7 +120,7 @@ class Player:
         self.mask_us: list[float] = []
         self.learn_us: list[float] = []
         self.turn_us: list[float] = []
-        """Per turn: everything that its drafter took, for each step."""
+        """Per turn: total time of the drafter divided by steps."""
 
     def play(self, turn: RecordedTurn) -> None:
         peer, truth, masks = self._peer, turn.answer, AttentionMasks(WINDOWS, torch.float32, CPU)
@@ -152,7 +152,7 @@ class Player:
 
 
 def timed(function: Callable[..., Any], *given: Any) -> tuple[float, Any]:
-    """The microseconds that a call takes, and what it returns."""
+    """Return the microseconds that a call takes, and its result."""
     started = time.perf_counter()
     returned = function(*given)
     return (time.perf_counter() - started) * 1e6, returned

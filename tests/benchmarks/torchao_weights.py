@@ -1,11 +1,11 @@
-"""Passes with int8 weights of torchao: by the matmuls of the library, and by ours on packed weights.
+"""Times passes with torchao's int8 weights: by torchao's matmuls, and by hdtool's on packed weights.
 
     python -m tests.benchmarks.torchao_weights                      # random weights in the shape of Llama 3.2 1B
     python -m tests.benchmarks.torchao_weights --model FILE.gguf    # a model, rounded to bfloat16 first
 
-The checkpoint in 16 bits is quantized on loading, for each side alike. All sides are measured in turn, in one process
-with one thread; ratios are medians of those within a repetition. Times are those of the process on the processor; on a
-machine that does nothing else, both clocks agree.
+The 16-bit checkpoint is quantized in the same way on loading for each side. All sides are measured in turn, in one
+process with one thread; ratios are medians of ratios within a repetition. Times are CPU time, which equals wall-clock
+time on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sequence_of(folder: str, options: dict[str, Any]) -> OneSequence:
 
 
 def times_of(sides: dict[str, OneSequence], rows: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of a pass by side, without a first one."""
+    """Return the milliseconds of all passes but the first, by side."""
     tree = DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1))
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):

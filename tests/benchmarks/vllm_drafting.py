@@ -1,8 +1,8 @@
-"""hdtool beside vLLM's own drafters that need no model, in vLLM: ``python -m tests.benchmarks.vllm_drafting``.
+"""Compares hdtool with vLLM's own model-free drafters in vLLM: ``python -m tests.benchmarks.vllm_drafting``.
 
-In the environment of ``make test-vllm``. For each size of batches every drafter answers the same held-out prompts of
-the embedded model, greedily, in an engine of its own; others are answered before and not counted. How long a drafter
-takes is the processor's time of its ``propose``, in calls for exactly as many rows as the batch has.
+Run it in the environment of ``make test-vllm``. For each batch size, every drafter answers the same held-out prompts of
+the embedded model greedily in a separate engine, after other prompts as a warm-up. Drafting time is the CPU time of the
+drafter's ``propose``, in calls with as many rows as the batch has.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 
 MOST = 8
-"""Tokens of a draft."""
+"""Maximum number of draft tokens."""
 ASKED = {1: 6, 8: 24, 32: 128}
-"""Prompts for each size of batches."""
+"""Number of prompts by batch size."""
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 HEAD = (
     "batch", "drafter", "drafted", "accepted", "tokens per step", "propose p50, µs", "p99, µs", "tokens/s", "differ"
@@ -32,7 +32,7 @@ HEAD = (
 
 
 def drafters() -> dict[str, dict[str, Any]]:
-    """The engine's options for each."""
+    """Return the engine options of each drafter."""
     own: dict[str, Any] = {"num_speculative_tokens": MOST}
     found: dict[str, dict[str, Any]] = {
         "none": {},
@@ -48,11 +48,11 @@ def drafters() -> dict[str, dict[str, Any]]:
 
 
 def measured(options: dict[str, Any], batch: int, count: int) -> tuple[list[list[int]], list[str]]:
-    """The answers, and the cells of a row from what was drafted on."""
+    """Return the answers, and the table cells from the number of drafted tokens on."""
     engine = ENGINE | options | {"max_num_seqs": batch}
     with tempfile.TemporaryDirectory() as folder:
         asked = requests(count + batch, max_tokens=100)
-        # Not the same ones: some drafters remember what was said.
+        # Warm up with other prompts, because some drafters remember answers.
         answered = answer({"engine": engine, "waves": [asked[count:], asked[:count]]}, Path(folder))
     ids = answered["ids"][batch:]
     tokens = sum(map(len, ids))

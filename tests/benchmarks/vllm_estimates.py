@@ -1,9 +1,9 @@
-"""The chains that hdtool drafts inside vLLM, replayed on recorded answers: do their probabilities come true?
+"""Checks the acceptance probabilities that hdtool estimates inside vLLM against recorded answers.
 
     python -m tests.benchmarks.vllm_estimates --traces traces.jsonl --model MODEL    # only its tokenizer is read
 
-One request after the other, without stores. For each minimum probability: tokens and drafts per step, and how many of
-the drafts that were sent were accepted, by their estimates.
+Requests run one after another, without stores. Prints tokens and drafts per step for each minimum probability, and the
+share of accepted draft tokens by estimated probability.
 """
 
 from __future__ import annotations

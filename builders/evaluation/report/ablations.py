@@ -1,4 +1,4 @@
-"""Replays for a report: a typical answer, subsets and orders of sources, coverage and index sizes."""
+"""Replays for a report: a typical answer, subsets and orders of sources, coverage, and index sizes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import TextStream
 
 CASE_LENGTHS = range(60, 301)
-"""Tokens of an answer that is worth showing and fits a screen."""
+"""Lengths, in tokens, of answers that are worth showing and fit a screen."""
 
 
 def typical_case(
     method: str, result: ReplayResult, tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]
 ) -> TypicalCase:
-    """The answer whose tokens per step are nearest to the average; ``questions`` has one entry per turn."""
+    """Return the answer whose tokens per step are closest to the average.
+
+    ``questions`` has one entry per turn. Answers outside ``CASE_LENGTHS`` are used only if there are no others.
+    """
     candidates = list(zip(result.turns, questions, strict=True))
     fitting = [candidate for candidate in candidates if len(candidate[0].tokens) in CASE_LENGTHS] or candidates
     typical, question = min(fitting, key=lambda candidate: abs(candidate[0].tokens_per_step - result.tokens_per_step))
@@ -67,7 +70,7 @@ def typical_case(
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """The text that each token completes, and the source that drafted the token."""
+    """Return the text that each token completes, with the name of the source that drafted the token."""
     text = TextStream(tokenizer)
     parts = [(text.add([token]), str(SourceName(source))) for token, source in zip(tokens, sources, strict=True)]
     return tuple(piece for piece in (*parts, (text.end(), str(SourceName.NONE))) if piece[0])
@@ -78,44 +81,44 @@ HIERARCHIES = ("hd-paper", "hd")
 
 @dataclass(frozen=True)
 class Study:
-    """Recorded answers, the stores to draft from, and the number of draft tokens per step."""
+    """Recorded answers, stores to draft from, and settings of a report's replays."""
 
     conversations: Sequence[Sequence[RecordedTurn]]
     store_set: StoreSet
     budget: int | None = None
     workers: int | None = None
     curve: CostCurve | None = None
-    """Decides how many draft tokens pay where no number is given."""
+    """Decides how many draft tokens pay if ``budget`` is None."""
 
     @property
     def draft_tokens(self) -> str:
-        """The draft tokens of a step, in words."""
+        """Number of draft tokens per step, in words."""
         if self.budget is None and self.curve:
             return "as many draft tokens a step as pay"
         return f"at most {FIXED_BUDGET if self.budget is None else self.budget} draft tokens a step"
 
     @property
     def letters(self) -> str:
-        """The letters of the available sources."""
+        """Letters of the available sources."""
         there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
     @cached_property
     def contenders(self) -> list[ReplayMethod]:
-        """Both hierarchies with every subset of sources, ``hd-paper`` also in every order."""
+        """Both hierarchies with every subset of sources, and ``hd-paper`` also in every order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
         choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
 
     def contender(self, method: str, sources: str) -> ReplayMethod:
-        """A method with these sources, in this order of look-up."""
+        """Return a method that drafts from these sources, in this lookup order."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
         config = DecodeConfig(method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
         return ReplayMethod(_replay_name(method, sources), config, self.curve)
 
     @property
     def turns(self) -> int:
-        """The number of turns over all replays."""
+        """Number of turns over all replays."""
         return len(self.contenders) * sum(map(len, self.conversations))
 
     def results(self, on_progress: Callable[[int], None] = lambda done: None) -> StudyResults:
@@ -128,13 +131,13 @@ class Study:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """The results of the replays, as data of figures."""
+    """Results of all replays, converted to the data of figures."""
 
     letters: str
     results: Mapping[str, ReplayResult]
 
     def whole(self, method: str) -> ReplayResult:
-        """The replay with all available sources."""
+        """Return the replay with all available sources."""
         return self.results[_replay_name(method, self.letters)]
 
     def shares(self) -> tuple[SourceShares, ...]:
@@ -144,7 +147,7 @@ class StudyResults:
         return tuple(self._trials(method, source_subsets(self.letters)) for method in HIERARCHIES)
 
     def orders(self) -> Trials | None:
-        """None if there is only one source."""
+        """Return the replays in every order; None if there is only one source."""
         return self._trials("hd-paper", source_orders(self.letters)) if len(self.letters) > 1 else None
 
     def coverage(self) -> tuple[Coverage, ...]:
@@ -165,7 +168,7 @@ class StudyResults:
 
 
 def source_subsets(letters: str) -> tuple[str, ...]:
-    """The smaller ones first."""
+    """Return all non-empty subsets, smaller ones first."""
     return tuple(
         "".join(letters_chosen) for size in range(1, len(letters) + 1) for letters_chosen in combinations(letters, size)
     )
@@ -193,7 +196,7 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """The tokens accepted from each source as the only one, and those that no other had."""
+    """Count the tokens accepted from each source as the only one, and those that no other source had."""
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
         letter: np.concatenate([turn.sources for turn in result.turns]) == source_of(letter)
@@ -214,9 +217,9 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
 
 
 THINNING_FACTORS = (16, 8, 4, 2)
-"""Each smaller index holds one document in so many."""
+"""Each smaller index holds one in this many documents."""
 MAX_INDEX_TOKENS = 50_000_000
-"""From a larger index, building the smaller ones takes minutes."""
+"""Size above which building the smaller indexes would take minutes."""
 MIN_INDEX_DOCUMENTS = 10 * THINNING_FACTORS[0]
 SIZES_METHOD = "hd"
 
@@ -226,7 +229,7 @@ BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[
 
 
 def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> IndexSizes | str:
-    """The replays, or the reason why there are none."""
+    """Replay with smaller corpus indexes; return the results, or the reason why there are none."""
     corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
@@ -251,7 +254,10 @@ def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Ind
 
 
 def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """An index of one document in ``part``, drawn at random: many corpora alternate questions and answers."""
+    """Build an index of a random sample of the documents, one in ``part`` of them.
+
+    The sample is random because many corpora alternate questions and answers.
+    """
     manifest = corpus.manifest
     stored = stored_documents(corpus.documents, corpus.end)
     drawn = np.random.default_rng(0).random(manifest.counts["documents"]) < 1 / part
@@ -263,7 +269,7 @@ def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildInd
 def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
     store_set = StoreSet(study.store_set.model, corpus)
     contender = study.contender(SIZES_METHOD, study.letters)
-    # In one process, because the times are reported.
+    # In one process, because times are reported.
     result = replay([contender], study.conversations, store_set, workers=1)[contender.name]
     return IndexSize(
         tokens=corpus.manifest.counts["tokens"],
@@ -293,14 +299,14 @@ def report_data(
 
 
 def bench_traces(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
-    """A benchmark's questions with one method's answers, as traces; questions without an answer are left out."""
+    """Return a benchmark's questions with one method's answers as traces, without unanswered questions."""
     pairs = zip(questions, answers, strict=False)  # a benchmark may be incomplete
     traces = (_trace(question, answered) for question, answered in pairs)
     return [trace for trace in traces if trace.answers]
 
 
 def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
-    turns = [turn for turn in answered.turns if turn.output_ids]  # none if the context was full before
+    turns = [turn for turn in answered.turns if turn.output_ids]  # turns are empty once the context is full
     end = len(question.messages) + 2 * len(turns) - 1
     messages = question.conversation([turn.text for turn in turns])[:end]
     places = range(len(question.messages), end, 2)

@@ -1,4 +1,4 @@
-"""The figures of a report in their order, each with title, caption, alternative text and table."""
+"""Figures of a report in order, each with title, caption, alternative text and table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORES_COMMAND = "hdtool replay --report DIR with a model store and a corpus ind
 
 @dataclass(frozen=True)
 class ReportData:
-    """The data of a report; parts without data are empty."""
+    """Data of a report; parts without data are empty."""
 
     tables: tuple[Table, ...] = ()
     speedups: Speeds | None = None
@@ -37,35 +37,34 @@ class ReportData:
     temperatures: Speeds | None = None
     shares: tuple[SourceShares, ...] = ()
     shares_are_measured: bool = False
-    """True if the answers of a benchmark gave them, not a replay."""
+    """True if ``shares`` come from a benchmark's answers, not from a replay."""
     subsets: tuple[Trials, ...] = ()
     orders: Trials | None = None
     coverage: tuple[Coverage, ...] = ()
     repeats: Repeats | None = None
     sizes: IndexSizes | str = "it was not asked for"
-    """A text gives the reason why there is no data."""
+    """Drafting times by index size, or the reason why there are none."""
     case: TypicalCase | None = None
     replayed: str = ""
-    """How many draft tokens the replays had, for the captions of their figures."""
+    """Caption on the number of draft tokens in replays."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot and its texts."""
+    """Plot with its texts."""
 
     name: str
     title: str
     caption: str
     alt: str
-    """Alternative text."""
     draw: Draw
     table: Table | None = None
-    """The plotted numbers, unless another table has them."""
+    """Plotted numbers; None if another table has them."""
     height: float = 3.6
 
 
 def figures_of(data: ReportData) -> Iterator[Figure]:
-    """The figures that there is data for."""
+    """Yield the figures that have data."""
 
     def replayed(figure: Figure) -> Figure:
         return replace(figure, caption=f"{figure.caption} {data.replayed}".rstrip())
@@ -90,7 +89,7 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
 
 
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
-    """The figures without data, each with the command that would add it."""
+    """Yield the names of figures without data, each with the command that would add it."""
     needs: Sequence[tuple[str, Any, str]] = (
         ("speed-up per task and method", data.speedups, BENCH_COMMAND),
         ("generation time against tokens", data.durations, BENCH_COMMAND),

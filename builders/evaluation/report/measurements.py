@@ -1,4 +1,4 @@
-"""Report data measured by a benchmark, and the temporal locality of 4-grams in answers."""
+"""Report data of benchmarks, and temporal locality of the 4-grams in answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 @dataclass(frozen=True)
 class BenchMeasurements:
-    """The results of a benchmark, and those of the same one at other temperatures."""
+    """Results of a benchmark, and of the same benchmark at other temperatures."""
 
     results: Results
     baseline: str | None = None
@@ -43,7 +43,7 @@ class BenchMeasurements:
         return scores_of(self.results, self.baseline)
 
     def speedups(self) -> Speeds:
-        """Over plain decoding, unless it was not measured or another baseline is named."""
+        """Return speedups over plain decoding, or over the baseline if one is named or plain decoding is missing."""
         scores = self.scores
         compared = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {
@@ -61,7 +61,7 @@ class BenchMeasurements:
         return Durations({method: points for method, points in answers.items() if points})
 
     def temperatures(self) -> Speeds | None:
-        """None if there is only one temperature."""
+        """Return speeds by temperature; None if there is only one temperature."""
         runs = {run_temperature(run): run for run in (self.results, *self.others)}
         if len(runs) < 2:
             return None
@@ -69,12 +69,12 @@ class BenchMeasurements:
         methods = {
             method: tuple(scores[method].tokens_per_second for scores in overall.values())
             for method in self.results.run.methods
-            if all(method in scores for scores in overall.values())  # llama.cpp has greedy answers alone
+            if all(method in scores for scores in overall.values())  # llama.cpp is measured with greedy answers only
         }
         return Speeds(tuple(overall), methods)
 
     def shares(self) -> tuple[SourceShares, ...]:
-        """The sources of the methods that drafted from more than one."""
+        """Return the source shares of all methods that drafted from more than one source."""
         method_shares = (_shares(method, rows) for method, rows in self.results.answers.items())
         return tuple(shares for shares in method_shares if len(shares.sources) > 1)
 
@@ -141,24 +141,24 @@ def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> SourceShares:
             for key in ("drafted", "accepted", "hits")
         )
         sources[name] = SourceCounts(drafted, accepted, hits, wins[source_named(name)])
-    # Nothing is drafted for the pass over the prompt.
+    # The first step is the prefill, for which nothing is drafted.
     return SourceShares(method, sum(len(turn.step_tokens) - 1 for turn in turns), sources)
 
 
 NGRAM = 4
 MAX_CURVE_POINTS = 16
-"""Points of the curve over the answers, at most."""
+"""Maximum number of points of the curve over answers."""
 MAX_DISTANCE = 2**16
-"""Tokens back."""
+"""Longest distance, in tokens, to an earlier occurrence that the report shows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-"""The multiplier of the rolling hash; odd, so that multiplication is invertible."""
+"""Multiplier of the rolling hash; odd, so that multiplication is invertible."""
 
 Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
 
 def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
-    """The repeats of the 4-grams of answers; None if no answer has four tokens."""
+    """Return where the 4-grams of answers occurred before; None if no answer has four tokens."""
     hashes = [ngram_hashes(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, hashes)):
         return None
@@ -195,7 +195,7 @@ def _texts(store_set: StoreSet) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def ngram_hashes(tokens: Sequence[int] | npt.NDArray[Any]) -> Hashes:
-    """A hash of each 4-gram of a text."""
+    """Return a hash of each 4-gram."""
     ids = np.asarray(tokens).astype(np.uint64)
     count = max(0, len(ids) - NGRAM + 1)
     hashes = np.zeros(count, np.uint64)
@@ -205,7 +205,7 @@ def ngram_hashes(tokens: Sequence[int] | npt.NDArray[Any]) -> Hashes:
 
 
 def repeated_in_context(turn: RecordedTurn) -> Flags:
-    """Which 4-grams of an answer occur before it, or earlier in it."""
+    """Return a flag per 4-gram of the answer: True if it occurs in the prompt or earlier in the answer."""
     every = ngram_hashes([*turn.prompt, *turn.answer])
     _, first, which = np.unique(every, return_index=True, return_inverse=True)
     known = first[which] < np.arange(len(every))
@@ -214,7 +214,7 @@ def repeated_in_context(turn: RecordedTurn) -> Flags:
 
 
 def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iterator[Flags]:
-    """Which 4-grams occur in an answer of an earlier conversation."""
+    """Yield flags per answer: True for 4-grams that occur in an answer of an earlier conversation."""
     seen: Hashes = np.empty(0, np.uint64)
     for turns in conversations:
         turn_hashes = [ngram_hashes(turn.answer) for turn in turns]
@@ -224,7 +224,7 @@ def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iter
 
 
 def repeat_distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
-    """Tokens between each repeated 4-gram and its last occurrence in the stream of all answers."""
+    """Return the distance, in tokens, of each repeated 4-gram to its last occurrence in all answers."""
     every = np.concatenate(hashes)
     starts = np.cumsum([0, *(len(turn_hashes) + NGRAM - 1 for turn_hashes in hashes[:-1])])
     places = np.concatenate(
@@ -236,7 +236,7 @@ def repeat_distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
 
 
 def _in_documents(hashes: Hashes, documents: npt.NDArray[Any]) -> Flags:
-    """Which 4-grams occur in the documents of a store."""
+    """Return a flag per hash: True if the 4-gram occurs in the documents of a store."""
     distinct, which = np.unique(hashes, return_inverse=True)
     known = np.zeros(len(distinct), np.bool_)
     for at in range(0, len(documents), TOKEN_CHUNK):

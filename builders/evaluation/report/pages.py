@@ -29,20 +29,20 @@ from hdtool.runtime.environment import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}
-"""Labels of sources where they differ from the name."""
+"""Labels of sources that differ from their names."""
 
 Pictures = Mapping[str, Mapping[str, bytes]]
-"""PNG files by the names of figure and theme."""
+"""PNG files by figure name and theme name."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a report."""
+    """Content of a report."""
 
     title: str
     lead: str
     command: str
-    """The command line that made the report."""
+    """Command line that made the report."""
     facts: Mapping[str, str]
     data: ReportData
 
@@ -71,7 +71,7 @@ class Page:
         )
 
     def markdown(self) -> str:
-        """The tables, for use in documentation."""
+        """Return the tables as Markdown, for use in documentation."""
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
         verdicts = [(item.claim, item.verdict, "; ".join(item.evidence)) for item in self.findings]
         parts = [
@@ -95,7 +95,7 @@ def replay_page(
     command: str,
     data: ReportData,
 ) -> Page:
-    """``warm`` are the files of ``--warm``."""
+    """Return the page of a replay; ``warm`` are the files given by ``--warm``."""
     first = next(iter(results.values()))
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
@@ -115,7 +115,7 @@ def replay_page(
 
 
 def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command: str, data: ReportData) -> Page:
-    """``replayed`` is the method that gave the replayed answers."""
+    """Return the page of a benchmark; ``replayed`` is the method whose answers were replayed."""
     run, scores = measured.results.run, measured.scores
     about, options = run.surroundings, run.options
     whole = scores.tasks[ALL_TASKS]
@@ -153,7 +153,7 @@ def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command
 
 
 def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> str:
-    """What the default method gains, or the best one if that was not replayed."""
+    """Return a sentence on the gain of the default method, or of the best one if the default was not replayed."""
 
     def gain(result: ReplayResult) -> float:
         return result.predict(curve).speedup if curve else result.tokens_per_step
@@ -169,7 +169,7 @@ def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> st
 
 
 def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
-    """What the methods knew of other conversations, in words; ``warm`` are the files replayed before."""
+    """Return phrases on the history of the methods; ``warm`` are the files replayed first."""
     growing = [name for name, result in results.items() if result.history]
     only = f" ({', '.join(growing)})" if len(growing) < len(results) else ""
     parts = [f"growing over the recordings, in their order{only}" if growing else "none"]
@@ -203,7 +203,7 @@ def _rates(results: Mapping[str, ReplayResult]) -> Table:
 
 
 def speed_forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
-    """Tokens per second with passes of this cost, and the methods that do not pay."""
+    """Return a table of predicted tokens per second; its note lists the methods that do not pay."""
     predicted = {method: result.predict(curve) for method, result in results.items()}
     plain = next(iter(predicted.values())).plain_tokens_per_second
     rows = [("plain", plain, 1.0)]
@@ -224,11 +224,11 @@ PICTURE_NAME = re.compile(
     r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
     r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
 )
-"""The names of all figures that a report may have."""
+"""Matches the names of all figures that a report may have."""
 
 
 def write_page(folder: Path, page: Page) -> Path:
-    """Write a report and return the path of its page."""
+    """Write a report; return the path of its HTML page."""
     check_report_folder(folder)
     contents: dict[str, bytes | str] = {}
     pictures = {
@@ -239,7 +239,7 @@ def write_page(folder: Path, page: Page) -> Path:
         for theme, data in themes.items():
             contents[f"{name}{'' if theme == LIGHT_THEME.name else f'.{theme}'}.png"] = data
     contents |= {TABLES_FILE: page.markdown(), INDEX_PAGE: page.html(pictures)}
-    for name in contents:  # check all files before replacing the first
+    for name in contents:  # check all files before replacing any
         _file(folder, name).check()
     for name, content in contents.items():
         _file(folder, name).write(content)
@@ -247,7 +247,7 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def check_report_folder(folder: Path) -> None:
-    """Refuse a folder that cannot take the report, before anything is measured for it."""
+    """Raise if the report cannot be written to the folder, before anything is measured."""
     with os_errors_as(ResultError, f"{folder} cannot be written", "choose another --report"):
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in folder.iterdir() if PICTURE_NAME.fullmatch(path.name)]
@@ -256,7 +256,7 @@ def check_report_folder(folder: Path) -> None:
 
 
 def _file(folder: Path, name: str) -> OutputFile:
-    """A file of the report, replaced only if an earlier report wrote it."""
+    """Return a file of the report, which may be replaced only if an earlier report wrote it."""
     is_ours = {INDEX_PAGE: is_own_html, TABLES_FILE: is_own_markdown}.get(name, is_own_png)
     advice = "choose another --report, or move it away"
     return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

@@ -1,4 +1,4 @@
-"""Plots: each function draws one data class on a pair of axes, in the colours of a theme."""
+"""Plots: each function draws one data class on matplotlib axes in the colors of a theme."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_INCHES = 5.4
-"""Inches: on the screen of a phone the text is still readable."""
+"""Width in inches, chosen so that text stays readable on a phone."""
 PLOT_DPI = 200
-"""Dots per inch."""
 
 METHOD_COLOURS = {
     "generate": ("#aaaacc", "#887788"),
@@ -60,12 +59,12 @@ METHOD_COLOURS = {
     "drafter": ("#dd1144", "#ff00dd"),
     "hd+drafter": ("#8800aa", "#339900"),
 }
-"""On light and on dark pages: no two are closer than 20 by CIEDE2000, which lines and bars side by side need."""
+"""Colors on light and on dark pages; any two differ by at least 20 in CIEDE2000, to tell adjacent bars apart."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a page."""
+    """Colors of a page."""
 
     name: str
     background: str
@@ -74,7 +73,7 @@ class Theme:
 
     @property
     def sources(self) -> dict[str, str]:
-        """The colours of all registered sources by name, with that of bonus tokens last."""
+        """Colors of all registered sources by name; bonus tokens come last."""
         known = sorted(registered().items(), key=lambda entry: not entry[0])
         return {source.name: source.light if self.name == "light" else source.dark for _, source in known}
 
@@ -94,22 +93,22 @@ Draw = Callable[["Axes", Theme], None]
 
 
 def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
-    """A PNG of one pair of axes, ``height`` inches high."""
+    """Draw on new axes that are ``height`` inches high; return the figure as a PNG."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    # From matplotlib's defaults: a user's own style must not change the figures.
+    # Start from matplotlib's defaults, as a user's style must not change the figures.
     with style.context(["default", _plot_settings(theme)]):
         figure = Figure((PLOT_INCHES, height), dpi=PLOT_DPI, layout="constrained")
         draw(figure.add_subplot(), theme)
         out = BytesIO()
-        # This entry replaces matplotlib's own, which holds its version: the same figures give the same file.
+        # Replace matplotlib's version in the metadata, so that equal figures give equal files.
         figure.savefig(out, format="png", metadata=PNG_METADATA)
     return out.getvalue()
 
 
 def _plot_settings(theme: Theme) -> dict[Any, Any]:
-    """The settings of matplotlib for one figure."""
+    """Return matplotlib's settings for one figure."""
     background, foreground = theme.background, theme.foreground
     return {
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
@@ -169,7 +168,7 @@ def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
 
 
 def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
-    """Three bars per source: how often it drafts, how often some of that is accepted, and how much of it."""
+    """Draw three bars per source: steps with drafts, drafts with an accepted token, and accepted tokens, in percent."""
     names = list(data.sources)
     places = np.arange(len(names))
     colours = [theme.source(name) for name in names]
@@ -192,7 +191,7 @@ def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
 
 
 def trials(data: Trials, axes: Axes, theme: Theme) -> None:
-    """A bar for each choice of sources, labelled with their letters in order."""
+    """Draw one bar per choice of sources, labelled with their letters in order."""
     rows = data.rows
     best = data.best
     for place, row in enumerate(rows):
@@ -200,7 +199,7 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
         if row is best:
             bar[0].set(linewidth=2.2)
         width = 0.7 / len(row.sources)
-        for number, letter in enumerate(row.sources):  # the colours of the sources at the foot of the bar
+        for number, letter in enumerate(row.sources):  # source colors below the bar
             left = place - 0.35 + width * number
             axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
         _label(axes, f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs", (place, row.tokens_per_step), 2, fontsize=8)
@@ -212,7 +211,7 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Per source, the tokens accepted when it is the only one, and those that no other had."""
+    """Draw two bars per source: tokens accepted with it as the only source, and those no other source had."""
     names = list(data.sources)
     for place, (name, source) in enumerate(data.sources.items()):
         colour = theme.source(name)
@@ -238,7 +237,7 @@ PLACE_SOURCES = {
     "corpus index": "corpus",
     "none of them": "none",
 }
-"""The source that gives each place of a 4-gram its colour."""
+"""Source whose color is used for each place where a 4-gram can occur."""
 
 
 def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
@@ -277,10 +276,10 @@ def sizes(data: IndexSizes, axes: Axes, theme: Theme) -> None:
 
 
 def _label(axes: Axes, text: str, position: tuple[float, float], points: int, fontsize: int) -> None:
-    """A text above a place in the plot."""
+    """Draw text centered above a position."""
     axes.annotate(text, position, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
 
 
 def _legend(axes: Axes, columns: int) -> None:
-    """Above the axes, so that it covers no data."""
+    """Draw the legend above the axes, so that it covers no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns, borderaxespad=0, columnspacing=1.2)

@@ -1,4 +1,4 @@
-"""Data classes of a report, and the claims of the Hierarchy Drafting paper checked against them."""
+"""Data classes of a report, and checks of the Hierarchy Drafting paper's claims against them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speed of each method on each task, over that of a baseline, or at each temperature, in tokens per second."""
+    """Speed of each method: by task relative to a baseline, or by temperature in tokens per second."""
 
     places: tuple[Any, ...]
     """Tasks or temperatures."""
@@ -21,12 +21,15 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Durations:
-    """Tokens and seconds of every answer per method."""
+    """Number of tokens and seconds of every answer, by method."""
 
     answers: Mapping[str, tuple[tuple[int, float], ...]]
 
     def line(self, method: str) -> tuple[float, float]:
-        """Seconds per token and seconds before the first token: a least-squares line through a method's answers."""
+        """Fit a least-squares line through a method's answers.
+
+        Returns the seconds per token and the seconds before the first token.
+        """
         import numpy as np
 
         tokens, seconds = np.array(self.answers[method], np.float64).T
@@ -38,29 +41,29 @@ class Durations:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """Counts of one source."""
+    """What one source drafted in all steps of a method, and what was accepted."""
 
     drafted: int
     accepted: int
     hits: int
-    """Steps in which it drafted anything."""
+    """Number of steps in which the source drafted anything."""
     wins: int
-    """Steps in which at least one of its tokens was accepted."""
+    """Number of steps in which at least one of its tokens was accepted."""
 
     @property
     def verified(self) -> float:
-        """Accepted tokens over drafted tokens."""
+        """Ratio of accepted to drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def won(self) -> float:
-        """Steps with an accepted token over steps with a draft."""
+        """Ratio of steps with an accepted token to steps with a draft."""
         return self.wins / self.hits if self.hits else 0.0
 
 
 @dataclass(frozen=True)
 class SourceShares:
-    """The counts of each source in one method; ``steps`` leaves out the passes over prompts."""
+    """Counts of each source in one method; ``steps`` excludes prefills."""
 
     method: str
     steps: int
@@ -69,14 +72,14 @@ class SourceShares:
 
 @dataclass(frozen=True)
 class Trial:
-    """A replay of one choice of sources."""
+    """Replay with one choice of sources."""
 
     sources: str
-    """Their letters, in the order of look-up."""
+    """Letters of the sources, in lookup order."""
     tokens_per_step: float
     nodes_per_step: float
     draft_us: float
-    """The median over steps."""
+    """Median over steps."""
 
 
 @dataclass(frozen=True)
@@ -93,53 +96,53 @@ class Trials:
 
 @dataclass(frozen=True)
 class SourceCoverage:
-    """The tokens accepted from one source when it is the only one."""
+    """Tokens accepted from a source when it is the only one."""
 
     positions: int
-    """Accepted tokens."""
+    """Number of accepted tokens."""
     alone: int
-    """Accepted tokens that no other source, as the only one, had accepted."""
+    """Number of accepted tokens that no other source had accepted when it was the only one."""
     words: int
-    """Distinct accepted tokens."""
+    """Number of distinct accepted tokens."""
     words_alone: int
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of the answers accepted from each source."""
+    """Number of answer tokens that are accepted from each source when it is the only one."""
 
     method: str
     positions: int
-    """Tokens of all answers."""
+    """Number of tokens of all answers."""
     sources: Mapping[str, SourceCoverage]
     nobody: int
-    """Tokens that were accepted from no source."""
+    """Number of tokens that were accepted from no source."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Earlier occurrences of the 4-grams of answers."""
+    """How often 4-grams of answers occurred before, by place and by distance."""
 
     generations: tuple[int, ...]
-    """The number of the last answer in each group."""
+    """Index of the last answer in each group, from 1."""
     places: Mapping[str, tuple[float, ...]]
     """For each place, the share of a group's 4-grams that occur there."""
     distances: tuple[int, ...]
     within: tuple[float, ...]
-    """The share of all 4-grams whose last occurrence is at most this far back."""
+    """Share of all 4-grams whose last occurrence is at most this far back."""
 
 
 @dataclass(frozen=True)
 class IndexSize:
-    """A replay with a corpus index of some size."""
+    """Replay with a corpus index of a given size."""
 
     tokens: int
     tokens_per_step: float
     draft_us: float
-    """The median over steps."""
+    """Median over steps."""
     draft_us_p90: float
     corpus_us: float
-    """The time in the corpus index, the mean over steps."""
+    """Time in the corpus index, averaged over steps."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,12 @@ class IndexSizes:
 
 @dataclass(frozen=True)
 class TypicalCase:
-    """One answer in pieces, each with the source that it was accepted from."""
+    """One answer in pieces, each with the source that drafted it."""
 
     method: str
     question: str
     pieces: tuple[tuple[str, str], ...]
-    """Text and the name of its source, ``none`` for bonus tokens."""
+    """Text and source name of each piece; the source of bonus tokens is ``none``."""
     tokens: int
     steps: int
 
@@ -175,7 +178,7 @@ class Table:
 
     @classmethod
     def of(cls, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], note: str = "") -> Table:
-        """A table of values; ``columns`` holds the format of each, and ``-`` stands for None."""
+        """Create a table of values; ``columns`` maps names to formats, and None is shown as ``-``."""
 
         def cells(row: Sequence[Any]) -> tuple[str, ...]:
             forms = columns.values()
@@ -185,7 +188,7 @@ class Table:
 
     @property
     def lines(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the columns, and the rows."""
+        """Column names, followed by the rows."""
         return (self.columns, *self.rows)
 
     def markdown(self) -> str:
@@ -195,19 +198,19 @@ class Table:
 
 
 def source_wins(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
-    """The number of steps in which each source had a token accepted; ``sources`` has one entry per token."""
+    """Count the steps in which each source had a token accepted; ``sources`` has one entry per token."""
     rest = iter(sources)
     return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))
 
 
 PAPER_SOURCES = ("context", "model", "corpus")
 PAPER_METHOD = "hd-paper"
-"""The method that decides the verdict; the evidence of other methods is listed too."""
+"""Method that decides the verdict; evidence of other methods is listed too."""
 
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """A claim of the paper, and the evidence of this data."""
+    """Claim of the paper, and what this data says about it."""
 
     claim: str
     holds: bool | None
