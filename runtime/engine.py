@@ -52,7 +52,7 @@ class Walk(NamedTuple):
         return cls(tokens, path, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """Return the walk cut to ``max_tokens`` tokens; ``finite`` is True if this shortens it."""
+        """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
         return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
 
 
@@ -69,7 +69,7 @@ class Verified:
     """Input of the output layer, ``[rows, width]``; after a prefill, one row per token. None unless it is recorded."""
     walk: Walk | None = None
     argmax: Array | None = None
-    """Token with the highest logit of each row; ``finite`` is True where that logit is. None if not computed."""
+    """Argmax of each row's logits, and in ``finite``, True where that logit is finite; None if not computed."""
     finite: Array | None = None
     maxima: Array | None = None
     ranked: tuple[Array, Array] | None = None
@@ -100,7 +100,7 @@ class Verified:
     def known_argmax(self) -> tuple[Array, Array] | None:
         """Return ``argmax`` and ``finite``, which are computed on a device if the pass has not done so.
 
-        Return None on a CPU if the pass has not computed them: there, the caller had better compute single rows.
+        Return None on a CPU if the pass has not computed them, because it is faster there to compute single rows.
         """
         if self.argmax is not None and self.finite is not None:
             return self.argmax, self.finite

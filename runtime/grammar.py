@@ -290,7 +290,7 @@ class ExpectingDrafter(Protocol):
 
 
 def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
-    """Return a drafter whose trees follow a grammar; without a grammar or drafts, ``drafter`` itself.
+    """Return a drafter whose trees follow a grammar; without a grammar or in plain decoding, ``drafter`` itself.
 
     ``draft_tokens`` is the maximum number of nodes per tree.
     """

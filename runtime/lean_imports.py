@@ -64,7 +64,7 @@ class _Finder(PathFinder):
 
 
 def _part_of_compiler(name: str) -> ModuleSpec | None:
-    """Load the compiler before one of its submodules; return a spec if that has imported the submodule as well."""
+    """Load the compiler before one of its submodules; return a spec if this has already imported the submodule."""
     if not isinstance(sys.modules[COMPILER], _DeferredModule):
         return None
     sys.modules[COMPILER]._load()

@@ -35,7 +35,7 @@ class Request(Generic[Key]):
     drafter: Drafter = field(default_factory=NoDraft)
     """Drafter that no other request uses until this one ends."""
     stops: Container[int] = ()
-    """Tokens that end this answer; if empty, those of the loop do."""
+    """Tokens that end this answer; if empty, the stops of the loop apply."""
     prediction: Sequence[int] = ()
     """Tokens that the answer will probably contain; the drafter drafts from them, and the model never reads them."""
     max_new_tokens: int | None = None

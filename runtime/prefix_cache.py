@@ -44,11 +44,11 @@ class PrefixCache:
         return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt in a free slot, to be continued in-place; None without one."""
+        """Return the longest prefix of a prompt that a free slot holds and can continue in-place, or None."""
         return _longest(free, owner, version, prompt, least=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt in slots in use and in copies; None without one.
+        """Return the longest prefix of a prompt in slots in use and in copies, or None.
 
         Copies from an earlier ``version`` of the model are dropped.
         """
@@ -81,7 +81,10 @@ class PrefixCache:
 def _longest(
     slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int
 ) -> CachedPrefix | None:
-    """Return the slot that saves the most prefill, ``least`` tokens or more; a prompt's last token is never saved."""
+    """Return the slot that saves the most prefill, or None if none saves ``least`` tokens.
+
+    The last token of a prompt is always recomputed.
+    """
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
@@ -125,7 +128,7 @@ class PromptReader:
         self._keeps_states = False
         """True if the recurrent states are saved after each pass."""
         self._kept: list[torch.Tensor] | None = None
-        """Cached keys and values of the first token that is recomputed, to compare both; else None."""
+        """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Choose the slot, and load the longest cached prefix of the prompt into it."""

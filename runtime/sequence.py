@@ -52,7 +52,7 @@ class Step(NamedTuple):
     verify_seconds: float
     """Seconds inside the model's forward pass."""
     seconds: float
-    """Seconds of the whole step; if the device computes asynchronously, what the consumer does meanwhile included."""
+    """Seconds of the whole step; includes work of the consumer if the device computes asynchronously."""
     finish: Finish | None = None
     cached_tokens: int = 0
     """Number of prompt tokens that were in the KV cache; 0 after the first step."""
@@ -130,7 +130,7 @@ class SequenceState:
             self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """Return the accepted tokens, and the logits that they were chosen by.
+        """Return the accepted tokens, and the logits from which they were chosen.
 
         ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
         """
@@ -174,7 +174,7 @@ def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """Return the maximum number of new tokens and the finish reason at that length.
 
-    Raise PromptError if the model cannot answer the prompt, such as ContextError if it fills the context.
+    Raise PromptError for an invalid prompt, and its subclass ContextError if the prompt fills the context.
     """
     _check_prompt(prompt, engine.vocabulary)
     if max_new_tokens < 1:

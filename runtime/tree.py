@@ -15,7 +15,7 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 ROOT = -1
 """Parent of the nodes that directly follow the last emitted token."""
 UNDETERMINED = -1
-"""Stands for no token in ``DraftTree.certain``, where several tokens may follow."""
+"""Value in ``DraftTree.certain`` where more than one token may follow."""
 LARGEST_TREE = LARGEST_BUDGET
 """Maximum number of nodes that a target verifies in one pass."""
 
@@ -61,7 +61,7 @@ class DraftTree:
 
     @cached_property
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
-        """Mask ``[rows, rows]``, True where the second row is the first or its ancestor; row 0 is the root."""
+        """Mask ``[rows, rows]``: True where the column is the row itself or its ancestor; row 0 is the root."""
         return _ancestor_mask(self.parents)
 
     @cached_property
@@ -175,7 +175,7 @@ def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Return True for each node that has an embedding, as all of its ancestors do."""
+    """Return True for each node that has an embedding and whose ancestors all have one."""
     valid = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
         valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])

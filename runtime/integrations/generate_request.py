@@ -52,7 +52,7 @@ class Rollouts:
         return len(self._answers)
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """Join the earlier answers to a prompt, the latest last, and the ``given`` prediction to one prediction."""
+        """Concatenate the earlier answers to a prompt, the latest last, and the prediction that was ``given``."""
         if not self._answers:
             return list(given)
         key = _key_of(prompt)

@@ -18,7 +18,7 @@ DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """An algorithm that SGLang treats as its own NGRAM, as in masks, relays between batches and cache sizes."""
+    """An algorithm that SGLang treats like its NGRAM everywhere: in masks, relays between batches and cache sizes."""
 
     def is_ngram(self) -> bool:
         return True

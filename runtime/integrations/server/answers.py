@@ -277,7 +277,7 @@ class AnswerText:
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Collect an answer that must be a JSON array of calls; at its end, return the calls, or the text if invalid."""
+        """Collect an answer that must be a JSON array of calls; at its end, return them, or the text if invalid."""
         self._required += text
         if not is_last:
             return "", []

@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """Return an error for the first invalid field; of several types that the field may have, for the best match."""
+    """Return an error for the first invalid field; if it may have several types, for the type that matches best."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]

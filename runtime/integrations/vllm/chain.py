@@ -47,7 +47,7 @@ NO_TOKENS = np.empty(0, np.int64)
 
 
 class MinProbability:
-    """Estimates the minimum probability at which a draft pays off from past passes; ``fixed`` replaces the estimate."""
+    """Estimates from past passes the minimum probability at which a draft pays off; ``fixed`` replaces the estimate."""
 
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
@@ -302,7 +302,7 @@ CHECK_SECONDS = 0.5
 MIN_IDLE_SECONDS, MAX_IDLE_SECONDS = 1.0, 10.0
 """Bounds on the idle time, in seconds without a step, after which an answer is finished."""
 IDLE_STEPS = 4.0
-"""Idle time between the bounds, in slow steps; on some devices, a step takes seconds.
+"""Idle time in multiples of a slow step, limited to the bounds; on some devices, a step takes seconds.
 
 A step lasts from the end of the previous one; pauses longer than the upper bound are ignored.
 """

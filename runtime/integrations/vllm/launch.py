@@ -126,7 +126,7 @@ SECRET_OPTIONS = ("--api-key", "--hf-token", "--ssl-keyfile-password")
 SECRET_WORD = re.compile(
     r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
 )
-"""The last word of a secret option, or of a secret key in a JSON option."""
+"""Matches the last word in the name of a secret option, or of a secret key in a JSON option."""
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """Matches numbers, which argparse reads as values and not as options."""
 
