@@ -16,7 +16,7 @@ from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 
 
 class Accepted(NamedTuple):
-    """The outcome of one step: the accepted nodes, and their tokens followed by the bonus token."""
+    """The accepted nodes of one step, and the emitted tokens: those of the nodes, then the bonus token."""
 
     path: list[int]
     tokens: list[int]
@@ -27,15 +27,16 @@ class Accepted(NamedTuple):
 def accept(
     tree: DraftTree, verified: Verified, sampler: Sampler, *, stops: Container[int] = (), max_tokens: int
 ) -> Accepted | None:
-    """Walk down the tree while it contains the token that the target chooses.
+    """Accept draft tokens as long as they equal the tokens that the target chooses.
 
-    At each node the target chooses the next token from its own distribution and emits it, drafted or not. The walk
-    ends at a stop token and after ``max_tokens`` tokens. Membership in ``stops`` is tested exactly once for each token,
-    when the token is the last one of ``sampler.context``.
+    At each node, the sampler chooses the next token from the target's logits. That token is emitted whether it was
+    drafted or not, and the walk continues at the child that drafted it. It ends if no child did, at a stop token, or
+    after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly once for
+    membership in ``stops``.
 
-    A rejected draft token that overflowed can make the logits of other nodes NaN or infinite, so acceptance ends
-    before such a node. If it is the root, nothing is accepted and the result is None: recompute the step without
-    drafts.
+    A rejected draft token that overflows can make the logits of other nodes NaN or infinite, so the walk ends before
+    such a node. If drafts did this to the root, nothing is accepted. Return None in this case: the caller must
+    recompute the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
     if walk and not sampler.first_mask and _has_ended(walk, max_tokens):
@@ -44,7 +45,7 @@ def accept(
     tokens: list[int] = []
     node = ROOT
     if walk:
-        # Scores are processed only from the first token on that is not surely allowed, or not known by rankings.
+        # Scores are processed only from the first token that a mask may forbid or that the rankings don't determine.
         for token, drafted in _allowed(walk, sampler):
             tokens.append(token)
             sampler.context.append(token)
@@ -70,7 +71,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept a whole walk; stops are tested afterwards."""
+    """Accept a compiled walk up to its first stop token; return None if the walk is empty."""
     tokens, path, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
@@ -83,12 +84,12 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
 
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
-    """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or a row that is not finite."""
+    """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or logits that are not finite."""
     return not walk.finite or len(walk.tokens) == max_tokens or walk.path[-1:] == [ROOT]
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """The first tokens of a walk, as long as a mask allows them, and the children that have them."""
+    """Return the ``(token, child)`` pairs of a walk up to the first token that a mask may forbid."""
     if not walk.finite:
         return []
     count = sampler.first_mask.allowed(sampler.context, walk.tokens) if sampler.first_mask else len(walk.tokens)
@@ -96,10 +97,10 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
-    """The walk by arg-max or by draws, in compiled code; None if logits are processed before the choice.
+    """Walk down the tree by argmax or by draws in compiled code; return None if the logits must be processed first.
 
-    Under a mask, a walk by draws ends before a token that depends on what the mask forbids, and by rankings, before one
-    that depends on logits that are not among the highest.
+    A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
+    ends before the first token that depends on logits outside the ranking.
     """
     if sampler.walks and verified.walk:
         return verified.walk.first(max_tokens)

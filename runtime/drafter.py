@@ -1,6 +1,7 @@
-"""The interface of drafters, and plain decoding without one.
+"""The drafter interface, plain decoding, and the calibration of the probabilities that drafters give to nodes.
 
-Nodes without a probability get acceptance rates by kind and depth; estimated probabilities get a factor for the answer.
+A node without an estimated probability gets the acceptance rate of its kind and depth. Estimated probabilities are
+scaled by a factor per answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 
 class Drafter(Protocol):
-    """Proposes a draft tree for each step and is updated with what was accepted."""
+    """Proposes a draft tree for each step and learns which of its nodes were accepted."""
 
     @property
     def seconds(self) -> Mapping[SourceName, float]:
@@ -30,15 +31,15 @@ class Drafter(Protocol):
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new answer with its prompt; state of the last answer is discarded."""
+        """Start the answer to a prompt and discard the state of the previous answer."""
         ...
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        """A tree below the last token of ``context``, which is the prompt and all tokens emitted since."""
+        """Return a tree rooted at the last token of ``context``, which is the prompt and all tokens emitted since."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update with the outcome of the last tree; ``verified`` has a row for its root and for each node."""
+        """Learn from the outcome of the last tree; ``verified`` has a row for its root and for each node."""
         ...
 
 
@@ -47,11 +48,11 @@ class HistoryDrafter(Protocol):
     """A drafter that remembers whole answers and drafts from a prediction."""
 
     def predict(self, prediction: Sequence[int]) -> None:
-        """Draft the answer that ``begin`` started from these tokens, too, which it will probably hold."""
+        """Draft from these tokens as well, which the answer that ``begin`` started will probably contain."""
         ...
 
     def end(self) -> None:
-        """Remember the answer, which has ended."""
+        """End the answer and remember it."""
         ...
 
 
@@ -60,40 +61,40 @@ class JointDrafter(Protocol):
 
     @property
     def joint(self) -> Hashable:
-        """Drafters with equal values draft together."""
+        """Key by which drafters are grouped: those of one class with equal keys draft in one call."""
         ...
 
     def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """The trees of drafters that draft together, this one first."""
+        """Return one tree per drafter; all ``drafters`` have an equal ``joint``, and the first one is this drafter."""
         ...
 
 
 @runtime_checkable
 class SeededDrafter(Protocol):
-    """A drafter that predicts which tokens will be drawn with a seed."""
+    """A drafter that uses the sampling seed to predict which tokens will be drawn."""
 
     def set_seed(self, seed: int | None) -> None:
-        """Set the seed of the answer that ``begin`` starts next; None if it is greedy."""
+        """Set the sampling seed of the answer that the next ``begin`` starts; None for greedy decoding."""
         ...
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Return True if a drafter reads the logits that it observes; true unless it has this property."""
+    """Return the drafter's ``reads_logits``: True, the default, if it reads the logits passed to ``observe``."""
     return bool(getattr(drafter, "reads_logits", True))
 
 
 def max_ranked(drafter: Drafter) -> int:
-    """How many tokens of a row's ranking a drafter reads; 0 unless it has this property, whatever it reads."""
+    """Return the drafter's ``max_ranked``: the number of ranked tokens that it reads per row, 0 by default."""
     return int(getattr(drafter, "max_ranked", 0))
 
 
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-    """The tree of each drafter below the end of its context."""
+    """Return the tree that each drafter drafts for its context; drafters with an equal ``joint`` draft in one call."""
     if len(drafters) == 1:
         return [drafters[0].draft(contexts[0])]
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for place, drafter in enumerate(drafters):
-        joint = getattr(drafter, "joint", None)  # isinstance of a protocol takes ten times as long
+        joint = getattr(drafter, "joint", None)  # ten times as fast as isinstance with a protocol
         groups[place if joint is None else (type(drafter), joint)].append(place)
     trees: dict[int, DraftTree] = {}
     for places in groups.values():
@@ -108,7 +109,7 @@ def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -
 
 
 class NoDraft:
-    """Plain decoding: every tree is empty."""
+    """A drafter for plain decoding: every tree is empty."""
 
     seconds: Mapping[SourceName, float] = {}
     reads_logits = False
@@ -124,7 +125,7 @@ class NoDraft:
 
 
 class WrappedDrafter:
-    """A drafter that delegates to another one; subclasses add to it."""
+    """Delegates to another drafter; subclasses override what they change."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -164,45 +165,45 @@ class WrappedDrafter:
 
 
 CALIBRATION_PRIOR_WEIGHT = 10.0
-"""Weight of the prior, in observations."""
+"""Number of observations that the prior rate counts as."""
 CALIBRATION_WINDOW = 200.0
-"""Window of the moving averages, in observations: acceptance rates change with the topic."""
+"""Number of observations that the moving averages span; limited, as acceptance rates change with the topic."""
 
 EXPECTED_HITS = 2.0
-"""Hits that the prior of an answer's factor is worth; few, as a text that nothing predicts is answered in few steps."""
+"""Number of hits that the prior of an answer's factor counts as; low, so that the factor adapts within a few steps."""
 HITS_WINDOW = 50.0
-"""Window of the moving averages of its hits, in expected ones."""
+"""Number of expected hits that the factor's moving averages span."""
 LARGEST_FACTOR = 1.5
 
 Probs = npt.NDArray[np.float64]
 
 
 class AnswerCalibration:
-    """How often the next token of an answer was drafted, over how often that was expected.
+    """Tracks how often the next token of an answer was drafted, relative to how often that was expected.
 
-    Learned weights change slowly and apply to all answers; this factor tells within a few steps that an answer is less
-    predictable, or more, than they say.
+    Learned weights change slowly and apply to all answers. Within a few steps, ``factor`` corrects them for an answer
+    that is more or less predictable.
     """
 
     def __init__(self) -> None:
         self._hits = np.zeros(2)
         self.start()
-        # Compile or load it now, so that no step waits for it.
+        # Compile it now or load it from the cache, so that no step waits for it.
         self.update(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0), 0)
 
     def start(self) -> None:
-        """Begin an answer."""
+        """Reset the factor to 1 for a new answer."""
         self._hits[:] = EXPECTED_HITS
         self.factor = 1.0
 
     def update(self, tokens: Ints, parents: Ints, probs: Probs, token: int) -> None:
-        """Update the factor with the ``token`` that followed a tree of these nodes, verified or not."""
+        """Update the factor with the ``token`` that followed the root; the nodes need not have been verified."""
         self.factor = _count_hit(self._hits, tokens, parents, probs, token)
 
 
 @compiled
 def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: int) -> float:
-    """Count the hit and the expected hits of the nodes right after the root; returns the factor."""
+    """Add the actual and the expected hits of the root's children to ``hits`` in-place; return the factor."""
     hit = expected = 0.0
     for node in range(len(tokens)):
         if parents[node] == ROOT:
@@ -210,30 +211,30 @@ def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: in
             if tokens[node] == token:
                 hit = 1.0
     decay = 1.0 - min(1.0, expected / HITS_WINDOW)
-    # The prior does not fade.
+    # The prior does not decay.
     hits[0] = EXPECTED_HITS + (hits[0] - EXPECTED_HITS) * decay + hit
     hits[1] = EXPECTED_HITS + (hits[1] - EXPECTED_HITS) * decay + expected
     return min(LARGEST_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
 
 
 NO_KINDS = np.empty(0, np.int64)
-"""The kinds of the nodes of an empty tree."""
+"""Node kinds of an empty tree."""
 
 
 class NodeCalibration:
-    """Acceptance rates of nodes with an accepted parent."""
+    """Tracks how often a node is accepted once its parent is, by kind and depth."""
 
     def __init__(self, prior: Sequence[float]) -> None:
-        """``prior`` is the rate of each kind, at any depth."""
+        """``prior`` holds the initial acceptance rate of each kind, which applies at every depth."""
         self._verified = np.full((len(prior), LARGEST_TREE), CALIBRATION_PRIOR_WEIGHT)
         self._accepted = self._verified * np.array(prior)[:, None]
-        # Compile or load it now, so that no step waits for it.
+        # Compile it now or load it from the cache, so that no step waits for it.
         none, bare = np.empty(0, np.int64), DraftTree.bare(0)
         self.by_probability(none, bare)
         self.update(none, bare, ())
 
     def by_probability(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
-        """Nodes sorted by the probability that the whole path to them is accepted, and these probabilities."""
+        """Return nodes by descending probability that the whole path to them is accepted, and these probabilities."""
         return _by_probability(kinds, tree.parents, tree.depths, self._accepted, self._verified)
 
     def update(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:
@@ -252,7 +253,7 @@ def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, v
         probs[node] = accepted[kind, depth] / verified[kind, depth]
         if above != ROOT:
             probs[node] *= probs[above]
-    # Stable, so that a parent stays before its child if they are equal.
+    # Stable, so that a parent stays before a child of equal probability.
     order = np.argsort(-probs, kind="mergesort")
     return order, probs[order]
 
@@ -269,12 +270,12 @@ def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Prob
 
 
 class RankingRecorder(WrappedDrafter):
-    """Records the target's best tokens at each position of one answer, beside another drafter."""
+    """Records the target's top tokens at each position of an answer, and drafts with another drafter."""
 
     reads_logits = True
 
     def __init__(self, drafter: Drafter, best: int) -> None:
-        """``best`` is the number of tokens of a ranking."""
+        """``best`` is the number of tokens to record per position."""
         super().__init__(drafter)
         self._best = best
         self._tokens: list[np.ndarray] = []

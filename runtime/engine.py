@@ -1,4 +1,4 @@
-"""The interface of engines, which compute forward passes over draft trees and own the KV cache."""
+"""The engine interface: forward passes over draft trees, and the KV cache that they read and write."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class PassOptions(NamedTuple):
-    """Outputs that a caller uses beside the logits of a pass. They are optimizations that an engine may ignore."""
+    """Results that a caller uses besides the logits of a pass; hints that an engine may ignore."""
 
     walk: bool = False
-    """The walk down the tree by arg-max."""
+    """Compute ``Verified.walk``, the walk down the tree by argmax."""
     rank: bool = False
-    """What top-k needs of each row."""
+    """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
-    """Tokens read of each row's ranking, if at most ``MAX_RANKED``."""
+    """Number of top tokens per row to return in ``Verified.ranked``, at most ``MAX_RANKED``."""
     root: bool = False
-    """The logits of the root on the host."""
+    """Copy the root's logits to the host, into ``Verified.root``."""
 
 
 LOGITS_ONLY = PassOptions()
@@ -38,100 +38,103 @@ ALL_ROWS = slice(None)
 
 
 class Walk(NamedTuple):
-    """The token that is chosen at each node of a walk down a tree, and the child that has it."""
+    """A walk down a tree: the token chosen at each node, and the child that drafted it, ``ROOT`` if none did."""
 
     tokens: list[int]
     path: list[int]
     finite: bool
-    """True if all logits that decided are finite."""
+    """True if the logits of all visited nodes are finite."""
 
     @classmethod
     def of(cls, walked: Array, length: int, finite: bool) -> Walk:
-        """Read a walk that compiled code has written: a row of tokens and one of nodes."""
+        """Make a walk from the first ``length`` columns of ``walked``, a row of tokens and a row of nodes."""
         tokens, path = walked[:, :length].tolist()
         return cls(tokens, path, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """The walk truncated to ``max_tokens`` tokens; the logits of a truncated walk are finite."""
+        """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
         return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
 
 
 @dataclass(slots=True, eq=False)
 class Verified:
-    """The outcome of a pass for one sequence: a row for the root and each node of its tree, or one after a prompt.
+    """The result of a pass for one sequence, valid until the next pass of the engine.
 
-    It is valid until the next pass of the engine.
+    There is one row for the root and one for each node of the tree. After a prefill, there is one for the last token.
     """
 
     logits: torch.Tensor
     """``[rows, vocabulary]``"""
     hidden: torch.Tensor | None = None
-    """Input of the output layer, ``[rows, width]``; after a prompt, of all its tokens. None unless it is watched."""
+    """Input of the output layer, ``[rows, width]``; after a prefill, one row per token. None unless it is recorded."""
     walk: Walk | None = None
     argmax: Array | None = None
-    """The token with the highest logit of each row, and in ``finite`` whether that logit is finite, if computed."""
+    """Argmax of each row's logits, and in ``finite``, True where that logit is finite; None if not computed."""
     finite: Array | None = None
     maxima: Array | None = None
     ranked: tuple[Array, Array] | None = None
-    """The highest logits of each row, if they came with the pass: their tokens, best first, and they themselves."""
+    """Top tokens of each row, best first, and their logits; None if the pass did not compute them."""
     root: Array | None = None
-    """The logits of the root in float32 on the host, if they came with the pass."""
+    """The root's logits in float32 on the host; None if the pass did not copy them."""
     slot: Slot | None = None
-    """Where the sequence is kept, if the engine says so."""
+    """Cache slot of the sequence; None if the engine does not set it."""
 
     def __len__(self) -> int:
         return len(self.logits)
 
     def rankable(self) -> Rankable:
-        """The rows in the form from which ``topk`` selects fastest."""
+        """Return the logits in the form from which ``topk`` selects fastest."""
         return for_topk(self.logits, self.maxima)
 
     def topk(self, k: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
-        """The top tokens of each of some rows, best first, and their logits; see ``topk`` of the kernels."""
+        """Return the top ``k`` tokens of each selected row, best first, and their logits, both ``[rows, k]``."""
         if self.ranked is None or self.ranked[0].shape[1] < k:
             return topk(self.rankable()[rows], k)
         tokens, scores = (np.ascontiguousarray(part[rows, :k]) for part in self.ranked)
         return tokens, scores
 
     def best(self, first: int = 0) -> Array:
-        """The token with the highest logit of each row from ``first`` on."""
+        """Return the argmax of each row, starting with row ``first``."""
         return argmax(self.logits[first:]) if self.argmax is None else self.argmax[first:]
 
     def known_argmax(self) -> tuple[Array, Array] | None:
-        """``argmax`` and ``finite``; None on a CPU if the pass has not computed them: single rows are faster there."""
+        """Return ``argmax`` and ``finite``, which are computed on a device if the pass has not done so.
+
+        Return None on a CPU if the pass has not computed them, because it is faster there to compute single rows.
+        """
         if self.argmax is not None and self.finite is not None:
             return self.argmax, self.finite
         if self.logits.is_cpu:
             return None
         tokens = self.logits.argmax(dim=-1)
-        # Both in one transfer: each waits for the device.
+        # Both in one transfer, because each transfer waits for the device.
         is_finite = self.logits.gather(-1, tokens[..., None])[..., 0].isfinite()
         self.argmax, self.finite = torch.stack([tokens, is_finite.to(tokens.dtype)]).cpu().numpy()
         return self.argmax, self.finite
 
 
 PREFILL_PASS = -1
-"""The number of nodes of a pass that verified no tree."""
+"""Value of ``PassLog.nodes`` after a pass that verified no tree."""
 
 
 @dataclass(slots=True)
 class PassLog:
-    """The number of passes and the last one's shape and duration, from which budgets learn the cost of drafts."""
+    """Counts passes and holds the shape and duration of the last one, from which budgets learn what drafts cost."""
 
     passes: int = 0
     seconds: float = 0.0
     nodes: int = PREFILL_PASS
-    """Draft tokens that the last pass verified. Of several trees, those of the largest, to which the others are padded;
-    without padding, the rows of all trees but one."""
+    """Number of draft tokens that the last pass verified. For several trees, the size of the largest one, to which the
+    others are padded; without padding, the number of rows of all trees minus one."""
     slots: int = 1
-    """Trees of the last pass that verified any."""
+    """Number of trees in the last pass that verified any."""
     last_seconds: float = 0.0
     context: int = 0
-    """Tokens before the tree of the last pass. Of several trees, those of the longest context, to which the others are
-    padded; without padding, the mean."""
+    """Number of tokens before the tree of the last pass. For several trees, the length of the longest context, to which
+    the others are padded; without padding, the mean length."""
 
     experts: int = 0
-    """Experts whose weights the last pass read, over all layers; 0 if the engine counts none."""
+    """Number of experts whose weights the last pass read, summed over layers; 0 if the engine doesn't count them."""
 
     def add(self, seconds: float, nodes: int = PREFILL_PASS, slots: int = 1, experts: int = 0) -> None:
         self.seconds += seconds
@@ -143,7 +146,7 @@ class PassLog:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Count no pass of this block: it belongs to a check or a measurement."""
+        """Restore the log after the block, so that the passes of a check or a measurement are not counted."""
         before = astuple(self)
         try:
             yield
@@ -153,90 +156,91 @@ class PassLog:
 
 
 class Engine(Protocol):
-    """Computes passes; `Target` does so with a model of transformers.
+    """Runs forward passes over draft trees; `Target` is the engine for models of transformers.
 
-    The slots of a cache hold one sequence each. The last emitted token of a sequence is the root of its next tree: it
-    is verified with the nodes, and its keys and values are in the cache only after that.
+    Each slot of a cache holds one sequence. The last emitted token of a sequence is the root of its next tree. It is
+    verified together with the nodes, and its keys and values are in the cache only after that pass.
     """
 
     vocabulary: int
-    """Tokens with an embedding."""
+    """Number of tokens with an embedding."""
     device: torch.device
     log: PassLog
-    """What passes have cost."""
+    """Number, shape and duration of the passes so far."""
     busy: Lock
-    """Held during a step: one thread at a time uses an engine."""
+    """Lock held during a step: only one thread at a time may use an engine."""
 
     @property
     def cache(self) -> Cache:
-        """The cache of answers that come one after another."""
+        """KV cache for answers that are generated one after another."""
         ...
 
     @property
     def captures(self) -> bool:
-        """True if a pass over a single tree runs on a device by itself until ``wait``."""
+        """True if a pass over a single tree runs asynchronously on a device until ``wait``."""
         ...
 
     @property
     def changes(self) -> int:
-        """How often the model was found changed; keys and values from before are void."""
+        """Number of changes of the model so far; keys and values computed before the last one are invalid."""
         ...
 
     def context_limit(self, prompt_length: int) -> int | None:
-        """The length of context at which a conversation with such a prompt ends; None if there is no limit."""
+        """Return the maximum context length, prompt included, for a prompt of this length; None for no limit."""
         ...
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Return True if a prompt of this length may be read in several passes, with the same result."""
+        """Return True if prefilling a prompt of this length in several passes gives the same result as in one."""
         ...
 
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Return True if a prompt may go on from states that were kept: the model computes what it did before.
+        """Return True if the model still computes what it did before, so that cached states are valid.
 
-        Asked before each prompt where keys and values do not tell it.
+        Called before the prompt of a recurrent model is prefilled, as recurrent states, unlike keys and values, cannot
+        be compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.
         """
         ...
 
     def notice_changes(self) -> None:
-        """Look for changes of the model; called before a prompt is read."""
+        """Detect changes of the model; called before each prompt is prefilled."""
         ...
 
     def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
-        """A cache for this many sequences; it grows as they need it."""
+        """Return a cache with this many slots, each with room for ``capacity`` tokens at first; it grows as needed."""
         ...
 
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Read tokens into a slot after the first ``start`` ones, which it holds; the rest of what it holds is dropped.
+        """Prefill ``tokens`` after the first ``start`` tokens of a slot; what the slot holds beyond those is dropped.
 
-        The result has one row of logits, after the last token. ``room`` is the number of tokens that may follow.
+        Return one row of logits, for the last token. ``room`` is the number of tokens that may follow.
         """
         ...
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots, all in one pass."""
+        """Verify one tree in each of the first slots, all in one pass; ``wants`` holds the options of each tree."""
         ...
 
     @property
     def takes_trees(self) -> bool:
-        """True if it verifies trees; otherwise only chains, whose nodes follow each other."""
+        """True if the engine verifies trees; False if it only verifies chains."""
         ...
 
     def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
-        """The part of a drafted tree that the next pass of a slot verifies."""
+        """Return the part of a drafted tree that the next pass can verify in a slot."""
         ...
 
     def wait(self) -> None:
-        """Wait for a pass that still runs."""
+        """Wait until the pass that still runs, if any, has ended."""
         ...
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the nodes of ``path`` to a slot; the rest of its tree is discarded."""
+        """Append the root and the nodes of ``path`` to a slot, and discard the rest of its tree."""
         ...
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify the root of a slot without drafts, after a pass with drafts overflowed."""
+        """Verify the root of a slot without drafts, after a pass with drafts has overflowed."""
         ...
 
     def note_overflow(self) -> None:
-        """Tell the user once that logits were NaN or infinite."""
+        """Tell the user that logits were NaN or infinite; later calls do nothing."""
         ...

@@ -1,4 +1,4 @@
-"""The environment of a measurement: machine, versions, model and stores."""
+"""Describes the environment of a measurement: machine, versions, model and stores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLED_WEIGHTS = 16
-"""Numbers of each parameter that go into a model's fingerprint."""
+"""Number of values of each parameter that are hashed into a model's fingerprint."""
 
 
 def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
-    """The environment that is saved with figures; only figures with equal environments are comparable."""
+    """Return the environment to save with measured figures; only figures with equal environments are comparable."""
     target = loaded.target
     return {
         "machine": machine(target.device),
@@ -58,7 +58,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
 
 
 def set_num_threads(threads: int | None) -> None:
-    """Set the number of threads of torch; None leaves its default."""
+    """Set torch's number of threads; None keeps the default."""
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -69,7 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the names, the shapes and a few numbers of all weights."""
+    """Return a hash of the model's class and of each parameter's name, shape and first few values."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weight in model.named_parameters():
         # Rounded to bfloat16, so that the fingerprint does not depend on the dtype that a checkpoint is loaded in.
@@ -80,7 +80,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def machine(device: torch.device | None = None) -> str:
-    """A description of the machine and the versions; by default of its GPU, else of its CPU."""
+    """Describe a device and the library versions in one line; ``device`` defaults to the GPU, else to the CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host = "" if device.type == "cuda" else f", {os.cpu_count()} cores, {platform.system()}"
@@ -89,5 +89,5 @@ def machine(device: torch.device | None = None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or of the processor for other devices."""
+    """Return the name of a GPU; for any other device, the name of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

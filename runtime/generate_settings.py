@@ -1,4 +1,4 @@
-"""The logits processors and stopping criteria of ``generate``: prepared by ``transformers``, applied in our loop."""
+"""Has ``transformers`` prepare the logits processors and stopping criteria of ``generate`` for hdtool's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_SETTINGS = "none"
-"""The value of --generation-config that selects the defaults of the library."""
+"""Value of --generation-config that selects the defaults of transformers."""
 
 Refused = Callable[[Any], bool]
 
@@ -53,7 +53,7 @@ REFUSED_SETTINGS: dict[str, tuple[Refused, str]] = {
     "assistant_ensemble_weight": (_given, "it changes the distribution that tokens are drawn from"),
     "cache_implementation": (lambda value: value == "quantized", "a quantized KV cache changes the output"),
 }
-"""Settings that change the output of ``generate`` and are not supported: which values, and why."""
+"""Unsupported settings that change the output of ``generate``: a test for refused values, and the reason."""
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
@@ -67,11 +67,11 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
 }
-"""Settings of drafting, caching and reporting in ``generate``: none of them changes the output."""
+"""Values that switch off drafting, caching and reporting in ``generate``; none of them changes the output."""
 
 
 class Stops:
-    """A container of the tokens that end the answer: end tokens, and any token at which a criterion is met."""
+    """Container of the tokens that end an answer: end tokens, and any token at which a stopping criterion is met."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class Stops:
         device: torch.device,
         scores: Callable[[], Any] = lambda: None,
     ) -> None:
-        """``scores`` returns the second argument of the criteria."""
+        """``scores`` returns the scores to pass to the criteria."""
         self._ends, self._criteria, self._sampler = ends, criteria, sampler
         self._device, self._scores = device, scores
 
     def __contains__(self, token: object) -> bool:
         if token in self._ends:
             return True
-        # Criteria may be stateful: each is called once for each token.
+        # Criteria may be stateful, so each must be called exactly once per token.
         return bool(self._criteria) and bool(self._criteria(self._sampler.ids(self._device), self._scores()).all())
 
 
@@ -102,11 +102,11 @@ def sampler_as_generate(
     ends: frozenset[int],
     first: Sequence[LogitsProcessor] = (),
 ) -> tuple[Sampler, Container[int]]:
-    """The sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
+    """Return the sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
 
-    Options that are None in ``config`` are taken from the model's generation settings, else from the library. To get
-    them, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass. ``first`` are
-    processors before those.
+    To get these, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass. Options
+    that are None in ``config`` come from the model's generation settings, else from the defaults of transformers. The
+    processors in ``first`` run before those of ``generate``. Raise ModelError if the settings cannot be used.
     """
     settings = model.generation_config
     refuse_settings(settings)
@@ -120,7 +120,7 @@ def sampler_as_generate(
         generation_config: GenerationConfig,
         **others: Any,
     ) -> torch.Tensor:
-        # Our loop itself checks the length and the end tokens.
+        # The loop itself checks the length and the end tokens.
         applied_by_loop = (MaxLengthCriteria, EosTokenCriteria)
         processors.extend(logits_processor)
         criteria.extend(criterion for criterion in stopping_criteria if not isinstance(criterion, applied_by_loop))
@@ -136,7 +136,7 @@ def sampler_as_generate(
             criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     except HdtoolError:
         raise
-    except Exception as error:  # the library raises many kinds for invalid settings
+    except Exception as error:  # transformers raises many types of errors for invalid settings
         raise ModelError(
             f"the generation settings of the model cannot be used ({error_reason(error)}): correct its "
             f"generation_config.json, or name another file with --generation-config, or {NO_SETTINGS}"
@@ -148,7 +148,7 @@ def sampler_as_generate(
 def generate_options(
     config: SamplingConfig, settings: GenerationConfig, ends: frozenset[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Arguments of ``generate`` for which it has the distribution of tokens that hdtool has."""
+    """Return the arguments with which ``generate`` draws tokens from the same distribution as hdtool."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": not config.is_greedy}
     if ends:
         options["eos_token_id"] = sorted(ends)
@@ -160,7 +160,7 @@ def generate_options(
 
 
 def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
-    """The first setting that changes the output of ``generate`` and is not supported, and why."""
+    """Return the name of the first unsupported setting outside ``allowed`` and the reason, or None."""
     for name, (is_refused, reason) in REFUSED_SETTINGS.items():
         if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason
@@ -168,7 +168,7 @@ def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) ->
 
 
 def refuse_settings(settings: GenerationConfig) -> None:
-    """Raise for generation settings that are not supported."""
+    """Raise ModelError for generation settings that are not supported."""
     if refused := refused_setting(settings):
         name, reason = refused
         raise ModelError(
@@ -178,7 +178,10 @@ def refuse_settings(settings: GenerationConfig) -> None:
 
 
 def generation_settings(chosen: str, model_settings: GenerationConfig) -> GenerationConfig:
-    """Generation settings from a file, its folder or the library, with the model's special tokens if they have none."""
+    """Load generation settings from a file or its folder; ``NO_SETTINGS`` selects the defaults of transformers.
+
+    Special tokens that they lack are copied from ``model_settings``. Raise ModelError if the file cannot be used.
+    """
     if chosen == NO_SETTINGS:
         settings = GenerationConfig()
     else:
@@ -192,7 +195,7 @@ def generation_settings(chosen: str, model_settings: GenerationConfig) -> Genera
                 f"{file} cannot be read ({error.strerror or error}): name a file of generation settings, or "
                 f"{NO_SETTINGS}"
             ) from None
-        except Exception as error:  # the library raises many kinds for invalid settings
+        except Exception as error:  # transformers raises many types of errors for invalid settings
             raise ModelError(
                 f"{file} holds no generation settings ({error_reason(error)}): name a generation_config.json"
             ) from None

@@ -1,4 +1,4 @@
-"""Structured output: grammars compiled by ``llguidance``, their state in an answer, and drafts that follow them."""
+"""Structured output: compiles grammars with ``llguidance``, masks forbidden tokens and drafts forced ones."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ NO_NODES = np.empty(0, np.bool_)
 
 
 class ForcedTokens(NamedTuple):
-    """What a grammar forces at one position."""
+    """The tokens that a grammar forces at one position."""
 
     certain: list[int]
-    """The tokens that must follow, whatever text follows them."""
+    """Tokens that must follow, however the text continues."""
     tokens: list[int]
-    """The tokens of the text that must follow; the last one may turn out otherwise, as more text may join it."""
+    """Tokens of the text that must follow; the last one is uncertain, because it may merge with later text."""
 
 
 class GuidedTree(NamedTuple):
-    """The constraints of a grammar on a tree, by root and nodes."""
+    """What a grammar allows and forces in a draft tree; dictionaries are keyed by node, with ``ROOT`` for the root."""
 
     allowed: npt.NDArray[np.bool_]
-    """Which nodes it allows."""
+    """True for each node that is allowed, and whose ancestors are."""
     chains: dict[int, list[int]]
-    """The chains that it forces below nodes without them."""
+    """Forced tokens to append below a node, if none of its allowed children drafts the first one."""
     certain: dict[int, list[int]]
-    """The tokens that must follow a node, whatever text follows them."""
+    """Tokens that must follow a node, however the text continues."""
 
 
 class Guide:
-    """A grammar after the tokens of an answer so far."""
+    """The state of a grammar after the tokens of one answer so far."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
-        """Tokens of the answer that were consumed."""
+        """Number of tokens of the answer that were consumed."""
         self._dictated: ForcedTokens | None = None
-        """What follows them, once it is computed."""
+        """Forced tokens at this position; None until they are computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
         """Consume the tokens of the answer that were not consumed yet."""
         self.extend(list(answer[self.length :]))
 
     def extend(self, new: list[int]) -> None:
-        """Consume the next tokens of the answer."""
+        """Consume the next tokens of the answer; raise PromptError if the grammar does not allow them."""
         # Only an end token follows a complete answer.
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()
@@ -72,14 +72,17 @@ class Guide:
         self._dictated = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
-        """A bit for each token that may come next, eight in a number, the first one in the lowest."""
+        """Return a bit mask of the tokens that may come next, eight per byte, the first one in the lowest bit."""
         bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
         return bitmask
 
     def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
-        """Which of the first ``size`` tokens may not come next."""
+        """Return a bool tensor ``[size]`` that is True for each token that may not come next.
+
+        Raise PromptError if this is all of them.
+        """
         is_forbidden = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
         if len(is_forbidden) < size:  # a model may have more logits than its tokenizer has tokens
             is_forbidden = np.pad(is_forbidden, (0, size - len(is_forbidden)), constant_values=True)
@@ -88,10 +91,10 @@ class Guide:
         return torch.from_numpy(is_forbidden).to(device)
 
     def allowed(self, tokens: list[int]) -> int:
-        """How many of these tokens may come next, one after another, without the mask of all tokens."""
+        """Return how many of ``tokens`` may come next, one after another, without computing the mask of all tokens."""
         count = 0
         while count < len(tokens):
-            # Where the text is dictated, other tokens with its bytes are forbidden.
+            # Where the grammar forces tokens, other tokens with the same bytes are forbidden.
             certain = self._matcher.compute_ff_tokens()
             some = _common_prefix(certain, tokens[count:]) if certain else tokens[count : count + 1]
             consumed = self._matcher.try_consume_tokens(some) if some else 0
@@ -106,15 +109,15 @@ class Guide:
         return PromptError(f"the grammar cannot be followed further ({reason}): make it simpler")
 
     def forced_text(self) -> bytes:
-        """The text that must come next."""
+        """Return the text that must come next."""
         return self._matcher.compute_ff_bytes()
 
     def forced(self) -> list[int]:
-        """The tokens of the text that must come next, as far as a text of these tokens is allowed."""
+        """Return the tokens of the text that must come next, up to the first one that is not allowed."""
         return self._dictates_next().tokens
 
     def _dictates_next(self) -> ForcedTokens:
-        """What follows the answer so far, computed once."""
+        """Return the forced tokens at this position, computed once per position."""
         self._dictated = self._dictated or self._dictates()
         return self._dictated
 
@@ -126,7 +129,7 @@ class Guide:
         return ForcedTokens(certain, tokens[: self._matcher.validate_tokens(tokens)])
 
     def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
-        """Apply the grammar to a tree."""
+        """Return what the grammar allows and forces in a tree that starts at this position."""
         root = self._dictates_next()
         if not len(tokens):
             return GuidedTree(NO_NODES, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
@@ -154,7 +157,6 @@ class Guide:
 
 
 def _common_prefix(some: list[int], others: list[int]) -> list[int]:
-    """The common prefix of two lists."""
     size = 0
     while size < min(len(some), len(others)) and some[size] == others[size]:
         size += 1
@@ -162,21 +164,21 @@ def _common_prefix(some: list[int], others: list[int]) -> list[int]:
 
 
 JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as ``json.dumps`` writes it. Small models that may choose white space add it without end."""
+"""JSON on one line, as ``json.dumps`` writes it. If whitespace is free, small models may emit it endlessly."""
 MAX_LEXER_WORK, MAX_SYMBOLS = 200_000, 500_000
-"""Bounds on the work of compiling a grammar, in units of the library; they are reached within a second."""
+"""Limits on the work of compiling a grammar, in units of llguidance; they are reached within a second."""
 MAX_FORCED_BYTES = 20_000
-"""Most bytes that a grammar may force at its start: they are drafted as a chain, and more would take seconds."""
+"""Maximum number of bytes that a grammar may force at its start; drafting more as a chain would take seconds."""
 MAX_COMPILED_GRAMMARS = 64
-"""Compiled grammars that are kept; a service asks for the same ones again and again."""
+"""Size of the LRU cache of compiled grammars; servers get the same grammars again and again."""
 GBNF_RULE = "::="
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer; the vocabulary is read once."""
+    """Compiles grammars for one tokenizer, whose vocabulary is read once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], vocabulary: int) -> None:
-        """``ends`` are the tokens that end an answer, ``vocabulary`` is the number of the model's logits."""
+        """``ends`` are the tokens that end an answer, ``vocabulary`` is the model's number of logits."""
         try:
             from llguidance import LLParserLimits
             from llguidance.hf import from_tokenizer
@@ -195,11 +197,10 @@ class GrammarCompiler:
         self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
 
     def guide(self, grammar: Grammar) -> Guide:
-        """The state of a new answer that must match the grammar; the same grammar is compiled once."""
+        """Return the initial state of an answer that must match the grammar; compiled grammars are cached."""
         return Guide(self._compiled(grammar).deep_copy(), self._tokenizer)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token."""
         return self._tokenizer.decode_bytes([token])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -208,7 +209,7 @@ class GrammarCompiler:
         try:
             compiled = LLMatcher(self._tokenizer, _notation(grammar), log_level=0, limits=self._limits)
             fault = compiled.get_error() or _too_long(compiled)
-        except Exception as error:  # the conversion of GBNF raises no class of its own
+        except Exception as error:  # the GBNF conversion raises no specific class
             fault = str(error)
         if fault:
             raise PromptError(f"the {grammar.kind.label} cannot be used ({_on_one_line(fault)}): correct it")
@@ -216,7 +217,7 @@ class GrammarCompiler:
 
 
 def _notation(grammar: Grammar) -> str:
-    """A grammar in the notation of the library."""
+    """Return a grammar in the notation of llguidance."""
     from llguidance import LLMatcher
 
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -242,20 +243,20 @@ def _on_one_line(text: str) -> str:
 
 
 def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
-    """The processors of an answer: the mask of its grammar, if there is one."""
+    """Return the processor that masks forbidden tokens, in a list that is empty without a grammar."""
     return [GrammarProcessor(guide)] if guide else []
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Gives the tokens that a grammar forbids the score of minus infinity; for one answer."""
+    """Logits processor for one answer that sets the scores of forbidden tokens to minus infinity."""
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
         self._asked: int | None = None
-        """Tokens of the prompt, padding included."""
+        """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """How many of these tokens are surely allowed after the context, which is much faster than a mask."""
+        """Return how many of ``tokens`` are surely allowed after the context; much faster than computing a mask."""
         self._follow(context)
         return self._guide.allowed(tokens)
 
@@ -277,21 +278,21 @@ class GrammarProcessor(LogitsProcessor):
 
 @runtime_checkable
 class ExpectingDrafter(Protocol):
-    """A drafter that continues from tokens that are almost certain."""
+    """A drafter that can start its tree with a chain of almost certain tokens."""
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with this chain."""
+        """Start the next tree with ``tokens`` as a chain."""
         ...
 
     def forget_tree(self) -> None:
-        """The last tree was verified in another form: learn nothing from its nodes."""
+        """Learn nothing from the nodes of the last tree, because a modified tree is verified instead."""
         ...
 
 
 def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
-    """The drafter of an answer that must match a grammar, if there is one; plain decoding stays plain.
+    """Return a drafter whose trees follow a grammar; without a grammar or in plain decoding, ``drafter`` itself.
 
-    ``draft_tokens`` bounds the nodes of a tree.
+    ``draft_tokens`` is the maximum number of nodes per tree.
     """
     if guide is None or isinstance(drafter, NoDraft) or draft_tokens == 0:
         return drafter
@@ -299,10 +300,10 @@ def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = Non
 
 
 class GuidedDrafter(WrappedDrafter):
-    """A drafter for one answer that must match a grammar."""
+    """Drafts for one answer: drops nodes that a grammar forbids from another drafter's trees and adds forced tokens."""
 
     def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
-        """``max_nodes`` bounds the nodes of a tree."""
+        """``max_nodes`` is the number of nodes up to which forced tokens are added to a tree."""
         super().__init__(drafter)
         self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
         self._asked = 0
@@ -332,7 +333,7 @@ class GuidedDrafter(WrappedDrafter):
         return tree
 
     def _guided(self, tree: DraftTree) -> DraftTree:
-        """The nodes that the grammar allows, and below them the chains that it forces, the most probable ones first."""
+        """Return the allowed nodes of a tree, with forced chains appended, first below the most probable nodes."""
         guided_tree = self._guide.guided(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(
@@ -347,7 +348,7 @@ class GuidedDrafter(WrappedDrafter):
                 {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)
             )
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        for node in sorted(chains):  # a tree's nodes are sorted by their probability
+        for node in sorted(chains):  # nodes are sorted by descending probability
             above, dictated = node, certain[node]
             for place, token in enumerate(chains[node][: max(0, self._max_nodes - len(tokens))]):
                 tokens.append(token)
@@ -365,7 +366,7 @@ class GuidedDrafter(WrappedDrafter):
 
 
 def _certain(nodes: int, certain_by_node: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
-    """The token that must follow the root and each node."""
+    """Return the token that must follow the root and each node; ``UNDETERMINED`` where several may."""
     tokens = np.full(1 + nodes, UNDETERMINED, np.int64)
     for node, dictated in certain_by_node.items():
         if dictated:

@@ -1,10 +1,10 @@
 """Speeds up importing torch and transformers by deferring torch's compiler, distributed tensors and a file scan.
 
 ``transformers`` imports torch's compiler for decorators that switch it off, and its distributed tensors, which import
-sympy. It also reads a thousand source files to find which names they define. Together, that takes as long as the import
-of torch. Whatever is deferred here is loaded at its first use.
+sympy. It also reads a thousand source files to find which names they define. Together, that takes as long as importing
+torch. The compiler is loaded at its first use instead.
 
-Every part is optional: where a library lacks the function that is replaced, the import is an ordinary one.
+Each replacement is optional: if a library lacks the function to replace, the import is an ordinary one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from hdtool.data.stores.home import import_structure_at_home
 
 COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")
-"""Decorators of the compiler that mark a function for it and return this function."""
+"""Decorators of the compiler that register a function with it and return the function itself."""
 INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
-"""Modules of the compiler that need nothing of it, and that models import."""
+"""Submodules of the compiler that models import and that do not need the rest of it."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
 Structure = dict[frozenset[str], dict[str, set[str]]]
-"""Names by the module that has them, by the libraries that this module needs."""
+"""Maps each set of required libraries to the modules that need them, and each module to the names that it defines."""
 
 
 def import_leanly() -> None:
-    """Leave out what no command uses in the imports of torch and transformers that follow in this process."""
+    """Speed up later imports of torch and transformers in this process; do nothing if either is imported already."""
     if not {"torch", "transformers"} & sys.modules.keys():
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(PathFinder):
-    """Finds a few modules as usual and changes how they are loaded."""
+    """Finds a few modules as usual, but replaces their loaders: the compiler is deferred, ``CHANGES`` are applied."""
 
-    find_distributions = None  # type: ignore[assignment]  # PathFinder itself lists them
+    find_distributions = None  # type: ignore[assignment]  # PathFinder already lists them
 
     @classmethod
     def find_spec(
@@ -64,7 +64,7 @@ class _Finder(PathFinder):
 
 
 def _part_of_compiler(name: str) -> ModuleSpec | None:
-    """Load the compiler before one of its modules, which the compiler may load itself."""
+    """Load the compiler before one of its submodules; return a spec if this has already imported the submodule."""
     if not isinstance(sys.modules[COMPILER], _DeferredModule):
         return None
     sys.modules[COMPILER]._load()
@@ -73,7 +73,7 @@ def _part_of_compiler(name: str) -> ModuleSpec | None:
 
 
 class _LoadedLoader(Loader):
-    """Returns a module that is already imported."""
+    """Loader of a module that is already imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -86,7 +86,7 @@ class _LoadedLoader(Loader):
 
 
 class _ChangedLoader:
-    """Loads a module, then changes it."""
+    """Wraps a loader to apply ``change`` to the loaded module."""
 
     def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
         self._loader, self._change = loader, change
@@ -104,7 +104,7 @@ class _ChangedLoader:
 
 
 class _DeferredLoader:
-    """Makes a package whose ``__init__`` runs when anything but its own submodules is asked for."""
+    """Loader of a package whose ``__init__`` only runs when an attribute that is not a submodule is accessed."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self._loader: Any = spec.loader
@@ -141,7 +141,7 @@ class _DeferredModule(ModuleType):
             self.__class__ = ModuleType  # type: ignore[assignment]
             try:
                 loader.exec_module(self)
-            except BaseException:  # the next use tries again, as an ordinary import would
+            except BaseException:  # the next use retries, as an ordinary import would
                 self.__class__ = _DeferredModule
                 self.__dict__[LOADER] = loader
                 raise
@@ -158,9 +158,9 @@ class _DeferredModule(ModuleType):
 
 
 def _lean_decorators(module: Any) -> None:
-    """Have ``torch.compiler.disable`` load the compiler only once something else has loaded it.
+    """Defer the effect of ``torch.compiler.disable`` until something else has loaded the compiler.
 
-    Before that nothing is compiled, so there is nothing to switch off.
+    Before that, nothing is compiled, so there is nothing to disable.
     """
     original = getattr(module, "disable", None)
     if original is None:
@@ -183,7 +183,7 @@ def _lean_decorators(module: Any) -> None:
         def switch_off() -> None:
             nonlocal called
             called = original(fn, recursive, **options)
-            call.__dict__.update(called.__dict__)  # by which the compiler recognises what it must leave alone
+            call.__dict__.update(called.__dict__)  # by which the compiler recognizes disabled functions
 
         _undisabled.append(switch_off)
         return call
@@ -197,9 +197,9 @@ def _is_loaded(name: str) -> bool:
 
 
 def _lean_structure(module: Any) -> None:
-    """Read which names transformers has from a record of the last scan, and do without distributed tensors.
+    """Read the names that transformers defines from a record of the last scan, and disable distributed tensors.
 
-    The record belongs to the names, sizes and times of all source files.
+    The record is valid while the names, sizes and modification times of all source files stay the same.
     """
     if hasattr(module, "is_torch_distributed_available"):
         module.is_torch_distributed_available = lambda: False
@@ -231,7 +231,7 @@ def _structure_of(rows: Any) -> Structure:
 
 
 def _signature(folder: Path) -> str:
-    """Changes with the source files of a package."""
+    """Return a hash of the names, sizes and modification times of all files in a package."""
     digest = blake2b(str(folder).encode(), digest_size=16)
     for line in _files(str(folder)):
         digest.update(line.encode())
@@ -251,7 +251,7 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def _lean_initialization(module: Any) -> None:
-    """Leave tensors without memory as they are: torch loads the compiler for random numbers in them."""
+    """Skip random initialization of meta tensors, for which torch would load the compiler."""
     original = getattr(module, "_no_grad_normal_", None)
     if original is None:
         return
@@ -268,4 +268,4 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.nn.init": _lean_initialization,
     "transformers.utils.import_utils": _lean_structure,
 }
-"""What is changed in a module once it is loaded."""
+"""Functions that change a module once it is loaded, by module name."""

@@ -1,4 +1,4 @@
-"""The decoding loop: draft, verify, accept, commit, observe, for all answers that are generated together.
+"""The decoding loop: draft, verify, accept, commit and observe, for all answers in a batch.
 
 Requests join and leave between steps (continuous batching: Orca, OSDI 2022). A single answer is a batch of one.
 """
@@ -20,28 +20,28 @@ from hdtool.runtime.sequence import SequenceState, Step, draft_for
 from hdtool.runtime.tree import DraftTree
 
 RESERVED_POSITIONS = 512
-"""Positions reserved for an answer in a batch; the cache grows if it becomes longer."""
+"""Number of cache positions reserved for each answer in a batch; the cache grows for longer answers."""
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class Request(Generic[Key]):
-    """A prompt to answer, and the options of its answer."""
+    """A prompt and the options for its answer."""
 
     key: Key
-    """Identifies the request in what the loop yields."""
+    """Value by which the caller recognizes the request in the outcomes of the loop."""
     prompt: Sequence[int]
     sampler: Sampler
     drafter: Drafter = field(default_factory=NoDraft)
-    """Used by this request alone until it ends."""
+    """Drafter that no other request uses until this one ends."""
     stops: Container[int] = ()
-    """Tokens that end this answer; if empty, those of the whole loop are used."""
+    """Tokens that end this answer; if empty, the stops of the loop apply."""
     prediction: Sequence[int] = ()
-    """What the answer will probably look like: it is drafted from, and never read by the model."""
+    """Tokens that the answer will probably contain; the drafter drafts from them, and the model never reads them."""
     max_new_tokens: int | None = None
-    """Most tokens of this answer; None is the limit of the whole loop."""
+    """Maximum number of tokens in this answer; None for the limit of the loop."""
     owner: str = ""
-    """Kept contexts are used again for requests of the same owner only."""
+    """Name of the tenant; cached prefixes are reused only for requests with the same owner."""
 
 
 Outcome = tuple[Request[Key], Step | HdtoolError]
@@ -49,32 +49,32 @@ Outcome = tuple[Request[Key], Step | HdtoolError]
 
 
 class PendingPrefill(Generic[Key]):
-    """A request whose prompt is being read into a slot."""
+    """A request whose prompt is being prefilled into a slot."""
 
     def __init__(self, loop: Loop[Key], request: Request[Key], state: SequenceState, reader: PromptReader) -> None:
         self.request, self.state, self.reader = request, state, reader
         self.verified: Verified | None = None
-        """What follows the prompt; None until all of it is read."""
+        """Logits after the prompt; None until the whole prompt is prefilled."""
         self._loop = loop
 
     def read(self, max_tokens: int | None = None) -> bool:
-        """Read at most this many tokens of the prompt, or all; return whether it is complete."""
+        """Prefill at most ``max_tokens`` tokens of the prompt, or all if None; return True if it is complete."""
         with self._loop:
             self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens
         return self.verified is not None
 
     def end(self) -> None:
-        """End the answer before its prompt is read."""
+        """End the answer before it has joined the loop."""
         self.state.end()
         self._loop.stop_reading(self)
 
 
 class Loop(Generic[Key]):
-    """Answers that are generated together; the caller adds and removes them between steps.
+    """Generates a batch of answers step by step; the caller adds and removes requests between steps.
 
-    As a context, it holds the engine for one step: it raises if another thread uses the engine, or if an answer that
-    began later uses the same cache.
+    As a context manager, a loop locks the engine for one step. Entering it raises ModelError if another thread uses the
+    engine, or if another loop has begun to use the cache since.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Loop(Generic[Key]):
         stops: Container[int] = (),
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """With ``prefixes``, a prompt is read from where it differs from a context that was kept."""
+        """With ``prefixes``, the longest cached prefix of a prompt is not prefilled again."""
         self._engine, self._cache = engine, cache
         self._max_new_tokens, self._stops = max_new_tokens, stops
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
-        """The answers in progress; the place of each is its slot."""
+        """Answers in progress; the index of each is its slot."""
         self._reading: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
-        """Passes of the engine before the one that was launched."""
+        """Number of passes that the engine had run before the launched one."""
         self._has_begun = False
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Loop(Generic[Key]):
         self._engine.busy.release()
 
     def start(self, request: Request[Key]) -> PendingPrefill[Key]:
-        """Start an answer: its prompt is read by the returned object, in one piece or several."""
+        """Start an answer; the caller prefills its prompt with the returned object and passes that to ``join``."""
         assert self._reading is None and not self.is_full
         self._lock()
         try:
@@ -158,12 +158,12 @@ class Loop(Generic[Key]):
             self._reading = None
 
     def join(self, reading: PendingPrefill[Key]) -> Outcome[Key]:
-        """Accept the first token of an answer whose prompt is read."""
+        """Accept the first token of an answer whose prompt is prefilled; unless it ends there, it takes a slot."""
         assert reading.verified is not None
         request, state, slot = reading.request, reading.state, len(self._running)
         self._reading = None
         with self:
-            if reading.reader.slot != slot:  # answers have ended meanwhile
+            if reading.reader.slot != slot:  # answers have ended since the prefill began
                 self._overwrite(slot, by=reading.reader.slot)
             outcome = self._conclude(slot, state, reading.verified)
         if _has_ended(outcome):
@@ -173,7 +173,7 @@ class Loop(Generic[Key]):
         return request, outcome
 
     def add(self, request: Request[Key]) -> Outcome[Key]:
-        """Read the whole prompt of a request and accept its first token."""
+        """Prefill the whole prompt of a request and accept its first token."""
         reading = self.start(request)
         try:
             reading.read()
@@ -183,22 +183,22 @@ class Loop(Generic[Key]):
             raise
 
     def step(self) -> list[Outcome[Key]]:
-        """Make one forward pass for all requests; those whose answers end leave the loop."""
+        """Run one forward pass for all requests; requests whose answers end leave the loop."""
         with self:
             self._launch()
             return self._finish()
 
     def launch(self) -> None:
-        """Draft for all answers and start the pass that verifies their trees."""
+        """Draft for all answers and start the pass that verifies the trees; ``finish`` completes the step."""
         with self:
             self._passes_before = self._engine.log.passes
             self._launch()
 
     def finish(self) -> list[Outcome[Key]]:
-        """Wait for the pass that was launched, and accept what its logits confirm."""
+        """Wait for the launched pass and accept tokens by its logits."""
         with self:
             self._engine.wait()
-            # Passes for other caches, made meanwhile, have overwritten its logits.
+            # Passes for other caches, run in the meantime, have overwritten the logits.
             if self._engine.log.passes != self._passes_before + 1:
                 states = [state for _, state in self._running]
                 trees, wants = [state.tree for state in states], [state.want for state in states]
@@ -211,7 +211,7 @@ class Loop(Generic[Key]):
         self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
 
     def _fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
-        """What the engine verifies of the trees: all of each, unless it verifies chains."""
+        """Return the part of each tree that the engine can verify: the whole tree unless it only verifies chains."""
         if self._engine.takes_trees:
             return trees
         fitted = [self._engine.fitted(self._cache, slot, tree) for slot, tree in enumerate(trees)]
@@ -233,27 +233,27 @@ class Loop(Generic[Key]):
     def _conclude(self, slot: int, state: SequenceState, verified: Verified) -> Step | HdtoolError:
         try:
             accepted, verified = state.accept(verified, partial(self._engine.recompute, self._cache, slot))
-        except HdtoolError as error:  # a fault of one request does not end the others
+        except HdtoolError as error:  # an error in one request must not end the others
             return error
         self._engine.commit(self._cache, slot, accepted.path)
         return state.observe(accepted, verified)
 
     def remove(self, request: Request[Key]) -> None:
-        """End the answer of a request that is running."""
+        """End the answer of a request; do nothing if the request is not running."""
         for slot, (running, _) in enumerate(self._running):
             if running is request:
                 self._leave(slot)
                 return
 
     def end(self) -> None:
-        """End all answers."""
+        """Wait for the running pass and end all answers."""
         self._engine.wait()
         for _, state in self._running:
             state.end()
         self._running.clear()
 
     def _leave(self, slot: int) -> None:
-        """End the answer in a slot, and move the last one there."""
+        """End the answer in a slot and move the last answer into this slot."""
         _, state = self._running[slot]
         state.end()
         last = self._running.pop()

@@ -1,4 +1,4 @@
-"""Prefills a prompt into a slot in pieces, after the longest prefix that is cached."""
+"""Prefills prompts in pieces, after the longest prefix that is cached."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache, Slot
 from hdtool.runtime.model.families import tolerance_of
 
 MIN_CACHED_PREFIX = 16
-"""Shorter prefixes are recomputed, which is faster than copying them."""
+"""Minimum length of a prefix that is copied; recomputing shorter ones is faster."""
 
 
 class CachedPrefix(NamedTuple):
-    """A cached context that shares a prefix with a prompt, in a slot or in a copy of one."""
+    """A cached context that shares a prefix with a prompt, held in a slot or in a copy of a slot."""
 
     slot: Slot
     shared: int
     """Length of the common prefix."""
     start: int
-    """Tokens that are not recomputed."""
+    """Number of tokens that are not recomputed."""
 
 
 class PrefixCache:
-    """Contexts that a prompt may continue: those in slots, and copies of contexts that were overwritten there.
+    """Finds cached contexts that a prompt can continue, in slots and in copies of slots that were overwritten.
 
-    Copies take up to a number of bytes; the least recently used one is evicted first.
+    The copies take up at most ``most_bytes``; the least recently used one is evicted first.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
         self._max_bytes = most_bytes
         self._saved: list[Slot] = []
-        """The one that was used last is at the end."""
+        """Copies of slots, the most recently used one last."""
 
     @property
     def bytes(self) -> int:
-        """Memory of the copies."""
+        """Total size of the copies in bytes."""
         return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """The free slot with the longest prefix of a prompt that can be continued in place."""
+        """Return the longest prefix of a prompt that a free slot holds and can continue in-place, or None."""
         return _longest(free, owner, version, prompt, least=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """The longest prefix of a prompt in slots in use or in copies."""
+        """Return the longest prefix of a prompt in slots in use and in copies, or None.
+
+        Copies from an earlier ``version`` of the model are dropped.
+        """
         self._saved = [slot for slot in self._saved if slot.version == version]
         kept = _longest([*held, *self._saved], owner, version, prompt, least=MIN_CACHED_PREFIX - 1)
         if kept and kept.slot in self._saved:
@@ -57,7 +60,7 @@ class PrefixCache:
         return kept
 
     def keep(self, cache: Cache, slot: int) -> None:
-        """Save a copy of a slot before it is overwritten; copies that it extends are dropped."""
+        """Save a copy of a slot before it is overwritten; drop the copies whose tokens are a prefix of it."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
         if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
@@ -78,7 +81,10 @@ class PrefixCache:
 def _longest(
     slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int
 ) -> CachedPrefix | None:
-    """The slot that saves the most of a prompt's prefill; the last token is always recomputed."""
+    """Return the slot that saves the most prefill, or None if none saves ``least`` tokens.
+
+    The last token of a prompt is always recomputed.
+    """
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
@@ -90,7 +96,7 @@ def _longest(
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:
         return 0
@@ -100,13 +106,13 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 PREFILL_CHUNK = 512
-"""Tokens that are read in one pass after a kept context, which bounds the size of the mask."""
+"""Number of tokens prefilled in one pass after a cached prefix; bounds the size of the attention mask."""
 MIN_TAIL_PROMPT, TAIL_TOKENS = 256, 32
-"""A prompt with more unread tokens than ``MIN_TAIL_PROMPT`` has states kept ``TAIL_TOKENS`` tokens before its end."""
+"""Recurrent states are saved ``TAIL_TOKENS`` before a prompt's end if over ``MIN_TAIL_PROMPT`` tokens are prefilled."""
 
 
 class PromptReader:
-    """Reads one prompt into a slot, after what is cached of it."""
+    """Prefills one prompt into a slot, after its longest cached prefix."""
 
     def __init__(
         self, engine: Engine, cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
@@ -117,15 +123,15 @@ class PromptReader:
         self.slot = self._first_free = first_free
         self._may_stop = engine.reads_in_pieces(len(prompt))
         self.cached_tokens = 0
-        """Tokens at the start of the prompt that are not read again."""
+        """Number of tokens at the start of the prompt that were cached."""
         self._read = 0
         self._keeps_states = False
-        """True if the states of recurrent layers are kept at the end of each pass."""
+        """True if the recurrent states are saved after each pass."""
         self._kept: list[torch.Tensor] | None = None
-        """The keys and values of the first token that is read again, to be compared."""
+        """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
-        """Reuse the longest cached prefix of the prompt."""
+        """Choose the slot, and load the longest cached prefix of the prompt into it."""
         slots, kept, is_in_place = self._cache.slots, None, False
         self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
         if prefixes and self._may_stop:
@@ -149,7 +155,7 @@ class PromptReader:
         slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
 
     def _longest(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
-        """The cached context that saves the most prefill, and whether it is in a free slot."""
+        """Return the cached context that saves the most prefill, and True if it is in a free slot."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
         copied = prefixes.to_copy(slots[: self._first_free], *query)
@@ -159,7 +165,11 @@ class PromptReader:
 
     @torch.inference_mode()
     def read(self, max_tokens: int | None = None) -> Verified | None:
-        """Read at most this many tokens, or all; the logits ``[1, vocabulary]`` after the prompt at its end."""
+        """Prefill at most ``max_tokens`` tokens, or the whole prompt if None.
+
+        Return the logits ``[1, vocabulary]`` after the prompt once it is complete, else None. A prompt that the engine
+        cannot read in pieces is always prefilled as a whole.
+        """
         if max_tokens is not None and self._may_stop:
             return self._read_piece(max_tokens)
         verified = None
@@ -168,14 +178,14 @@ class PromptReader:
         return verified
 
     def _next_piece(self) -> int:
-        """Tokens of the next pass, where the caller sets no limit."""
+        """Return the maximum number of tokens in the next pass if the caller sets no limit."""
         return PREFILL_CHUNK if self._read else len(self._prompt)
 
     def _end(self, max_tokens: int) -> int:
-        """Where the next pass ends.
+        """Return the position in the prompt at which the next pass ends.
 
-        Of recurrent layers, the next turn can only go on from states that were kept, and chat templates change the
-        end of a prompt.
+        Recurrent layers save their states there, and the next turn can only continue from saved states. A pass ends
+        shortly before the end of a prompt, because chat templates change the end in the next turn.
         """
         whole = len(self._prompt)
         end = min(whole, self._read + max_tokens)
@@ -198,15 +208,15 @@ class PromptReader:
         return verified if end == len(self._prompt) else None
 
     def _is_same_model(self, position: int) -> bool:
-        """Return True if the model computes for a kept token what it computed before.
+        """Return True if recomputing a cached token gives the keys and values that were cached.
 
-        Values of a weight that are written through ``data`` change a model unseen by all that torch counts of it.
+        This detects weights written through ``data``, which torch's version counters do not.
         """
         return self._kept is None or not _states_differ(self._kept, self._cache.slots[self.slot].kv.at(position))
 
 
 def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Return True if keys and values of one position, computed twice, differ by more than rounding in any layer."""
+    """Return True if the keys and values of one position differ by more than rounding errors in any layer."""
     for old, new in zip(before, after, strict=True):
         rows = old.float().flatten(1)
         distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)

@@ -43,23 +43,23 @@ class Finish(StrEnum):
 
 
 class Step(NamedTuple):
-    """The tokens of one forward pass of the target, and how long it took."""
+    """The tokens that one forward pass of the target emitted, the tree that it verified, and how long it took."""
 
     tokens: list[int]
     tree: DraftTree
     path: list[int]
     draft_seconds: float
     verify_seconds: float
-    """Inside the model's own forward pass."""
+    """Seconds inside the model's forward pass."""
     seconds: float
-    """The whole step; on a device that computes by itself, with what its consumer does meanwhile."""
+    """Seconds of the whole step; includes work of the consumer if the device computes asynchronously."""
     finish: Finish | None = None
     cached_tokens: int = 0
-    """Tokens of the prompt that were in the KV cache; in the first step."""
+    """Number of prompt tokens that were in the KV cache; 0 after the first step."""
 
     @property
     def sources(self) -> list[SourceName]:
-        """The source of each token; ``NONE`` for the bonus token."""
+        """Source of each token; ``NONE`` for the bonus token."""
         return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
 
 
@@ -80,25 +80,25 @@ class SequenceState:
         self.prompt = prompt
         self._prediction = prediction
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
-        """Tokens that may still follow."""
+        """Number of tokens that may still be generated."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
         self.want = PassOptions(sampler.walks, reads_logits(self.drafter), max_ranked(self.drafter))
-        if engine.captures:  # elsewhere, the host reads logits where they are
+        if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.want.max_ranked, sampler.max_ranked)
             self.want = self.want._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
             if sampler.draws and sampler.max_ranked:
                 compile_ranked_walks(sampler.draws, sampler.walked)
         self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
         self.tree = DraftTree.bare(prompt[-1])
-        """The one that is verified in this step."""
+        """Tree that is verified in the current step."""
         self.cached_tokens = 0
-        """Tokens of the prompt that were not read again."""
+        """Number of prompt tokens that were cached; 0 after the first step."""
         self._started = self._draft_seconds = self._seconds_in_model = 0.0
         self._engine, self._vocabulary = engine, engine.vocabulary
 
     @property
     def context(self) -> list[int]:
-        """The prompt and all tokens since."""
+        """Prompt and all tokens emitted since."""
         return self._sampler.context
 
     def begin(self) -> None:
@@ -112,9 +112,9 @@ class SequenceState:
         self._draft_seconds = time.perf_counter() - self._started
 
     def take(self, tree: DraftTree, seconds: float) -> DraftTree:
-        """Record this step's draft tree and how long drafting took; returns the part of it that is verified."""
+        """Record this step's draft tree and how long drafting took; return the part of the tree to verify."""
         if len(tree.tokens):
-            # Deeper nodes would be accepted past the end, and a tokenizer may have more ids than the model embeddings.
+            # Deeper nodes are past the answer's end, and a tokenizer may have more ids than the model has embeddings.
             tree = tree.within(self.room - 1, self._vocabulary)
         if self._needs_all_logits and tree.certain is not None:
             tree = replace(tree, certain=None)
@@ -130,9 +130,9 @@ class SequenceState:
             self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """The accepted tokens, and the logits that decided.
+        """Return the accepted tokens, and the logits from which they were chosen.
 
-        ``recompute`` verifies the root again without drafts; it is called if a pass with drafts overflowed.
+        ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
         """
         accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
         if accepted is None:
@@ -162,7 +162,7 @@ class SequenceState:
 
 
 def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
-    """Draft one tree per sequence and record it."""
+    """Begin a step of each sequence and draft its tree; return the trees to verify."""
     for state in sequences:
         state.start_step()
     started = time.perf_counter()
@@ -172,7 +172,10 @@ def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
-    """The maximum number of new tokens, and the finish reason at that length."""
+    """Return the maximum number of new tokens and the finish reason at that length.
+
+    Raise PromptError for an invalid prompt, and its subclass ContextError if the prompt fills the context.
+    """
     _check_prompt(prompt, engine.vocabulary)
     if max_new_tokens < 1:
         raise OptionError(f"max_new_tokens is {max_new_tokens}, but an answer has at least one token: give 1 or more")
@@ -200,7 +203,7 @@ MAX_UNCOUNTED_STEPS = 1024
 
 @dataclass
 class Stats:
-    """Sums over the steps of one generation, or of many."""
+    """Statistics summed over the steps of one or more answers."""
 
     tokens: int = 0
     steps: int = 0
@@ -209,11 +212,11 @@ class Stats:
     verify_seconds: float = 0.0
     finish: Finish | None = None
     cached_tokens: int = 0
-    """Tokens of the prompts that were in the KV cache."""
+    """Number of prompt tokens that were in the KV cache."""
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceName)), np.int64))
-    """The rows of ``drafted``, ``accepted`` and ``hits``."""
+    """``drafted``, ``accepted`` and ``hits``, one row each, ``[3, sources]``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
-    """Sources and path of each of the last steps, counted lazily or once there are many."""
+    """Sources and path of each step that is not in ``_counts`` yet; they are counted lazily or once there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceName)))
 
     def add(self, step: Step) -> None:
@@ -238,19 +241,19 @@ class Stats:
 
     @property
     def drafted(self) -> npt.NDArray[np.int64]:
-        """Draft nodes of each source."""
+        """Number of drafted nodes per source."""
         drafted: npt.NDArray[np.int64] = self._count()[0]
         return drafted
 
     @property
     def accepted(self) -> npt.NDArray[np.int64]:
-        """Accepted nodes of each source."""
+        """Number of accepted nodes per source."""
         accepted: npt.NDArray[np.int64] = self._count()[1]
         return accepted
 
     @property
     def hits(self) -> npt.NDArray[np.int64]:
-        """Steps in which a source drafted at least one node."""
+        """Number of steps per source in which it drafted at least one node."""
         hits: npt.NDArray[np.int64] = self._count()[2]
         return hits
 
@@ -285,17 +288,17 @@ class Stats:
 
     @property
     def sources(self) -> list[SourceName]:
-        """The sources that drafted a node or took time."""
+        """Sources that drafted a node or took time."""
         active = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
         return [source for source in active if source]
 
     @property
     def that_drafted(self) -> list[SourceName]:
-        """The sources that drafted a node."""
+        """Sources that drafted a node."""
         return [source for source in self.sources if self.drafted[source]]
 
     def sources_json(self) -> dict[str, dict[str, float]]:
-        """The figures of each source under the names of the JSON output, which must not change."""
+        """Return the statistics of each source for the JSON output; the keys are public and must not change."""
         return {
             str(source): {
                 "drafted": int(self.drafted[source]),
@@ -308,12 +311,12 @@ class Stats:
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Accepted draft tokens of a predicted output, as OpenAI's API counts them."""
+        """Number of accepted draft tokens from a predicted output, as OpenAI's API counts them."""
         return int(self.accepted[SourceName.PREDICTION])
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Rejected draft tokens of a predicted output; a token counts in each step that drafts it."""
+        """Number of rejected draft tokens from a predicted output; a token counts in each step that drafts it."""
         return int(self.drafted[SourceName.PREDICTION]) - self.accepted_prediction_tokens
 
     @property
@@ -334,7 +337,7 @@ class Stats:
 
     @property
     def outside_us_per_step(self) -> float:
-        """Microseconds of a step outside the model's forward pass."""
+        """Overhead per step in microseconds: the time outside the model's forward pass."""
         return self._per_step(self.seconds - self.verify_seconds) * 1e6
 
     def source_us_per_step(self, source: SourceName) -> float:

@@ -1,4 +1,4 @@
-"""The registry of sources: numbers, names, letters and colors, of the built-in ones and of plug-ins."""
+"""Registry of the built-in and plug-in sources, with their numbers, names, letters and colors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from importlib.metadata import entry_points
 from hdtool.data.errors import OptionError
 
 ENTRY_POINTS = "hdtool.sources"
-"""An installed package registers a ``Source`` by an entry point of this group."""
+"""Entry point group by which installed packages register a ``Source``."""
 
 Evidence = Callable[[Sequence[int]], Mapping[int, float]]
-"""From a context to the tokens that may follow it, each with its probability or count."""
+"""Maps a context to the tokens that may follow it, each with its probability or count."""
 
 
 class SourceName(IntEnum):
@@ -44,24 +44,24 @@ class SourceName(IntEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A source as users see it, and the evidence of one that is registered from outside the package."""
+    """How a source is shown to users and, for a plug-in, the function that it drafts with."""
 
     name: str
     letter: str = ""
-    """Short for the name, where sources are selected."""
+    """One-letter name by which ``--sources`` selects the source; empty if it cannot be selected."""
     terminal: int | str | None = "38;5;142"
-    """The color of its tokens in a terminal: an ANSI number such as 96, or ``38;5;N`` for one of 256 colors."""
+    """Color of its tokens in a terminal: an ANSI code such as 96, ``38;5;N`` for one of 256 colors, or None."""
     light: str = "#118822"
-    """Its color on a light page."""
+    """Color of its tokens on light pages, as in CSS."""
     dark: str = "#11bb00"
-    """Its color on a dark page."""
+    """Color of its tokens on dark pages, as in CSS."""
     evidence: Evidence | None = None
-    """Called in each step for the context and for the chain of its own arg-max tokens after it. Values that add up
-    to more than 1 are counts, others are probabilities."""
+    """Function of a plug-in, called in each step for the context and for each extension of it by the function's own
+    argmax tokens. Values that add up to more than 1 are counts, others are probabilities."""
 
 
 PLUGINS = (SourceName.PLUGIN_1, SourceName.PLUGIN_2, SourceName.PLUGIN_3, SourceName.PLUGIN_4)
-"""The numbers that plug-ins get, in the order of their registration."""
+"""Numbers of plug-ins, assigned in the order in which they register."""
 _SOURCES = {
     SourceName.NONE: Source("none", "", None, "#b0b6be", "#556070"),
     SourceName.CONTEXT: Source("context", "C", "38;5;28", "#008888", "#22ffdd"),
@@ -79,7 +79,10 @@ _SOURCES = {
 
 
 def register(source: Source) -> SourceName:
-    """Add a source from outside the package; returns its number. ``--sources`` selects it, by its name or letter."""
+    """Register a plug-in source, which ``--sources`` then selects by its name or letter; return its number.
+
+    Raise OptionError if the name or letter is taken, if ``evidence`` is missing, or if all ``PLUGINS`` are in use.
+    """
     taken = {part for known in _SOURCES.values() for part in (known.name, known.letter) if part}
     if len(source.letter) != 1 or not source.name or {source.name, source.letter} & taken:
         raise OptionError(f"source {source.name!r} needs a name and a letter of its own, not one of {sorted(taken)}")
@@ -93,29 +96,29 @@ def register(source: Source) -> SourceName:
 
 
 def unregister(number: SourceName) -> None:
-    """Remove a source that was registered."""
+    """Remove a plug-in source; do nothing for the number of a built-in one."""
     if number in PLUGINS:
         _SOURCES.pop(number, None)
 
 
 def registered() -> Mapping[SourceName, Source]:
-    """All sources by their numbers; those of installed packages once one of them was selected."""
+    """Return all sources by number; those of installed packages are included once ``plugins`` was called."""
     return _SOURCES
 
 
 def plugins() -> dict[SourceName, Source]:
-    """The sources from outside the package, those of installed packages included."""
+    """Return the plug-in sources by number, including those of installed packages."""
     _register_installed()
     return {number: _SOURCES[number] for number in PLUGINS if number in _SOURCES}
 
 
 def source_of(letter: str) -> SourceName:
-    """The number of a source, by its letter."""
+    """Return the number of the source with this letter, which must be registered."""
     return next(number for number, source in _SOURCES.items() if source.letter == letter)
 
 
 def source_named(name: str) -> SourceName:
-    """The number of a source, by its name."""
+    """Return the number of the source with this name; raise OptionError if there is none."""
     for number, source in _SOURCES.items():
         if source.name == name:
             return number
@@ -124,6 +127,6 @@ def source_named(name: str) -> SourceName:
 
 @cache
 def _register_installed() -> None:
-    """In the order of their names, so that every process gives them the same numbers."""
+    """Register the sources of installed packages, sorted by name so that every process numbers them alike."""
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         register(entry.load())

@@ -19,20 +19,20 @@ REPLACEMENT = "\ufffd"
 """The replacement character that a tokenizer returns for an incomplete character."""
 
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
-"""A token of SentencePiece that stands for one byte."""
+"""Matches a token of SentencePiece that stands for one byte."""
 PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(256)} - PRINTABLE))
 }
-"""The byte of each character in tokens of byte-level BPE, which writes unprintable bytes as characters from U+0100."""
+"""Byte of each character in byte-level BPE tokens, which represent unprintable bytes by characters from U+0100 on."""
 
 
 class TextStream:
-    """Returns text as soon as it can no longer change; the pieces join to ``text_of`` of all ids.
+    """Detokenizes incrementally: returns text once it can no longer change, in pieces that join to ``text_of`` all ids.
 
-    The text of a token may depend on the token before it, so new ids are decoded together with those
-    that returned text last: these lie from ``_start`` to ``_read``. Special tokens, which ``text_of``
-    skips, are dropped as they come, so that a long run of them is not decoded again with each new one.
+    The text of a token may depend on the token before it, so new ids are decoded together with those of the last
+    returned piece, which are ``_ids[_start:_read]``. Special tokens, which ``text_of`` skips, are dropped on arrival,
+    so that a long run of them is not decoded again with each new token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -46,7 +46,7 @@ class TextStream:
         self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; empty while a character is incomplete."""
+        """Append ids and return the text that they complete; empty while a character is incomplete."""
         self._ids.extend(ids)
         fresh = self._unread()
         if not fresh or fresh.endswith(REPLACEMENT):
@@ -56,18 +56,18 @@ class TextStream:
         return fresh
 
     def end(self) -> str:
-        """The rest of the text at the end of the answer, incomplete characters included."""
+        """Return the rest of the text at the end of the answer, incomplete characters included."""
         fresh = self._unread()
         self._read = len(self._ids)
         return fresh
 
     def _drop_skipped(self, newest: int) -> None:
-        """Drop those of the newest ids that have no text in any context."""
+        """Drop the special tokens among the last ``newest`` ids, which have no text in any context."""
         first = len(self._ids) - newest
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Return True if an id has text only if special tokens are not skipped."""
+        """Return True for the id of a special token, which is decoded to nothing if these are skipped."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))
@@ -83,7 +83,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_spec
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """The bytes of a token, which may be those of a part of a character."""
+    """Return the bytes of a token, which may be part of a character."""
     text = text_of(tokenizer, [token], skip_special_tokens=False)
     if REPLACEMENT not in text:
         return text.encode()
@@ -98,7 +98,10 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """``text_of`` of a tokenizer. The library's own decoding is called directly where its classes only pass it on."""
+    """Return a function that decodes ids as ``text_of`` does.
+
+    If the tokenizer's classes only delegate to the tokenizers library, its decoder is returned, which is faster.
+    """
     backend = getattr(tokenizer, "_tokenizer", None)
     stock = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerFast.decode
     if isinstance(backend, Tokenizer) and stock and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
@@ -110,7 +113,7 @@ Piece = tuple[str, SourceName]
 
 
 class StopTexts:
-    """A container of the tokens that end the answer: those of ``stops``, and any that completes a stop string."""
+    """Container of the tokens that end an answer: those in ``stops``, and any token that completes a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], stops: Container[int]) -> None:
         self._stream = TextStream(tokenizer)
@@ -119,7 +122,7 @@ class StopTexts:
         self._tail = ""
 
     def __contains__(self, token: object) -> bool:
-        # The loop tests each token once, in order.
+        # Stateful: the loop tests each token exactly once, in order.
         assert isinstance(token, int)
         if token in self._stops:
             return True
@@ -129,18 +132,18 @@ class StopTexts:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string in a text begins."""
+    """Return the index at which the first stop string in a text begins; None if there is none."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Return the text before the first stop string."""
     return text[: first_stop(text, stops)]
 
 
 def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
-    """The pieces of a text up to the first stop string. What may be the beginning of one is held back."""
+    """Yield the pieces of a text before the first stop string; hold back text that may be the beginning of one."""
     if not stops:
         return (piece for piece in pieces if piece[0])
     return _before_stop(pieces, stops)
@@ -151,7 +154,7 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
     ended = False
     for piece in pieces:
         if ended:
-            continue  # the steps of later pieces are counted to their end
+            continue  # consume the later pieces, so that their steps are counted
         held.append(piece)
         text = "".join(part for part, _ in held)
         end = first_stop(text, stops)
@@ -163,13 +166,13 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
 
 
 def partial_stop_length(text: str, stops: Sequence[str]) -> int:
-    """The length of the longest end of a text that begins a stop string."""
+    """Return the length of the longest suffix of a text with which a stop string begins."""
     lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(lengths, default=0)
 
 
 def _split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Pieces of the first ``length`` characters, and those of the rest."""
+    """Split a list of pieces after ``length`` characters in total."""
     ready: list[Piece] = []
     rest: list[Piece] = []
     for text, source in pieces:

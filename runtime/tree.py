@@ -13,14 +13,14 @@ from hdtool.runtime.config import LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 ROOT = -1
-"""The parent of a node that follows the last emitted token directly."""
+"""Parent of the nodes that directly follow the last emitted token."""
 UNDETERMINED = -1
-"""Several tokens may follow a node."""
+"""Value in ``DraftTree.certain`` where more than one token may follow."""
 LARGEST_TREE = LARGEST_BUDGET
-"""The largest number of nodes that a target verifies in one pass."""
+"""Maximum number of nodes that a target verifies in one pass."""
 
 Certain = npt.NDArray[np.int64] | None
-"""Tokens that must follow the rows of a pass; ``UNDETERMINED`` where there are several."""
+"""Token that must follow each row of a pass; ``UNDETERMINED`` where several may."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +34,11 @@ class DraftTree:
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
-    """The ``SourceName`` of each node."""
+    """``SourceName`` of each node."""
     certain: Certain = None
-    """The only token that may follow the root and each node, ``UNDETERMINED`` where there are several.
+    """The only token that may follow the root and each node; ``UNDETERMINED`` where several may.
 
-    Logits after these rows need not be computed. None if no grammar is in use, or if all logits are read.
+    Rows with such a token need no logits. None if no grammar is in use, or if all logits are read.
     """
 
     @classmethod
@@ -47,7 +47,7 @@ class DraftTree:
 
     @classmethod
     def of(cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = 0) -> DraftTree:
-        """A tree from plain lists, all of its nodes from one source."""
+        """Make a tree from lists; all nodes come from one source."""
         size = len(tokens)
         return cls(root, np.array(tokens, np.int64), np.array(parents, np.int32), np.full(size, source, np.uint8))
 
@@ -56,21 +56,21 @@ class DraftTree:
 
     @property
     def all_tokens(self) -> list[int]:
-        """The tokens of the root and the nodes, in the order of the rows of a pass."""
+        """Tokens of the root and the nodes, in the order of the rows of a pass."""
         return [self.root, *self.tokens.tolist()] if len(self) else [self.root]
 
     @cached_property
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
-        """``[row, other]`` is True where ``other`` is the row itself or its ancestor; row 0 is the root."""
+        """Mask ``[rows, rows]``: True where the column is the row itself or its ancestor; row 0 is the root."""
         return _ancestor_mask(self.parents)
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
-        """The depth of each row below the root; row 0 is the root."""
+        """Depth of each row below the root; row 0 is the root."""
         return _depths(self.parents)
 
     def child(self, node: int, token: int) -> int | None:
-        """The first node below ``node`` that drafts ``token``."""
+        """Return the first child of ``node`` that drafts ``token``, or None."""
         node_of_child = child_of(self.tokens, self.parents, node, token)
         return None if node_of_child == ROOT else int(node_of_child)
 
@@ -80,7 +80,7 @@ class DraftTree:
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def first_chain(self) -> DraftTree:
-        """The first child of each node from the root on: drafters give the most probable one first."""
+        """Return the chain of first children from the root on; drafters put the most probable child first."""
         if self.is_chain:
             return self
         chain, last = [], ROOT
@@ -91,26 +91,26 @@ class DraftTree:
         return self.picked(np.array(chain, np.int64))
 
     def within(self, depth: int, vocabulary: int) -> DraftTree:
-        """The tree as far as it is ``clipped`` to this depth and ``embeddable`` in this vocabulary."""
+        """Return the tree ``clipped`` to a depth and reduced to the nodes that are ``embeddable`` in a vocabulary."""
         if fits(self.tokens, self.parents, depth, vocabulary):
             return self
         return self.clipped(depth).embeddable(vocabulary)
 
     def clipped(self, depth: int) -> DraftTree:
-        """The tree without nodes deeper than ``depth``."""
+        """Return the tree without nodes deeper than ``depth``."""
         if len(self) <= depth or self.depths.max() <= depth:
             return self
         return self.picked(np.flatnonzero(self.depths[1:] <= depth))
 
     def embeddable(self, vocabulary: int) -> DraftTree:
-        """The tree without tokens that have no embedding, and without their descendants."""
+        """Return the tree without tokens that have no embedding, and without their descendants."""
         # As unsigned numbers, negative ids are too large as well.
         if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
             return self
         return self.picked(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
-        """These nodes in this order; each node's parent must be among them and come before it."""
+        """Return a tree of the nodes in ``order``, without ``certain``; each node must come after its parent."""
         return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
 
 
@@ -118,7 +118,7 @@ _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8)
 
 
 def compile_trees() -> None:
-    """Compile what all trees use, or load it from the cache, before the first step."""
+    """Compile the functions of trees, or load them from the cache, before the first step."""
     tree = DraftTree.of(0, [1, 1], [ROOT, 0])
     _ = tree.ancestor_mask
     tree.clipped(1)
@@ -129,7 +129,7 @@ def compile_trees() -> None:
 
 @compiled
 def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node: int, token: int) -> int:
-    """The first node below ``node`` that drafts ``token``, or ``ROOT``."""
+    """Return the first child of ``node`` that drafts ``token``, or ``ROOT``."""
     for child in range(node + 1, len(tokens)):
         if parents[child] == node and tokens[child] == token:
             return child
@@ -145,7 +145,7 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write the token that is chosen after a node, and the child that drafts it, to a place of a walk; that child."""
+    """Write ``token`` and the child of ``node`` that drafts it to column ``place`` of a walk; return the child."""
     child = child_of(tokens, parents, node, token)
     walked[0, place], walked[1, place] = token, child
     return child
@@ -162,8 +162,8 @@ def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: i
 
 @compiled
 def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The parents of nodes after sorting them into this order."""
-    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last one is the root's
+    """Return the parents of the nodes after sorting them into this order."""
+    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last item, at index ROOT, is for the root
     above = np.empty(len(order), np.int32)
     for place in range(len(order)):
         places[order[place]] = place
@@ -175,7 +175,7 @@ def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Which nodes have an embedding and only ancestors that have one."""
+    """Return True for each node that has an embedding and whose ancestors all have one."""
     valid = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
         valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])
@@ -204,13 +204,13 @@ def _depths(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 NO_TOKEN = -1
-"""Padding after the end of a sequence that is shorter than others."""
+"""Padding after the end of sequences that are shorter than others."""
 
 
 class Trie:
-    """At most ``max_nodes`` nodes below a root; a shared prefix is stored once, with the source of the first sequence.
+    """Merges sequences into a tree of at most ``max_nodes`` nodes; a shared prefix keeps its first sequence's source.
 
-    ``extra`` more nodes are reserved for a tree that is appended without merging.
+    There is room for ``extra`` more nodes of a tree that is appended without merging.
     """
 
     def __init__(self, max_nodes: int, extra: int = 0) -> None:
@@ -227,9 +227,9 @@ class Trie:
         self._size = 0
 
     def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
-        """Add rows of tokens until ``wanted`` of them added a node; return how many did.
+        """Add rows of tokens until ``wanted`` of them have added a node; return how many have.
 
-        Tokens for which there is no room are left out.
+        Tokens beyond ``max_nodes`` are dropped.
         """
         if not len(sequences) or wanted <= 0:
             return 0
@@ -248,7 +248,7 @@ class Trie:
         self._sources[start : self._size] = source
 
     def nodes(self) -> tuple[Ints, Ints, Ints]:
-        """Copies of the tokens, parents and sources."""
+        """Return copies of the tokens, parents and sources."""
         size = self._size
         return self._tokens[:size].copy(), self._parents[:size].copy(), self._sources[:size].copy()
 
@@ -279,9 +279,10 @@ def _add(
 
 
 def sequences_of(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
-    """The first ``max_paths`` paths from the root to a node of depth ``length`` or to a leaf above it, one row each.
+    """Return the first ``max_paths`` paths from the root to a node of depth ``length`` or a leaf above it, one per row.
 
-    They are in the order of their last nodes; a parent must come before its children.
+    Rows are in the order of their last nodes, and shorter ones are padded with ``NO_TOKEN``. A parent must come before
+    its children.
     """
     return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, max_paths)
 

@@ -1,4 +1,4 @@
 """hdtool inside other programs: `generate` of transformers, vLLM and SGLang, and hdtool's own server.
 
-Imports all of `runtime`.
+Any module of `runtime` may be imported here.
 """

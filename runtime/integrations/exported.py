@@ -1,4 +1,4 @@
-"""``generate`` of an exported model folder: it drafts wherever hdtool can decode the call."""
+"""``generate`` of an exported model folder, which drafts in every call that hdtool can decode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTRIBUTE = "_hdtool_generator"
 
 
 class _Holder:
-    """Keeps the generator of a model; copies of the model get one of their own."""
+    """Holds the generator of a model; copying the model yields an empty holder, so that the copy makes its own."""
 
     def __init__(self) -> None:
         self.generator: Generator | None = None
@@ -31,9 +31,9 @@ class _Holder:
 def generate(
     model: PreTrainedModel, decoding: Mapping[str, Any], stores: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Called instead of ``model.generate``, with the same arguments; the settings are those of the exported folder.
+    """Generate as ``model.generate`` does, with the same arguments, and draft by the exported folder's settings.
 
-    Calls that hdtool cannot decode, such as beams, are left to the library, with a warning.
+    Calls that hdtool cannot decode, such as beam search, are passed on to transformers with a warning.
     """
     library = cast(Any, type(model)).generate
     if options.get("custom_generate") is not None or options.get("assistant_model") is not None:
@@ -45,7 +45,7 @@ def generate(
         return library(model, *arguments, custom_generate=generator, **options)
     except UnsupportedCallError as error:
         if options.get("streamer") is not None:
-            raise  # it has the prompt already, and would get it twice
+            raise  # the streamer has already received the prompt, and would receive it twice
         warnings.warn(f"{error}: it is answered without drafts", stacklevel=3)
         return library(model, *arguments, **options)
 

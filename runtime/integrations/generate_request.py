@@ -1,8 +1,8 @@
-"""The request of a ``model.generate`` call, checked for what the loop does not support, and rollouts of its prompts.
+"""Reads the arguments of ``model.generate``, refuses what the loop does not support, and keeps rollouts by prompt.
 
-Rollouts are earlier answers to a prompt, from which later answers to it are drafted. Reinforcement learning asks the
-same prompts in every epoch, and several times in a batch. A history of all answers finds the latest places of two
-tokens, which soon belong to other prompts; rollouts are found by their prompt.
+Rollouts are earlier answers to a prompt, from which later answers to it are drafted. Reinforcement learning repeats the
+same prompts in every epoch, and several times in a batch. A history of all answers is searched for the latest matches
+of two tokens, which soon belong to other prompts. Rollouts are looked up by their prompt instead.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
 
 MAX_ANSWERS = MAX_MATCHES
-"""Answers to one prompt that are kept: a drafter reads as many places after the same tokens."""
+"""Number of answers that are kept per prompt; a drafter reads no more matches of the same tokens."""
 TAIL = 8
-"""Last tokens of the prompt that are put before each answer, so that a draft finds where answers begin."""
+"""Number of prompt tokens that are repeated before each answer, so that a drafter finds where answers begin."""
 
 
 class Rollouts:
-    """Earlier answers by prompt, bounded in tokens; those of the prompts asked longest ago go first."""
+    """Earlier answers by prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        """At most ``max_tokens`` tokens of answers are kept; prompts are kept as hashes."""
+        """At most ``max_tokens`` tokens of answers are kept, 0 for none; prompts are only kept as hashes."""
         if max_tokens < 0:
             raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
         self._max_tokens = max_tokens
         self._answers: OrderedDict[bytes, deque[Ints]] = OrderedDict()
         self.tokens = 0
-        """Tokens of all answers that are kept."""
+        """Total number of tokens in the answers that are kept."""
 
     def __bool__(self) -> bool:
         return self._max_tokens > 0
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self._answers)
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """The earlier answers to a prompt as one prediction, the latest last, before the one that was ``given``."""
+        """Concatenate the earlier answers to a prompt, the latest last, and the prediction that was ``given``."""
         if not self._answers:
             return list(given)
         key = _key_of(prompt)
@@ -67,7 +67,7 @@ class Rollouts:
         return predicted
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer, and drop old ones that there is no room for."""
+        """Keep an answer, and drop old ones to stay within the limits."""
         if not self._max_tokens or not answer:
             return
         key, kept = _key_of(prompt), np.array(answer[: self._max_tokens], np.int32)
@@ -81,7 +81,7 @@ class Rollouts:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest answer to the prompt that was asked longest ago."""
+        """Drop the oldest answer to the least recently used prompt."""
         key, answers = next(iter(self._answers.items()))
         self.tokens -= len(answers.popleft())
         if not answers:
@@ -101,26 +101,28 @@ SUPPORTED_ARGUMENTS = (
     "logits_to_keep",
     "inputs_embeds",
 )
-"""Arguments of the model that have no effect here or are checked below."""
+"""Model arguments that have no effect here or are checked below."""
 ENCODER_OUTPUTS = "mm_encoder_outputs"
-"""What ``generate`` has encoded of images, videos and audio, by kind; empty for a prompt of text."""
+"""Argument with the images, videos and audio that ``generate`` has encoded, by kind; empty for a text prompt."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
-"""Arguments whose zeros mark text, for all or some types of models; others embed a token type of 0, too."""
+"""Arguments in which zeros mark text, with the model types for which they do (None for all types).
+
+Other model types add an embedding for token type 0.
+"""
 
 
 class UnsupportedCallError(OptionError):
-    """hdtool's loop cannot decode a call of ``generate``."""
+    """Raised for calls of ``generate`` that hdtool's loop cannot decode."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One row of a call of ``generate``."""
+    """One row of a batch passed to ``generate``."""
 
     prompt: list[int]
     padding: list[int]
-    """Masked tokens in front of the prompt: processors and criteria get them, the model does not."""
+    """Masked tokens before the prompt; processors and criteria see them, the model does not."""
     max_new_tokens: int
-    """The maximum number of new tokens."""
     draws: bool
     wants_scores: bool
     wants_logits: bool
@@ -138,7 +140,7 @@ class GenerateRequest:
         model_type: str = "",
         synced_gpus: bool = False,
     ) -> list[GenerateRequest]:
-        """Read the rows of a call; raise with the reason if the loop does not support it."""
+        """Make one request per row of a call; raise UnsupportedCallError if the loop does not support the call."""
         if synced_gpus:
             raise _refusal(
                 "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"
@@ -160,7 +162,7 @@ class GenerateRequest:
                 cls(
                     prompt=ids[padded:],
                     padding=ids[:padded],
-                    max_new_tokens=max(1, longest - length),  # generate, too, checks the length after the first token
+                    max_new_tokens=max(1, longest - length),  # generate also makes a token before it checks the length
                     draws=bool(settings.do_sample),
                     wants_scores=details and bool(settings.output_scores),
                     wants_logits=details and bool(settings.output_logits),
@@ -171,7 +173,7 @@ class GenerateRequest:
 
 
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
-    """The predicted output of each row, given as one for all of them or as one for each."""
+    """Return the predicted token ids of each row; ``prediction`` is one for all rows or a list of one per row."""
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if (
         isinstance(ids, (list, tuple))
@@ -183,7 +185,10 @@ def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
 
 
 def predicted_ids(prediction: Any) -> list[int]:
-    """The token ids of a predicted output, given as a list or as a tensor, or as one row of either."""
+    """Return the token ids of a predicted output; ``prediction`` is a list or tensor, ``[tokens]`` or ``[1, tokens]``.
+
+    None gives an empty list. Raise OptionError for anything else.
+    """
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if ids is None:
         return []
@@ -228,7 +233,10 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
 
 
 def _is_set(name: str, value: object, model_type: str) -> bool:
-    """Return True if an argument changes what the model computes: an image of zeros does, an empty mapping does not."""
+    """Return True if an argument changes what the model computes.
+
+    Tensors do, even those of zeros unless these mark text. None, False and empty mappings do not.
+    """
     if isinstance(value, torch.Tensor):
         types = ZERO_IS_TEXT.get(name, ())
         is_text = (types is None or model_type in types) and not value.any()
@@ -239,13 +247,13 @@ def _is_set(name: str, value: object, model_type: str) -> bool:
 
 
 def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor | None:
-    """The positions of a row; models with several position axes have these in front of the rows."""
+    """Return the positions of a row from a tensor ``[..., rows, tokens]`` or ``[tokens]``."""
     has_rows = positions is not None and positions.dim() > 1 and positions.shape[-2] == rows
     return positions[..., row, :] if positions is not None and has_rows else positions
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """The number of tokens that the mask of a row hides on the left."""
+    """Return the number of tokens that the mask of a row hides on the left; raise if it hides others."""
     if mask is None:
         return 0
     seen: list[bool] = mask.bool().tolist()
@@ -256,9 +264,9 @@ def _padding_of(mask: torch.Tensor | None, length: int) -> int:
 
 
 def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
-    """Raise unless the positions are those of the prompt alone, which ``generate`` passes by default.
+    """Raise unless positions count up from 0 after the padding, as those do that ``generate`` passes by default.
 
-    Models with several position axes get one row for each.
+    Models with several position axes have positions ``[axes, tokens]``.
     """
     if positions is None:
         return

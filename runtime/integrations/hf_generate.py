@@ -1,4 +1,4 @@
-"""hdtool's decoding loop inside ``model.generate`` of transformers, through ``custom_generate``."""
+"""Runs hdtool's decoding loop inside ``model.generate`` of transformers, by ``custom_generate``."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 
 class CallLock:
-    """Serializes calls of several threads; raises on a nested call, which would deadlock."""
+    """Serializes calls from several threads; raises on a nested call, which would deadlock."""
 
     def __init__(self, nested: str) -> None:
-        """``nested`` is the message of that error."""
+        """``nested`` is the error message for nested calls."""
         self._nested = nested
         self._lock = Lock()
         self._thread: int | None = None
 
     def __reduce__(self) -> tuple[type[CallLock], tuple[str]]:
-        """A copy is unlocked."""
+        """Copy the lock as an unlocked one."""
         return CallLock, (self._nested,)
 
     @contextmanager
@@ -95,12 +95,12 @@ PREDICTION_ERROR = (
 
 
 class Generator:
-    """Makes ``model.generate`` decode by hdtool's loop, as its ``custom_generate``::
+    """A ``custom_generate`` that makes ``model.generate`` decode with hdtool's loop::
 
         model.generate(**inputs, max_new_tokens=100, custom_generate=Generator())
 
-    Reuse it for all calls: it holds the KV cache and the result of checking the model. Calls of several threads are
-    serialized; a nested call, as from a logits processor, needs its own generator.
+    Reuse one generator for all calls: it holds the KV cache and the result of checking the model. Calls from several
+    threads are serialized. A nested call, such as one from a logits processor, needs a generator of its own.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class Generator:
         prefix_caching: bool = True,
         rollouts: int = 0,
     ) -> None:
-        """``drafter`` is a drafter or a function that makes one for a target; None is plain decoding.
+        """``drafter`` is a drafter or a function that makes one for a target; None selects plain decoding.
 
-        With ``prefix_caching``, a prompt that begins as the last conversation did is read from where it differs.
+        With ``prefix_caching``, the prefix that a prompt shares with the last conversation is not prefilled again.
 
-        ``rollouts`` is how many tokens of answers are kept by their prompts: a prompt that is asked again is drafted
-        for from the answers that it got before.
+        ``rollouts`` is the number of answer tokens to keep by prompt. If a prompt is repeated, its earlier answers are
+        used to draft the new one.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
-        program reproducible. The rows of a batch count on from the seed.
+        program reproducible. Row ``i`` of a batch uses the seed plus ``i``.
         """
         self._make: DraftersMaker = lambda target, rows: _drafters_of(drafter, target, rows)
         self._seed = seed
@@ -130,7 +130,7 @@ class Generator:
         self._rollouts = Rollouts(rollouts)
         self._target: Target | None = None
         self._drafters: dict[int, list[Drafter]] = {}
-        """The drafters of calls with this number of rows."""
+        """One drafter per row, by the number of rows in a call."""
         self.stats = Stats()
         """Statistics of the last call."""
 
@@ -144,17 +144,20 @@ class Generator:
         seed: int | None = None,
         rollouts: int = 0,
     ) -> Generator:
-        """A generator that drafts as ``hdtool generate`` does: by a method, from the stores of the model."""
+        """Make a generator that drafts as ``hdtool generate`` does, from the stores of the model.
+
+        Raise an error at once for named stores that cannot be used; default stores are opened by the first call.
+        """
         config = decoding or DecodeConfig()
         chosen = store_set or StoresConfig()
-        # Faults of stores that were named are raised here, and not by the first answer.
+        # Raises errors of named stores here, and not in the first call.
         named = StoresConfig(chosen.model_db or NO_STORE, chosen.corpus_db or NO_STORE)
         StoreSet.for_tokenizer(tokenizer, named, config.databases)
 
         opened: WeakKeyDictionary[Target, StoreSet] = WeakKeyDictionary()
 
         def make(target: Target, rows: int) -> list[Drafter]:
-            if target not in opened:  # all drafters share its history
+            if target not in opened:  # all drafters of a target share its history
                 model = checkpoint_in_memory(target.model)
                 stores = StoreSet.for_tokenizer(
                     tokenizer, chosen, config.databases, model=model, identified=config.identifies_tokenizer
@@ -182,9 +185,9 @@ class Generator:
     ) -> Generated:
         """Called by ``generate``; ``seed``, ``prediction`` and ``grammar`` can be passed through ``generate``.
 
-        A ``prediction`` is token ids that the answer will probably have: they are drafted from, and never read by the
-        model. The answer matches the ``grammar`` as a whole, unless it ends at ``max_new_tokens``. In a batch, each row
-        may have a prediction of its own, and processors and criteria are called with one row at a time.
+        ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
+        model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a
+        batch, each row may have its own prediction, and processors and criteria are called with one row at a time.
         """
         refuse_by_configuration(model.config)
         requests = GenerateRequest.rows_of(
@@ -199,7 +202,7 @@ class Generator:
         if streamer is not None and len(requests) > 1:
             raise UnsupportedCallError(STREAMER_ERROR)
         first_seed, predictions = self._seed_for(requests[0], seed), predictions_of(prediction, len(requests))
-        # The loop applies the length itself: an answer that is cut there has another finish than one that stopped.
+        # The loop itself limits the length, to tell an answer that reached the limit from one that stopped.
         criteria = StoppingCriteriaList(
             criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
         )
@@ -226,7 +229,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Generate all rows, yielding their steps in the order in which they are made."""
+        """Generate all rows and yield each step with its row."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))
@@ -277,7 +280,7 @@ class Generator:
             yield row, step
 
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
-        """The state of a new answer in its grammar."""
+        """Return the initial state of an answer that must match a grammar."""
         if self._tokenizer is None:
             raise OptionError("a grammar needs the model's tokenizer: make the Generator by Generator.drafting")
         vocabulary = embedded_tokens(model)
@@ -287,9 +290,9 @@ class Generator:
         return self._compiler.guide(grammar)
 
     def _target_for(self, model: PreTrainedModel) -> Target:
-        """The target of the last call, or a new one for another model, device, dtype or size of the embeddings.
+        """Return the target of the last call, or a new one if the model, device, dtype or vocabulary has changed.
 
-        The target itself notices other changes, such as adapters, and the drafter keeps what it has learned.
+        A target detects other changes itself, such as those of adapters, and the drafters keep what they have learned.
         """
         target = self._target
         # Not model.device, which differs for offloaded weights.
@@ -309,7 +312,7 @@ class Generator:
 
 @dataclass(eq=False)
 class _Row:
-    """One row of a call: its prompt, how its tokens are chosen, and its output."""
+    """One row of a call: its request, how its tokens are chosen, and its output."""
 
     request: GenerateRequest
     sampler: _Recorder
@@ -325,7 +328,7 @@ class _Row:
 
 
 class _Recorder(Sampler):
-    """A sampler with the processors of ``generate`` that records scores and logits for its output object."""
+    """A sampler with the processors of ``generate`` that records the scores and logits that the call returns."""
 
     def __init__(
         self, request: GenerateRequest, processors: LogitsProcessorList, seed: int, device: torch.device
@@ -334,7 +337,7 @@ class _Recorder(Sampler):
         config = SamplingConfig(temperature=1.0 if request.draws else 0.0, seed=seed)
         super().__init__(config, request.prompt, processors=processors, padding=request.padding)
         self.device = device
-        """The device of the prompt, and of the tensors of processors and criteria."""
+        """Device of the prompt, on which processors and criteria run."""
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
@@ -347,7 +350,7 @@ class _Recorder(Sampler):
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         before = self.processed(logits[row], self.before)
         token = self.choose(before)
-        if token == NOT_FINITE:  # the row is computed again, or none is
+        if token == NOT_FINITE:  # the row is recomputed, so it is not recorded yet
             return token
         if self.logits_recorded is not None:
             self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
@@ -358,7 +361,7 @@ class _Recorder(Sampler):
 
 
 def _drafters_of(drafter: Drafter | DrafterMaker | None, target: Target, rows: int) -> list[Drafter]:
-    """As many drafters as a call has rows, made by a function or given as one."""
+    """Return one drafter per row; raise OptionError if a single drafter is given for several rows."""
     if drafter is None:
         return [NoDraft() for _ in range(rows)]
     if callable(drafter):
@@ -369,7 +372,10 @@ def _drafters_of(drafter: Drafter | DrafterMaker | None, target: Target, rows: i
 
 
 def _processors_of_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
-    """The processors of a call as they treat one of its rows."""
+    """Return the processors to use for one row of a batch.
+
+    Raise UnsupportedCallError for a processor whose state cannot be split by rows.
+    """
     if rows == 1:
         return LogitsProcessorList(processors)
     chosen = LogitsProcessorList()
@@ -389,7 +395,7 @@ def _scores_of(sampler: _Recorder) -> Any:
 
 
 def _padding_token(settings: GenerationConfig) -> int:
-    """What ``generate`` writes after the end of shorter rows."""
+    """Return the token that ``generate`` writes after the end of shorter rows."""
     ends = settings.eos_token_id
     first = ends[0] if isinstance(ends, list) and ends else ends
     return next((int(token) for token in (settings.pad_token_id, first) if isinstance(token, int)), 0)
@@ -409,7 +415,7 @@ def _output(input_ids: torch.LongTensor, rows: Sequence[_Row], padding: int) -> 
 
 
 def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) -> tuple[torch.Tensor, ...] | None:
-    """A tensor ``[rows, vocabulary]`` for each new token; rows that have ended are zeros."""
+    """Return one tensor ``[rows, vocabulary]`` per new token, with zeros in rows that have ended."""
     rows = [row for row in recorded if row]
     if not rows or len(rows) < len(recorded):
         return None if recorded[0] is None else ()
@@ -419,7 +425,7 @@ def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) 
 
 @contextmanager
 def _prepared(model: PreTrainedModel) -> Iterator[None]:
-    """Set the model up for a target; restore its training mode and attention implementation at the end."""
+    """Prepare the model for decoding, and restore its training mode and attention implementation at the end."""
     training = [module for module in model.modules() if module.training]
     attention = attention_of(model.config)
     try:
@@ -434,6 +440,6 @@ def _prepared(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
-    """Return True if other processes synchronize in each pass of the model, by the criterion of ``generate``."""
+    """Return True if every pass of the model is synchronized with other processes, as ``generate`` determines it."""
     given = argument_of_generate("synced_gpus")
     return must_pass_in_step(model) if given is None else bool(given)

@@ -1,4 +1,4 @@
-"""The algorithm ``HDTOOL`` in SGLang's registry, and the options that it refuses before a model is loaded."""
+"""Registers the algorithm ``HDTOOL`` in SGLang, and refuses unsupported options before a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hdtool.runtime.integrations.sglang_corpus import SETTINGS_VARIABLE, SglangS
 from hdtool.runtime.tree import LARGEST_TREE
 
 DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
-"""Requests at once and nodes of a tree, unless options say otherwise: those of SGLang's NGRAM."""
+"""Default numbers of running requests and of nodes per tree, as for SGLang's NGRAM."""
 
 
-class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """SGLang takes all branches of its n-gram decoding for it: masks, relays between batches, sizes of caches."""
+class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
+    """An algorithm that SGLang treats like its NGRAM everywhere: in masks, relays between batches and cache sizes."""
 
     def is_ngram(self) -> bool:
         return True
@@ -27,11 +27,14 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
         return False
 
     def __getattr__(self, name: str) -> Any:
-        """What SGLang asks of its own algorithms alone, such as the relay between batches, is NGRAM's."""
+        """Return the attribute of NGRAM, for what SGLang only defines for its own algorithms."""
         return getattr(SpeculativeAlgorithm.NGRAM, name)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in the options as NGRAM does; SGLang records what is assigned."""
+        """Fill in options as NGRAM does; raise OptionError for those that trees do not work with.
+
+        SGLang records what is assigned to ``server_args``.
+        """
         options = resolving_view(server_args)
         if options.device not in ("cuda", "cpu", "xpu"):
             raise OptionError(f"hdtool drafts in SGLang on cuda, cpu and xpu, and the device is {options.device}")
@@ -54,7 +57,7 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
 
 
 def register_in(name: str) -> None:
-    """Register the algorithm in SGLang's registry."""
+    """Register the algorithm under this name in SGLang's registry."""
 
     @SpeculativeAlgorithm.register(
         name, supports_overlap=True, validate_server_args=check, spec_class=HierarchyAlgorithm
@@ -66,7 +69,7 @@ def register_in(name: str) -> None:
 
 
 def check(server_args: Any) -> None:
-    """Raise OptionError for what hdtool cannot do in SGLang, before a model is loaded."""
+    """Raise OptionError for options that hdtool does not support in SGLang."""
     options = resolving_view(server_args)
     settings = SglangSettings.of(os.environ)
     if options.speculative_ngram_external_corpus_path is not None:

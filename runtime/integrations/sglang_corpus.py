@@ -1,6 +1,6 @@
-"""Draft trees for SGLang's n-gram worker, in the form of its corpus, and the settings that name their sources.
+"""Drafts trees for SGLang's n-gram worker, in place of its corpus, and reads the settings that name their sources.
 
-SGLang verifies trees of one size for all requests; the last token of the context is their root.
+SGLang verifies trees of equal size for all requests; the root of each is the last token of its context.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ SETTINGS_VARIABLE = "HDTOOL_SGLANG"
 DRAFTING_FIELDS = ("sources", "history", "history_prompts")
 STORE_FIELDS = tuple(one.name for one in fields(StoresConfig))
 HOST_SOURCES = "context,history,model,corpus"
-"""The sources that need neither logits nor hidden states, which stay on the device."""
+"""Sources that need neither logits nor hidden states, because SGLang keeps these on the device."""
 
 
 @dataclass(frozen=True)
 class SglangSettings:
-    """What is drafted from."""
+    """The sources and stores to draft from."""
 
     decoding: DecodeConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> SglangSettings:
-        """Read them from the environment; raise OptionError if they are invalid."""
+        """Read the settings from the environment; raise OptionError if they are invalid."""
         text = environment.get(SETTINGS_VARIABLE) or "{}"
         known = ", ".join((*STORE_FIELDS, *DRAFTING_FIELDS))
         try:
@@ -61,7 +61,7 @@ class SglangSettings:
 
 
 PADDING_TOKEN = 0
-"""The token of nodes that nothing was drafted for; it is verified below the root, as any other."""
+"""Token of the nodes that pad a tree; SGLang verifies them as children of the root."""
 NO_CORPORA = (
     "hdtool drafts from stores of its own, not from external corpora: build one with hdtool build-corpus-db and "
     "restart the server"
@@ -69,27 +69,28 @@ NO_CORPORA = (
 
 
 class HierarchyCorpus:
-    """A drafter for each request; requests share the stores and the history."""
+    """Replaces SGLang's n-gram corpus by one drafter per request; all drafters share the stores and the history."""
 
     def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
-        """``make`` makes a drafter; trees have so many ``nodes``, with the root, and tokens below ``vocabulary``."""
+        """``make`` makes a drafter; trees have ``nodes`` nodes, root included, and tokens below ``vocabulary``."""
         self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
         self._requests: dict[str, _Request] = {}
-        self._free = [make()]  # compiled now, so that no request waits for it
+        self._free = [make()]  # compiles the drafter now, so that no request waits for it
 
     def __contains__(self, request: str) -> bool:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Draft for a request from the whole of its context from now on; other requests begin with their tail."""
+        """Start a request with its whole context; requests that are not started here begin with their last tokens."""
         self._begin(request, context, len(context))
 
     def batch_get(
         self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The tokens of a tree for each request, and for each of its nodes a mask of itself and its ancestors.
+        """Draft a tree for each request; return the flattened tokens ``[requests, nodes]`` and ancestor masks.
 
-        ``batch_tokens`` are the last tokens of contexts with these total lengths.
+        The masks are ``[requests, nodes, nodes]``, with 1 for each node itself and its ancestors. ``batch_tokens``
+        holds the last tokens of each context, and ``total_lens`` the lengths of the contexts.
         """
         requests = []
         for name, tail, total in zip(req_ids, batch_tokens, total_lens, strict=True):
@@ -111,19 +112,19 @@ class HierarchyCorpus:
         return tokens.ravel(), masks.ravel()
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
-        """Nothing: ``batch_get`` has learned these tokens."""
+        """Do nothing: ``batch_get`` learns these tokens."""
 
     def synchronize(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: no work runs in the background."""
 
     def finish(self, request: str, context: Sequence[int]) -> None:
-        """End an answer, whose tokens are known to the last."""
+        """Add the last tokens of a request from its whole context, and end its answer."""
         if running := self._requests.get(request):
             running.extend(context[running.total :])
             self.erase_match_state([request])
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
-        """End the answers of requests that have left the batch; they begin anew if they return."""
+        """End the answers of requests that have left the batch; a request that returns begins a new answer."""
         for name in req_ids:
             if request := self._requests.pop(name, None):
                 if isinstance(request.drafter, HistoryDrafter):
@@ -131,19 +132,19 @@ class HierarchyCorpus:
                 self._free.append(request.drafter)
 
     def reset(self) -> None:
-        """End all answers. Stores and history are kept, as they stay valid when SGLang flushes its cache."""
+        """End all answers; stores and history are kept, because they stay valid when SGLang flushes its cache."""
         self.erase_match_state(list(self._requests))
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> NoReturn:
-        """Refuse a corpus of SGLang's."""
+        """Raise StoreError: corpora of SGLang are not supported."""
         raise StoreError(NO_CORPORA)
 
     def remove_external_corpus(self, corpus_id: str) -> NoReturn:
-        """Refuse a corpus of SGLang's."""
+        """Raise StoreError: corpora of SGLang are not supported."""
         raise StoreError(NO_CORPORA)
 
     def list_external_corpora(self) -> dict[str, int]:
-        """There are none."""
+        """Return no corpora: those of SGLang are not supported."""
         return {}
 
     def _begin(self, name: str, context: Sequence[int], total: int) -> _Request:
@@ -158,7 +159,7 @@ class HierarchyCorpus:
 
 
 class _Request:
-    """A request: its drafter, and the end of its context, as far as it is known."""
+    """The drafter of a request, the known end of its context, and the total length of the context."""
 
     def __init__(self, drafter: Drafter, context: list[int], total: int) -> None:
         self.drafter, self.context, self.total = drafter, context, total
@@ -175,7 +176,7 @@ _NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
 
 
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
-    """Makes drafters of trees with so many nodes, the root among them, from the stores that fit the model."""
+    """Return a function that makes drafters from the stores of the model; ``nodes`` is the tree size with the root."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)

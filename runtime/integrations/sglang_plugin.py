@@ -1,7 +1,7 @@
-"""The plug-in by which SGLang drafts with hdtool: an entry point of ``sglang.srt.plugins``.
+"""Plug-in that makes SGLang draft with hdtool, an entry point of ``sglang.srt.plugins``.
 
-SGLang loads it in each of its processes, before it reads its options, so this module imports little. It registers the
-algorithm ``HDTOOL``, whose worker is loaded when ``--speculative-algorithm`` names it.
+SGLang loads it in each of its processes before it reads its options, so this module imports little. It registers the
+algorithm ``HDTOOL``, whose worker is imported if ``--speculative-algorithm`` names it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from importlib import metadata
 LOGGER = logging.getLogger("sglang.hdtool")
 ALGORITHM = "HDTOOL"
 SUPPORTED = "0.5.23"
-"""The version whose n-gram worker hdtool builds on; SGLang promises no interface of it."""
+"""Version of SGLang whose n-gram worker hdtool extends; the worker is no public interface."""
 
 
 def register() -> None:
-    """Register the algorithm, unless this SGLang is another version."""
+    """Register the algorithm, or log a warning if this version of SGLang is not ``SUPPORTED``."""
     version = metadata.version("sglang")
     if version != SUPPORTED:
         LOGGER.warning(

@@ -1,4 +1,4 @@
-"""The worker that SGLang runs for its algorithm ``HDTOOL``; importing it loads SGLang's n-gram worker."""
+"""The worker that SGLang runs for the algorithm ``HDTOOL``; importing it loads SGLang's n-gram worker."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sglang.srt.speculative import ngram_worker
 from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, drafters_of
 
 
-class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """Drafts with a hierarchy for each request; SGLang's part verifies the trees."""
+class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed for type checks
+    """Drafts with one hierarchy per request; SGLang's n-gram worker, the base class, verifies the trees."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         with _without_corpus():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # What a step emits at most must fit in the tails that the corpus gets.
+        # The corpus gets this many last tokens, so that they include all that a step can emit.
         self.max_trie_depth = self.draft_token_num + 1
         make = drafters_of(server_args, self.draft_token_num)
         self.ngram_corpus = HierarchyCorpus(make, self.draft_token_num, target_worker.model_config.vocab_size)
         self._running: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Called by the scheduler, with the last tokens in the request."""
+        """Called by SGLang's scheduler once the request contains its last tokens; end its answer."""
         if request := self._running.pop(rid, None):
             self.ngram_corpus.finish(rid, _tokens(request))
 
@@ -33,7 +33,7 @@ class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang
         for request in batch.reqs:
             self._running[request.rid] = request
             if request.rid not in self.ngram_corpus:
-                # At least one token is left to batch_get, as the answer of the history begins with it.
+                # Leave the last token of the answer to batch_get, because the history's answer begins with it.
                 answered = len(request.output_ids)
                 self.ngram_corpus.begin(request.rid, _tokens(request)[: -1 if answered else None])
         return super()._prepare_draft_tokens(batch)
@@ -45,7 +45,7 @@ def _tokens(request: Any) -> list[int]:
 
 @contextmanager
 def _without_corpus() -> Iterator[None]:
-    """Keep SGLang from compiling and allocating the corpus that is replaced."""
+    """Keep SGLang from compiling and allocating its own corpus, which is replaced."""
     original = ngram_worker.NgramCorpus
     ngram_worker.NgramCorpus = lambda **options: None
     try:

@@ -1,9 +1,8 @@
-"""The plug-in by which vLLM's Model Runner V2 drafts with hdtool: an entry point of ``vllm.general_plugins``.
+"""Plug-in that makes vLLM's Model Runner V2 draft with hdtool, an entry point of ``vllm.general_plugins``.
 
-vLLM serves a ``custom_class`` drafter with its V1 runner and refuses it where ``VLLM_USE_V2_MODEL_RUNNER=1`` requests
-V2, which has no hook for drafters of others. If V2 is requested, two functions of vLLM are wrapped: the check of its
-configuration, and the factory of its speculators. Everything else stays as it is, and this module imports little,
-because every process of vLLM loads it.
+vLLM runs a ``custom_class`` drafter in its V1 runner and refuses it if ``VLLM_USE_V2_MODEL_RUNNER=1`` requests V2,
+which has no hook for external drafters. If V2 is requested, the plug-in wraps two functions of vLLM: the check of its
+configuration, and the factory of its speculators. This module imports little, because every process of vLLM loads it.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ LOGGER = logging.getLogger("vllm.hdtool")
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 CUSTOM_CLASS_METHOD = "custom_class"
 PLUGIN_NAME = "hdtool"
-"""The name of the entry point."""
+"""Name of the entry point."""
 REQUEST_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 REFUSED_FEATURE = f"speculative method '{CUSTOM_CLASS_METHOD}'"
-"""What vLLM lists among the features that V2 does not support."""
+"""Name by which vLLM lists ``custom_class`` among the features that V2 does not support."""
 CHECK_FUNCTION, FACTORY_FUNCTION = "_get_v2_model_runner_unsupported_features", "init_speculator"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, before it reads its configuration; may be called again."""
+    """Make V2 accept hdtool's drafter if it is requested.
+
+    vLLM calls this in each of its processes before it reads its configuration, possibly several times.
+    """
     from vllm import envs
 
     if not getattr(envs, REQUEST_V2, None):
@@ -50,7 +52,7 @@ def is_ours(vllm_config: Any) -> bool:
 
 
 def patch_config_check(config_class: Any) -> None:
-    """Have the check of the configuration accept hdtool's drafter in V2."""
+    """Make the check of vLLM's configuration accept hdtool's drafter in V2."""
     unsupported: Callable[[Any], list[str]] = getattr(config_class, CHECK_FUNCTION)
 
     def without_ours(vllm_config: Any) -> list[str]:
@@ -62,7 +64,7 @@ def patch_config_check(config_class: Any) -> None:
 
 
 def patch_speculator_factory(factories: Any) -> None:
-    """Have the factory of V2's speculators build hdtool's; the runner imports the factory after this."""
+    """Make V2's speculator factory build hdtool's speculator; call this before the runner imports the factory."""
     others: Callable[..., Any] = getattr(factories, FACTORY_FUNCTION)
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The answers to one request while they are generated: their jobs, and the text that each step adds."""
+"""Generates the answers to one request: submits their jobs, and turns steps into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Change(Enum):
 class Block:
     kind: BlockKind
     index: int
-    """Its place among the blocks of the answer."""
+    """Index of the block in the answer."""
     name: str = ""
-    """The name of the function, of a call."""
+    """Name of the function if the block is a call."""
     text: str = ""
-    """The arguments, of a call."""
+    """Text so far; for a call, its arguments."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -69,7 +69,7 @@ class Event(NamedTuple):
 
 
 class Blocks:
-    """Turns what steps add to an answer into blocks that are opened, extended and closed, one after the other."""
+    """Splits an answer into blocks, and reports when a block is opened, extended or closed; one is open at a time."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -89,7 +89,7 @@ class Blocks:
             yield from self.close()
 
     def close(self) -> Iterator[Event]:
-        """Close the block that is open."""
+        """Close the open block, if there is one."""
         if self._open:
             block, self._open = self._open, None
             yield Event(Change.CLOSED, block)
@@ -113,7 +113,7 @@ class Blocks:
 
 
 def blocks_of(answer: Delta) -> list[Block]:
-    """The blocks of a whole answer."""
+    """Split a whole answer into blocks."""
     blocks = Blocks()
     for _ in blocks.add(answer):
         pass
@@ -124,7 +124,7 @@ STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
 class Answers:
-    """The choices of one request while they are generated."""
+    """Generates the choices of one request."""
 
     def __init__(
         self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[PreparedChoice]
@@ -137,7 +137,7 @@ class Answers:
         self._jobs: list[AnswerJob] = []
 
     def submit(self, tenant: str) -> None:
-        """Hand the choices to the engine; raise if it accepts no more."""
+        """Submit the choices to the engine; raise RequestError if its queue is full or it is stopping."""
         self._jobs = [
             self._preparer.job(choice, tenant, partial(self._deliver, index))
             for index, choice in enumerate(self._choices)
@@ -148,14 +148,17 @@ class Answers:
             raise _refusal(error) from None
 
     def _deliver(self, index: int, outcome: Step | Exception) -> None:
-        """Called in the thread of the engine."""
+        """Queue the outcome of a step; called in the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, outcome))
-        except RuntimeError:  # the loop is closed: nobody waits
+        except RuntimeError:  # the event loop is closed, so nobody waits for the answer
             self._jobs[index].is_cancelled = True
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What each step adds, with the index of its choice; the jobs are cancelled if the iteration ends early."""
+        """Yield what each step adds, with the index of its choice; ending the iteration early cancels the jobs.
+
+        Raise RequestError if an answer fails.
+        """
         try:
             while self._open:
                 index, outcome = await self._queue.get()
@@ -172,11 +175,11 @@ class Answers:
                     yield index, delta
         finally:
             self.cancel()
-            self._jobs.clear()  # they refer to this object, and memory would wait for a full collection
+            self._jobs.clear()  # jobs refer to this object, and a cycle is only freed by a full garbage collection
             self._count_drafts()
 
     def cancel(self) -> None:
-        """End the answers that are not complete."""
+        """Cancel the answers that are not complete."""
         for index in self._open:
             if index < len(self._jobs):
                 self._jobs[index].is_cancelled = True
@@ -187,13 +190,13 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts; the choices of one prompt share it."""
+        """Total number of prompt tokens; a prompt counts once for all of its choices."""
         prompts = {id(choice.prompt): len(choice.prompt.tokens) for choice in self._choices}
         return sum(prompts.values())
 
     @property
     def usage(self) -> Row:
-        """The tokens of the request."""
+        """Token counts of the request, as ``usage_of`` returns them."""
         is_predicted = any(choice.prompt.prediction for choice in self._choices)
         return usage_of(self.prompt_tokens, self.stats, is_predicted=is_predicted)
 
@@ -204,10 +207,10 @@ class Answers:
 
 
 class AnswerText:
-    """Turns the steps of an answer into what they add to it."""
+    """Converts the steps of one answer to text, reasoning, tool calls and log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: PreparedChoice, ends: frozenset[int]) -> None:
-        """``ends`` are the tokens that end answers; they are not part of the text."""
+        """``ends`` are the tokens that end an answer; they are not part of its text."""
         self.stats = Stats()
         self._choice, self._ends = choice, ends
         prompt = choice.prompt
@@ -227,7 +230,7 @@ class AnswerText:
         self._required = ""
 
     def add(self, step: Step) -> Delta:
-        """What a step adds; at the last one, with the reason for the end."""
+        """Return what a step adds to the answer; at the last step, with the finish reason."""
         self.stats.add(step)
         finish = step.finish
         tokens = step.tokens[:-1] if finish is Finish.STOP and step.tokens[-1] in self._ends else step.tokens
@@ -259,7 +262,7 @@ class AnswerText:
         return TOOL_CALLS if self._calls else STOP
 
     def _before_stop(self, text: str, *, is_last: bool) -> str:
-        """The text that can be shown: up to a stop string, and without what may be the beginning of one."""
+        """Add text and return what can be shown: text before a stop string and before a possible beginning of one."""
         stops = self._choice.stop_texts
         if not stops or self._is_cut:
             return "" if self._is_cut else text
@@ -274,7 +277,7 @@ class AnswerText:
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """The calls of an answer that is a JSON array of them, at its end; else the text if it is incomplete."""
+        """Collect an answer that must be a JSON array of calls; at its end, return them, or the text if invalid."""
         self._required += text
         if not is_last:
             return "", []
@@ -291,7 +294,7 @@ class AnswerText:
 
 
 def _refusal(error: Exception) -> RequestError:
-    """An error of an answer, in words for its reader: those of the engine itself are for its log alone."""
+    """Return the error to show to the client; internal errors are only described in the server's log."""
     if isinstance(error, OverloadError):
         return RequestError(str(error), status=503, kind=OVERLOADED)
     if isinstance(error, HdtoolError):

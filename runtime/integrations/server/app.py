@@ -1,4 +1,4 @@
-"""The HTTP side of the server: API keys, limits of size and time, and the handlers of its paths."""
+"""The HTTP part of the server: API keys, limits on size and time, and the handlers of all paths."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from hdtool.runtime.model.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"
 SHARED_TENANT = ""
-"""The tenant of servers without keys, and of keys without a name."""
+"""Tenant of all requests if the server has no keys, and of keys without a tenant's name."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 HEADER_SECONDS = 10.0
-"""A connection that has sent no request after this time is closed."""
+"""Seconds after which a connection is closed if it has sent no request."""
 COLLECTION_SECONDS = 5.0
 PREPARATION_THREADS = 4
-"""Requests that are prepared at once."""
+"""Maximum number of requests that are prepared at once."""
 MIB = 2**20
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 MESSAGES, COUNT_TOKENS = messages_api.PATH, f"{messages_api.PATH}/count_tokens"
@@ -69,16 +69,16 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """API keys and their tenants; without keys, requests need none."""
+    """Maps API keys to tenants; if there are no keys, requests need none."""
 
     tenant_of_key: Mapping[str, str]
 
     @classmethod
     def read(cls, path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
-        """The keys of a file, else the one in the environment.
+        """Read the keys from a file, or the key from the environment if ``path`` is None.
 
         A line of the file is a key, or the name of a tenant and its key. Empty lines and lines that begin with # are
-        skipped.
+        skipped. Raise OptionError if a line is wrong or there is no key.
         """
         if path is None:
             key = environment.get(API_KEY_VARIABLE, "").strip()
@@ -104,12 +104,12 @@ class ApiKeys:
         return sorted({*self.tenant_of_key.values()}) or [SHARED_TENANT]
 
     def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of an ``Authorization`` header; None if its key is missing or wrong."""
+        """Return the tenant of an ``Authorization`` header; None if its key is missing or wrong."""
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
         matched = None
-        # All keys are compared, in constant time each, so that the time of the answer shows nothing about them.
+        # All keys are compared, each in constant time, so that the response time reveals nothing about them.
         for key, tenant in self.tenant_of_key.items():
             if hmac.compare_digest(key.encode(), given.strip().encode()) and scheme.lower() == "bearer":
                 matched = tenant
@@ -117,12 +117,12 @@ class ApiKeys:
 
 
 class Server:
-    """The handlers of one server."""
+    """The HTTP handlers of one server."""
 
     def __init__(
         self, loaded: Loaded, engine: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
     ) -> None:
-        """``name`` is the one under which the model is served."""
+        """``name`` is the name under which the model is served."""
         self._loaded, self._engine, self._preparer, self._keys = loaded, engine, preparer, keys
         self._config, self._name = config, name
         self._metrics = Metrics(engine)
@@ -155,7 +155,7 @@ class Server:
         await to_thread.run_sync(self._engine.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
-        """A handler that needs an API key, whose errors are in the API's form and whose requests are counted."""
+        """Wrap a handler: require an API key, return errors in the format of the API, and count the request."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -217,7 +217,7 @@ class Server:
         return JSONResponse({"input_tokens": tokens})
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
-        """The body of a request, and what is made of it in a thread."""
+        """Read the body of a request, and call ``prepare`` with it in a worker thread; return both."""
         json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
         def prepared() -> tuple[R, P]:
@@ -300,7 +300,7 @@ class TimedProtocol(H11Protocol):
 
 
 async def _read_body(request: Request, max_mib: int, seconds: float) -> bytes:
-    """The body of a request; raises if it is larger, or takes longer to arrive."""
+    """Read the body of a request; raise RequestError if it is too large or does not arrive in time."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_mib * MIB:
         raise _too_large(max_mib)
@@ -323,7 +323,7 @@ def _too_large(max_mib: int) -> RequestError:
 
 
 async def _collect_garbage() -> None:
-    """Collect garbage periodically: a few objects of an ended answer may hold megabytes of tensors."""
+    """Collect garbage periodically, because a few objects of an ended answer may hold megabytes of tensors."""
     while True:
         await asyncio.sleep(COLLECTION_SECONDS)
         gc.collect()
@@ -334,7 +334,7 @@ def _with_usage(body: GenerationRequest) -> bool:
 
 
 async def _events(answers: Answers, entry: LogEntry, form: Format) -> AsyncIterator[str]:
-    """An answer as server-sent events."""
+    """Stream an answer as server-sent events; errors become the last event."""
     try:
         for row in form.opening(answers.prompt_tokens):
             yield _event(row)
@@ -368,7 +368,7 @@ async def _whole(answers: Answers, choices: int, form: Format) -> Response:
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """The response, cancelled if the client disconnects."""
+    """Return the response of ``answer``, which is cancelled if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -379,7 +379,7 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
             return answering.result()
-        return Response(status_code=DISCONNECTED)  # nobody reads it
+        return Response(status_code=DISCONNECTED)  # for the log, as the client is gone
     finally:
         for task in (answering, leaving):
             task.cancel()

@@ -1,4 +1,4 @@
-"""Answers and errors in the JSON of OpenAI's completions: as a whole, and as the events of a stream."""
+"""Formats answers and errors as the JSON of OpenAI's completions, both whole responses and events of a stream."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ INVALID, AUTHENTICATION, OVERLOADED, SERVER = (
     "server_error",
 )
 DISCONNECTED = 499
-"""The status of a request whose client has gone, as nginx logs it; nobody reads the response."""
+"""Status to log for a request whose client has disconnected, as nginx does."""
 
 
 class RequestError(HdtoolError):
-    """A request that is refused."""
+    """Raised for a request that is refused, with the HTTP status and the fields of the error response."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RequestError(HdtoolError):
 
     @property
     def name(self) -> str:
-        """The code of the error, or its type; neither quotes the request."""
+        """Code of the error, or its type without one; neither quotes the request, so both may be logged."""
         return self.code or self.kind
 
     @property
@@ -54,7 +54,7 @@ class RequestError(HdtoolError):
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a token, and the most probable tokens in its place, before temperature and penalties."""
+    """The log-probability of a token and of the top tokens at its position, before temperature and penalties."""
 
     token: int
     logprob: float
@@ -63,7 +63,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass
 class Delta:
-    """What one step adds to an answer, or several of them."""
+    """What one or more steps add to an answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -71,7 +71,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
     stop_text: str | None = None
-    """The stop string that ended the answer."""
+    """Stop string that ended the answer, else None."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls or self.logprobs or self.finish)
@@ -86,25 +86,25 @@ class Delta:
 
 
 class Format(Protocol):
-    """How an API writes the answers to one request."""
+    """Formats the answers to one request for an API."""
 
     last_event: str | None
-    """What ends a stream, if it is no JSON."""
+    """Data of a last event that is not JSON; None if the API has no such event."""
 
     def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
-        """A response that is not streamed."""
+        """Return the body of a response that is not streamed."""
 
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
-        """The events before the first text."""
+        """Return the events before the first text."""
 
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
-        """The events of what a step adds to an answer."""
+        """Return the events for what a step adds to the answer ``index``."""
 
     def closing(self, usage: Row) -> Iterable[Row]:
-        """The events after the last text."""
+        """Return the events after the last text."""
 
     def failed(self, error: RequestError) -> Row:
-        """The event of an error that ends a stream."""
+        """Return the event for an error that ends a stream."""
 
 
 DONE = "[DONE]"
@@ -116,7 +116,7 @@ class ChatFormat:
     last_event: str | None = DONE
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, choices: int, *, with_usage: bool) -> None:
-        """``with_usage`` ends a stream with the numbers of tokens."""
+        """``with_usage`` ends a stream with an event of token counts."""
         self._tokenizer, self._choices, self._with_usage = tokenizer, choices, with_usage
         self._made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._calls: dict[int, int] = {}
@@ -175,7 +175,7 @@ class CompletionFormat:
     def __init__(
         self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str], *, with_usage: bool
     ) -> None:
-        """``echoes`` are the texts before the answers; ``with_usage`` ends a stream with the numbers of tokens."""
+        """``echoes`` are the texts before the answers; ``with_usage`` ends a stream with an event of token counts."""
         self._tokenizer, self._echoes, self._with_usage = tokenizer, echoes, with_usage
         self._made = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -232,9 +232,9 @@ class CompletionFormat:
 
 
 def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> Row:
-    """The tokens of a request. The ``cached_tokens`` of its prompt were in the KV cache.
+    """Return the token counts of a request in the JSON of OpenAI's ``usage``.
 
-    Tokens of a prediction count if the request had one.
+    Prediction tokens are only counted if the request had a prediction (``is_predicted``).
     """
     return {
         "prompt_tokens": prompt_tokens,
@@ -249,7 +249,7 @@ def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> 
 
 
 def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs]) -> list[Row]:
-    """Log-probabilities as chats have them."""
+    """Return log-probabilities in the JSON of chat completions."""
 
     def row(token: int, logprob: float) -> Row:
         text = text_of(tokenizer, [token], skip_special_tokens=False)
@@ -267,5 +267,5 @@ def _call(call: ToolCall) -> Row:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinities."""
+    """Limit a log-probability to at least -9999, also for NaN: JSON has neither infinities nor NaN."""
     return max(logprob, -9999.0) if logprob == logprob else -9999.0

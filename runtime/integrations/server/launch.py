@@ -1,4 +1,4 @@
-"""Starts the server: the model is loaded, the address is bound, requests are answered until a signal ends it."""
+"""Starts the server: binds the address, loads the model, and answers requests until a signal arrives."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import choose_threads
 
 LAST_SECONDS = 5
-"""Time for the last events of answers that were ended."""
+"""Seconds that ended answers have to send their last events."""
 
 
 class Launch:
-    """A server that is ready to listen; the address is bound before the model is loaded."""
+    """A server that is ready to run; the address is bound first, to fail early if it is in use."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def warning(self) -> str | None:
-        """What to change if other machines can use the server without a key, else None."""
+        """Warning if other machines can use the server without an API key, else None."""
         host = self._socket.getsockname()[0]
         if self._has_keys or host == "::1" or host.startswith("127."):
             return None
@@ -75,7 +75,7 @@ class Launch:
         )
 
     def run(self) -> None:
-        """Answer requests until SIGINT or SIGTERM; answers in progress have ``shutdown_seconds`` to end."""
+        """Answer requests until SIGINT or SIGTERM; answers in progress then have ``shutdown_seconds`` to complete."""
         config = uvicorn.Config(
             self._app,
             http=TimedProtocol,
@@ -85,8 +85,8 @@ class Launch:
             server_header=False,
             timeout_graceful_shutdown=self._config.shutdown_seconds + LAST_SECONDS,
         )
-        # What was loaded stays. Full collections come once a quarter more objects live than after the last one: without
-        # the loaded ones, that is often enough to free what requests leave.
+        # Exclude loaded objects from garbage collection. A full collection runs once a quarter more objects are alive
+        # than after the last one. Without the loaded ones, this is often enough to free the objects of requests.
         gc.collect()
         gc.freeze()
         gc.collect()
@@ -95,7 +95,7 @@ class Launch:
 
 
 class _GracefulServer(uvicorn.Server):
-    """Ends with exit code 0 after SIGINT and SIGTERM; answers that take too long are ended with an error."""
+    """Exits with code 0 after SIGINT and SIGTERM; answers that take longer than ``seconds`` end with an error."""
 
     def __init__(self, config: uvicorn.Config, engine: Scheduler, seconds: float) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as coding agents use it: its requests as chats, and answers in its JSON."""
+"""Anthropic's Messages API, as coding agents use it: converts its requests to chats and formats answers as its JSON."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ ERROR_TYPES = {
 }
 MEDIA_PARTS = ("image", "document")
 BILLING_PREFIX = "x-anthropic-billing-header:"
-"""Begins a part of the system prompt that Claude Code writes for Anthropic's accounts, with a number that changes from
-conversation to conversation; as the model's first words it would keep the rest of the prompt out of the cache."""
+"""Prefix of a part of the system prompt that Claude Code adds for Anthropic's billing.
+
+It contains a number that differs between conversations. At the start of the prompt, it would prevent any cache hit, so
+this part is dropped.
+"""
 
 
 class Part(BaseModel):
-    """A block of a message, with the fields of all types of blocks."""
+    """A content block of a message, with the fields of all block types."""
 
     model_config = ConfigDict(strict=True)
     type: str
@@ -84,7 +87,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True)
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
-    """A target for the model's makers; here an answer has as many tokens as ``max_tokens`` allows."""
+    """Accepted but ignored: ``max_tokens`` alone limits the answer."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -107,7 +110,7 @@ class KeptTurns(BaseModel):
 
 
 class ContextEdit(BaseModel):
-    """What is taken out of earlier turns; the results of tools stay."""
+    """A rule by which thinking is removed from earlier turns; tool results stay."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["clear_thinking_20251015"]
@@ -119,7 +122,7 @@ class ContextManagement(BaseModel):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[Row]) -> None:
-        """Take the thinking out of all turns of the assistant but the last ones, as many as the edits keep."""
+        """Remove the thinking of the assistant in-place from all but the last turns that the edits keep."""
         thinking = [message for message in messages if "reasoning_content" in message]
         for edit in self.edits or ():
             if isinstance(edit.keep, KeptTurns) and edit.keep.type != "all":
@@ -128,7 +131,7 @@ class ContextManagement(BaseModel):
 
 
 class TokenCountRequest(Body):
-    """The body of ``/v1/messages/count_tokens``: the fields that make the prompt."""
+    """The body of ``/v1/messages/count_tokens``: the fields that determine the prompt."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     messages: list[Message] = Field(min_length=1)
@@ -144,7 +147,7 @@ class TokenCountRequest(Body):
     betas: list[str] | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that this request is."""
+        """Convert the request to a chat request; raise RequestError if it ends with a turn of the assistant."""
         if self.messages[-1].role == "assistant":
             last = f"messages.{len(self.messages) - 1}"
             raise RequestError(
@@ -217,7 +220,7 @@ def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> I
 
 
 def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
-    """A turn of the model; the names of the functions that it calls are noted by the ids of the calls."""
+    """Convert a turn of the assistant to a message; add the called functions to ``names``, keyed by call id."""
     texts, reasoning, calls = [], [], []
     for place, part in enumerate(parts):
         if part.type == "text":
@@ -237,7 +240,7 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
 
 
 def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
-    """A turn of the user: its texts, and a message for each result of a tool."""
+    """Convert a turn of the user or the system to messages: one for adjacent texts, one for each tool result."""
     texts: list[str] = []
     for place, part in enumerate(parts):
         if part.type != "tool_result":
@@ -256,7 +259,7 @@ def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str])
 
 
 def _result(content: str | list[Part], where: str) -> str:
-    """The text of what a tool returned, in which a note stands for each image or document."""
+    """Return the text of a tool result, with a note in place of each image or document."""
     if isinstance(content, str):
         return content
     notes = [
@@ -304,7 +307,7 @@ def _tool_choice(choice: ToolChoiceField) -> Any:
 
 
 class MessagesFormat:
-    """The JSON of a message, and of the events of its stream."""
+    """The JSON of a message and of the events that stream it."""
 
     last_event: str | None = None
 
@@ -347,12 +350,12 @@ class MessagesFormat:
 
 
 def too_long(error: ContextError) -> str:
-    """The message of a prompt that is too long, as Claude Code reads the numbers in it to compact a conversation."""
+    """Return the error message for a prompt that is too long; Claude Code parses its numbers to compact the chat."""
     return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum: {error.advice}"
 
 
 def error_body(error: RequestError) -> Row:
-    """An error in the form of this API."""
+    """Return the body of an error response."""
     kind = ERROR_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -364,7 +367,7 @@ def _end(delta: Delta) -> Row:
 
 
 def _usage(usage: Row) -> Row:
-    """The numbers of tokens; those that were in the cache are counted apart."""
+    """Return the token counts in the JSON of this API, whose ``input_tokens`` exclude cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -385,7 +388,7 @@ def _block(block: Block, *, is_empty: bool = False) -> Row:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call; what is no JSON stays a text that its reader can show."""
+    """Parse the arguments of a call; anything but a JSON object is wrapped in one, under ``arguments``."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Turns a request into jobs: encodes prompts, compiles grammars, checks settings, and predicts quoted text.
 
-Drafters match an answer with its prompt token by token. Text that a tool returned differs in the answer: it has no
-line numbers, and it is escaped inside the JSON of a call, where every line end breaks a match.
+Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the text differs: it has
+no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CONVERSATION = (
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template shows the model messages of the system wherever they are in a conversation."""
+    """Return True if the chat template includes system messages at any place in a conversation."""
     if not has_chat_template(tokenizer):
         return True
     try:
@@ -86,7 +86,10 @@ def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with those of the system at the beginning as one, and with later ones in turns of the user."""
+    """Join the system messages at the beginning to one, and convert later ones to user messages.
+
+    Messages that become adjacent with equal roles are joined.
+    """
     made: list[dict[str, Any]] = []
     joins = False
     for message in messages:
@@ -104,16 +107,16 @@ def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str
 
 
 QUOTING_ROLES = ("user", "tool")
-"""Roles whose messages quote files."""
+"""Roles whose messages may contain text for the answer to quote."""
 NUMBERED_LINE = re.compile(r" *L?([0-9]{1,7})(?:→|\t| ?\| ?|: ?)")
-"""The number of a line, as tools print it before its text."""
+"""Matches a line number as tools print it before the text of a line."""
 MIN_NUMBERED_LINES = 3
-"""Lines with consecutive numbers that are taken for a listing."""
+"""Minimum number of consecutively numbered lines that count as a listing."""
 MAX_KEPT_CHARACTERS = 4_000_000
 
 
 def without_line_numbers(text: str) -> str:
-    """A text in which lines that are numbered in order have no numbers."""
+    """Remove line numbers from runs of at least ``MIN_NUMBERED_LINES`` lines that are numbered consecutively."""
     lines = text.split(LINE_END)
     numbers = [NUMBERED_LINE.match(line) for line in lines]
     offsets = [int(number[1]) - place if number else None for place, number in enumerate(numbers)]
@@ -127,9 +130,9 @@ def without_line_numbers(text: str) -> str:
 
 
 def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
-    """The forms in which an answer would repeat a text of several lines, other than the text itself.
+    """Yield the forms in which an answer would quote a text of several lines, other than the text itself.
 
-    ``in_json`` adds the one that it has inside a string of JSON.
+    These are the text without line numbers and, with ``in_json``, the text escaped as in a JSON string.
     """
     if LINE_END not in text:
         return
@@ -141,7 +144,7 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 
 
 class Quotes:
-    """Encodes what chats quote, each message once, as a conversation repeats its messages in every request."""
+    """Encodes text that answers may quote, with a cache, as a conversation repeats its messages in every request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
@@ -150,7 +153,10 @@ class Quotes:
         self._lock = Lock()
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
-        """What the messages quote, in the forms of an answer. What one ``owner`` sent saves no time to another."""
+        """Return the tokens of the messages in the forms in which an answer would quote them.
+
+        The cache is separate for each ``owner``, so that response times reveal nothing about others' messages.
+        """
         quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING_ROLES]
         encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
         return np.concatenate(encoded).tolist() if encoded else ()
@@ -177,28 +183,28 @@ class Quotes:
 
 
 MAX_GRAMMAR_CHARACTERS = 65_536
-"""Characters of a grammar; larger ones would take seconds to compile."""
+"""Maximum length of a grammar in characters; longer ones would take seconds to compile."""
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt and its settings; all choices of an answer share them."""
+    """A prompt and its settings, shared by all choices that answer it."""
 
     tokens: list[int]
     limit: int
     """Maximum number of tokens in an answer."""
     grammar: Grammar | None = None
     prediction: Sequence[int] = ()
-    """The request's predicted output."""
+    """Token ids of the request's predicted output."""
     quotes: Sequence[int] = ()
-    """What the prompt quotes, in the forms of an answer: the prediction of a request that has none."""
+    """Tokens of text that the answer may quote; used as the prediction if the request has none."""
     logprobs: int | None = None
-    """The number of alternatives to report for each token; None reports no log-probabilities."""
+    """Number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
     text: str = ""
-    """What the model reads; of chats only."""
+    """Prompt as the chat template renders it; empty for completions."""
     echo: str = ""
-    """Text before the answer."""
+    """Text to return before the answer."""
 
 
 @dataclass(frozen=True)
@@ -217,14 +223,14 @@ class Preparer:
     """Prepares the requests of one server."""
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, defaults: SamplingConfig) -> None:
-        """``defaults`` holds for what a request leaves open."""
+        """``defaults`` holds the sampling settings for what a request does not set."""
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._lock = threading.Lock()
         self._quotes = Quotes(loaded.tokenizer)
 
     def chat(self, body: ChatRequest, tenant: str) -> list[PreparedChoice]:
-        """The choices of a chat request."""
+        """Prepare the choices of a chat request; raise HdtoolError if the request is invalid."""
         tokenizer, variables = self._loaded.tokenizer, body.template_variables
         messages, choice = self._conversation(body)
         grammar = grammar_of(body.structure, "the request")
@@ -247,7 +253,7 @@ class Preparer:
         return self._choices(body, [prompt])
 
     def tokens(self, body: ChatRequest) -> int:
-        """The tokens of the prompt of a chat request."""
+        """Return the number of prompt tokens of a chat request."""
         messages, choice = self._conversation(body)
         variables = body.template_variables
         return len(read_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables)[1])
@@ -260,7 +266,7 @@ class Preparer:
         return (messages if self._takes_late_instructions else with_early_instructions(messages)), choice
 
     def completion(self, body: CompletionRequest) -> list[PreparedChoice]:
-        """The choices of a completion request, prompt by prompt."""
+        """Prepare the choices of a completion request, ordered by prompt."""
         tokenizer, prompts = self._loaded.tokenizer, body.prompts
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise RequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
@@ -276,7 +282,7 @@ class Preparer:
         return self._choices(body, prepared)
 
     def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
-        """The job of the engine that generates a choice."""
+        """Make the job by which the engine generates a choice; ``deliver`` is called with each step or an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
             drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
@@ -298,7 +304,7 @@ class Preparer:
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         biases = self._biases(body.logit_bias or {})
-        with self._lock:  # the library's preparation of ``generate`` is not made for several threads
+        with self._lock:  # transformers' preparation of ``generate`` is not thread-safe
             return [
                 self._choice(body, prompt, (seed + number) % 2**64, biases)
                 for prompt in prepared
@@ -336,7 +342,7 @@ class Preparer:
         return self._loaded.guide(grammar)
 
     def _limit(self, ids: Sequence[int], given: int | None) -> int:
-        """The limit of tokens of an answer; raises if the prompt leaves no room in the context."""
+        """Return the maximum number of tokens in an answer; raise ContextError if the prompt fills the context."""
         max_tokens = self._decoding.max_new_tokens if given is None else given
         room, _ = room_for(self._loaded.target, ids, max_tokens)
         return room
@@ -359,7 +365,7 @@ class Preparer:
 
 
 class AnswerPenalty(LogitsProcessor):
-    """Lowers the scores of tokens that the answer holds: by ``presence``, and by ``frequency`` for each occurrence."""
+    """Lowers the scores of tokens in the answer so far: by ``presence`` once, by ``frequency`` per occurrence."""
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
         self._start, self._presence, self._frequency = prompt_length, presence, frequency
@@ -372,7 +378,7 @@ class AnswerPenalty(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Adds a number to the scores of some tokens."""
+    """Adds a bias to the score of each token in ``biases``."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
@@ -384,12 +390,12 @@ class LogitBias(LogitsProcessor):
 
 
 class LogprobRecorder(WrappedDrafter):
-    """A drafter that also records the log-probabilities of the accepted tokens."""
+    """Records the log-probabilities of accepted tokens, and drafts with another drafter."""
 
     reads_logits = True
 
     def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
-        """``num_alternatives`` is the number of alternatives for each token; all are appended to ``recorded``."""
+        """``num_alternatives`` is the number of top tokens to record per position; appends to ``recorded``."""
         super().__init__(drafter)
         self._num_alternatives, self._recorded = num_alternatives, recorded
 

@@ -1,7 +1,7 @@
-"""Request bodies of OpenAI's chat and completion APIs, and tools of its Responses API presented as functions.
+"""Request bodies of OpenAI's chat and completion APIs, and the conversion of its Responses API's tools to functions.
 
-A custom tool, whose input is a text, becomes a function with that text as its one parameter. The functions of a
-namespace are named after it.
+A custom tool, whose input is text, becomes a function with this text as its only parameter. The names of functions in a
+namespace are prefixed by its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
 TEXT = "text"
 UNSUPPORTED_CONTENT = "unsupported_content"
 UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"
-"""What a model reads in place of an image that a tool returned; images of users are refused."""
+"""Text that replaces an image in a tool result; images from users are refused."""
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 
@@ -30,14 +30,14 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The JSON of a request."""
+    """Base class of request bodies."""
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """The body as a request; raises with the first field that is wrong."""
+        """Parse the JSON body of a request; raise RequestError for the first invalid field."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
@@ -45,7 +45,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """A request from fields that were read before; those that are None were left out."""
+        """Make a request from fields that are parsed already, ignoring those that are None."""
         try:
             return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
@@ -88,13 +88,13 @@ class GenerationRequest(Body):
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The fields that say what the answer must match."""
+        """Fields that define what the answer must match, without those that are None."""
         names = ("json_schema", "regex", "grammar", "response_format")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Part(BaseModel):
-    """A part of a message. Parts of other types than text are refused by their type."""
+    """A part of a message; only the type ``text`` is accepted, and others are refused later, with a clear error."""
 
     model_config = ConfigDict(strict=True)
     type: str
@@ -148,7 +148,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools."""
+        """Variables for the chat template, besides messages and tools."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
@@ -171,7 +171,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages with texts as contents, and with the arguments of tool calls as objects."""
+    """Convert messages for the chat template: contents become text, and arguments of tool calls become objects."""
     return [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
 
 
@@ -206,7 +206,7 @@ def _require_text(message: ChatMessage, where: str) -> None:
 
 
 def require_text_answers(request: ChatRequest) -> None:
-    """Refuse a request for sound, which OpenAI's API asks for by two fields."""
+    """Raise RequestError if ``modalities`` or ``audio`` ask for anything but text."""
     modality = next((kind for kind in request.modalities or () if kind != TEXT), None)
     if modality is not None or request.audio is not None:
         raise RequestError(
@@ -230,17 +230,17 @@ def _call(call: Call, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that are presented to the model, and the grammar of calls that it must make."""
+    """The tools that are presented to the model, and the grammar of calls if it must call some."""
 
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
-    """The grammar of a JSON array of calls; None if the model decides whether to call a function."""
+    """Grammar of a JSON array of calls; None if the model decides whether to call a function."""
     max_calls: int | None = None
-    """Calls in one answer."""
+    """Maximum number of calls in one answer; None for no limit."""
 
     @classmethod
     def of(cls, choice: Any, tools: Sequence[dict[str, Any]], *, parallel: bool) -> ToolChoice:
-        """``parallel`` allows several calls in one answer."""
+        """Parse a ``tool_choice``; ``parallel`` allows several calls in one answer."""
         max_calls = None if parallel else 1
         if not tools:
             if choice not in (None, "none", "auto"):
@@ -265,7 +265,7 @@ NO_TOOLS = ToolChoice()
 
 
 def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
-    """JSON arrays of calls of these functions, at least one."""
+    """Return the grammar of JSON arrays with one to ``max_calls`` calls of the given functions."""
     calls = []
     for tool in tools:
         function = tool["function"]
@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """The first field that is wrong; where several types may stand, the fault of the one that fits best."""
+    """Return an error for the first invalid field; if it may have several types, for the type that matches best."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]
@@ -299,13 +299,13 @@ def _wrong_field(error: ValidationError) -> RequestError:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Return True if a part of a place names one of several types that a field may have, and not a field."""
+    """Return True if a part of an error's location names one of a field's possible types, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "none") or "[" in part)
 
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 BUILT_IN_TOOLS = ("web_search", "web_search_preview", "image_generation")
-"""Tools that OpenAI's servers run, and that agents offer in every request; the model does without them."""
+"""Tools that OpenAI's servers run and that agents offer in every request; they are ignored."""
 INPUT_FIELD = "input"
 NAMESPACE_SEPARATOR = "__"
 
@@ -316,18 +316,18 @@ class ResponseTool:
     name: str
     namespace: str | None
     function: Row
-    """As the chat template presents it."""
+    """Description of the function for the chat template."""
 
 
 class ResponseTools:
-    """The tools of one request."""
+    """The tools of one request to the Responses API, converted to functions."""
 
     def __init__(self, tools: Sequence[Row] | None) -> None:
-        """Raises if one of them is none that the model can call."""
+        """Raise RequestError for a tool that the model cannot call, or if there are only built-in tools."""
         given = list(tools or ())
         left_out = [tool for tool in given if tool.get("type") in BUILT_IN_TOOLS]
         self.presented: list[Row] = [tool for tool in given if tool not in left_out]
-        """As the request has them."""
+        """Tools as in the request, without the built-in ones."""
         if left_out and not self.presented:
             raise _not_run(left_out[0], f"tools.{given.index(left_out[0])}")
         self._by_name: dict[str, ResponseTool] = {}
@@ -341,7 +341,7 @@ class ResponseTools:
         return [{"type": FUNCTION, "function": tool.function} for tool in self._by_name.values()] or None
 
     def choice(self, choice: Any) -> Any:
-        """A ``tool_choice`` as chats have it."""
+        """Convert a ``tool_choice`` to that of chat requests."""
         if isinstance(choice, dict) and choice.get("type") in (FUNCTION, CUSTOM):
             return {"type": FUNCTION, "function": {"name": function_name(choice.get("name"), choice.get(NAMESPACE))}}
         return choice
@@ -350,7 +350,7 @@ class ResponseTools:
         return function in self._by_name and self._by_name[function].type == CUSTOM
 
     def called(self, function: str, arguments: str) -> Row:
-        """The fields of the item of a call that depend on its tool."""
+        """Return the fields of a call's output item that depend on the type and namespace of the tool."""
         tool = self._by_name.get(function)
         name = {"name": tool.name if tool else function}
         if tool and tool.namespace:
@@ -361,17 +361,17 @@ class ResponseTools:
 
 
 def function_name(name: Any, namespace: Any = None) -> Any:
-    """The name under which a tool is presented."""
+    """Return the name under which a tool is presented to the model."""
     return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function that presents a custom tool."""
+    """Return the arguments, as JSON, of the function that stands for a custom tool with this input."""
     return json.dumps({INPUT_FIELD: text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function; all of them where the model wrote others."""
+    """Return the input of a custom tool from the arguments of its function, or ``arguments`` if they are malformed."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -413,7 +413,7 @@ def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[R
 
 
 def _form(form: Any) -> str | None:
-    """The form of the input of a custom tool, in words for the model."""
+    """Describe the grammar of a custom tool's input for the model; None if it has no grammar."""
     if not isinstance(form, dict) or form.get("type") != "grammar":
         return None
     return f"The input matches this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"

@@ -1,6 +1,6 @@
-"""OpenAI's Responses API, as coding agents use it: its requests as chats, and answers in its JSON.
+"""OpenAI's Responses API, as coding agents use it: converts its requests to chats and formats answers as its JSON.
 
-The server keeps no responses, so a request holds the whole conversation.
+The server stores no responses, so each request must contain the whole conversation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part(BaseModel):
 
 
 class Item(BaseModel):
-    """An item of the input, with the fields of all types of items."""
+    """An item of the input, with the fields of all item types."""
 
     model_config = ConfigDict(strict=True)
     type: str = "message"
@@ -91,7 +91,7 @@ class StreamOptions(BaseModel):
 
 
 class TokenCountRequest(Body):
-    """The body of ``/v1/responses/input_tokens``: the fields that make the prompt."""
+    """The body of ``/v1/responses/input_tokens``: the fields that determine the prompt."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     input: str | list[Item]
@@ -106,13 +106,13 @@ class TokenCountRequest(Body):
     conversation: Any = None
 
     def chat(self) -> ChatRequest:
-        """The chat that this request is."""
+        """Convert the request to a chat request; raise RequestError if it refers to stored state."""
         self._refuse_kept_state()
         return ChatRequest.of(self._chat_fields())
 
     @cached_property
     def offered(self) -> ResponseTools:
-        """What the model may call; raises for a tool that it cannot."""
+        """Tools that the model may call; raises RequestError for a tool that it cannot call."""
         return ResponseTools(self.tools)
 
     def _refuse_kept_state(self) -> None:
@@ -169,7 +169,7 @@ class ResponsesRequest(TokenCountRequest):
 
     @property
     def echoed(self) -> Row:
-        """The settings as a response repeats them."""
+        """Settings of the request, as the response repeats them."""
         reasoning = self.reasoning or Reasoning()
         form = self.text.format.model_dump(by_alias=True, exclude_none=True) if self.text and self.text.format else None
         return {
@@ -195,7 +195,7 @@ class ResponsesRequest(TokenCountRequest):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
-    """The messages of a chat; those of the system at the beginning are one, and so are the items of one turn."""
+    """Convert the input to chat messages; initial system messages are joined, and so are the items of one turn."""
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]
@@ -253,7 +253,7 @@ def _text(content: str | list[Part] | None, where: str) -> str:
 
 
 def _output(output: str | list[Part] | None, where: str) -> str:
-    """The text of what a tool returned, in which a note stands for each image or file."""
+    """Return the text of a tool result, with a note in place of each image, file or audio."""
     if not isinstance(output, list):
         return output or ""
     notes = [
@@ -285,7 +285,7 @@ def _response_format(form: TextFormat | None) -> Row | None:
 
 
 class ResponsesFormat:
-    """The JSON of a response, and of the events of its stream."""
+    """The JSON of a response and of the events that stream it."""
 
     last_event: str | None = None
 

@@ -1,4 +1,4 @@
-"""The engine thread that decodes requests in one batch, the drafters of each tenant, metrics and the request log."""
+"""The thread that decodes all requests in one batch, the drafters of each tenant, metrics and the request log."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import Answers
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
-"""Tokens of a prompt that are read in one pass, without and with other answers that wait for it."""
+"""Number of prompt tokens prefilled in one pass, without and with other answers that wait for it."""
 
 
 class OverloadError(HdtoolError):
-    """The server is overloaded or shutting down."""
+    """Raised if the server is overloaded or shutting down."""
 
 
 class EngineError(Exception):
-    """The engine failed; the message is for its log alone."""
+    """Delivered if the engine failed; clients must not see the message."""
 
 
 @dataclass(eq=False)
 class AnswerJob:
-    """A request to the engine, and where its steps go."""
+    """An answer to generate, and the callback that gets its steps."""
 
     tenant: str
     request: Callable[[AnswerJob, Drafter], Request[AnswerJob]]
     """Makes the request of this job once a drafter is free."""
     deliver: Callable[[Step | Exception], None]
-    """Called in the engine's thread with each step, and with the error that ends the answer if there is one."""
+    """Called in the engine's thread with each step, or with the error that ends the answer."""
     is_cancelled: bool = False
-    """Nobody waits for the rest of the answer."""
+    """Set to True by any thread to end the answer at the next step."""
     submitted: float = field(default_factory=time.monotonic)
 
 
 class Tenants:
-    """The drafters of all tenants; one drafter serves one answer at a time."""
+    """Holds the stores and a pool of drafters per tenant; a drafter serves one answer at a time."""
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
         self._free: dict[str, list[Drafter]] = {name: [] for name in names}
         self._measure()
-        for name in names:  # faults of stores are found here, and not by the first answer
+        for name in names:  # raises errors of stores here, and not in the first answer
             self.put(name, self._made(name))
 
     def take(self, tenant: str) -> Drafter:
@@ -78,7 +78,7 @@ class Tenants:
         return free.pop() if free else self._made(tenant)
 
     def put(self, tenant: str, drafter: Drafter) -> None:
-        """Give a drafter back at the end of its answer."""
+        """Return a drafter to the pool at the end of its answer."""
         self._free[tenant].append(drafter)
 
     def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
@@ -97,7 +97,7 @@ class Tenants:
         return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
 
     def _measure(self) -> None:
-        """Time the passes for 1, 2, 4 … answers at once, if the method has a choice of sizes."""
+        """Time passes over 1, 2, 4 … answers at once, if the method chooses the sizes of its trees."""
         target, decoding, size = self._loaded.target, self._decoding, self._decoding.batch_size
         if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
             return
@@ -109,7 +109,7 @@ class Tenants:
 
 
 class Scheduler:
-    """Answers jobs in the order in which they were submitted, several at once."""
+    """Runs jobs in a thread, in the order in which they were submitted and several at once."""
 
     def __init__(
         self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int
@@ -151,7 +151,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
-        """Queue jobs; raise OverloadError if too many wait."""
+        """Queue jobs; raise OverloadError if more than ``max_waiting`` would wait or the server is stopping."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
@@ -161,7 +161,7 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End all answers and the thread."""
+        """End all answers, waiting ones included, with an error and wait for the thread to end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -176,13 +176,13 @@ class Scheduler:
                     break
             try:
                 self._advance()
-            except Exception as error:  # a fault of the engine ends the running answers, not the server
+            except Exception as error:  # an engine error ends the running answers, not the server
                 traceback.print_exc(file=sys.stderr)
                 self._fail(error)
         self._fail(OverloadError("the server is shutting down: ask another one, or later"))
 
     def _advance(self) -> None:
-        """One piece of a prompt, and one step of all running answers."""
+        """Prefill one piece of a prompt, and run one step of all running answers."""
         self._drop_cancelled()
         if self._reading is None and not self._loop.is_full:
             self._start_next()
@@ -206,7 +206,7 @@ class Scheduler:
                 continue
             try:
                 drafter = self._drafters[job] = self._tenants.take(job.tenant)
-            except Exception as error:  # no drafter could be made, which concerns no other answer
+            except Exception as error:  # failing to make a drafter must not end other answers
                 traceback.print_exc(file=sys.stderr)
                 job.deliver(_public_error(error))
                 continue
@@ -240,13 +240,13 @@ class Scheduler:
             self._tenants.put(job.tenant, drafter)
 
     def _fail(self, error: Exception) -> None:
-        """End all answers with an error; those that wait stay unless the engine stops."""
+        """End all running answers with an error, and waiting ones as well if the engine is stopping."""
         jobs = list(self._drafters)
         self._reading = None
         try:
             self._loop.end()
         finally:
-            self._drafters.clear()  # the drafters may be in any state: new ones are made
+            self._drafters.clear()  # the drafters may be in any state, so new ones are made
             self._new_loop()
         if self._is_stopping:
             with self._changed:
@@ -261,16 +261,16 @@ def _public_error(error: Exception) -> HdtoolError | EngineError:
 
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Upper ends of the histograms, in seconds."""
+"""Upper bounds of the histogram buckets, in seconds."""
 ENTRY_KEY = "hdtool.request"
-"""The key of the entry in the scope of a request."""
+"""Key of the ``LogEntry`` in the ASGI scope of a request."""
 POLLED_PATHS = ("/health", "/metrics")
-"""Paths that monitors ask all the time; only failures of them are logged."""
+"""Paths that monitoring polls; only their failures are logged."""
 MAX_LOGGED_PATH = 200
 
 
 class Metrics:
-    """Counters of one server."""
+    """The Prometheus metrics of one server."""
 
     def __init__(self, engine: Scheduler) -> None:
         registry = self._registry = CollectorRegistry()
@@ -296,7 +296,7 @@ class Metrics:
         self._requests.labels(path, str(status)).inc()
 
     def step(self, step: Step, prompt_tokens: int, submitted: float, *, is_first: bool) -> None:
-        """Count one step of an answer to a prompt."""
+        """Count one step of an answer; ``submitted`` is the monotonic time at which its job was submitted."""
         self._tokens.inc(len(step.tokens))
         self._steps.inc()
         waited = time.monotonic() - submitted
@@ -318,18 +318,18 @@ class Metrics:
 
 @dataclass
 class LogEntry:
-    """What the handlers of a request tell about it."""
+    """What the handlers of a request report for the log."""
 
     status: int = 500
     error: str | None = None
-    """The code or the type of an error; its message could quote the request."""
+    """Code or type of an error; its message is not logged, because it could quote the request."""
     model: str | None = None
     tenant: str | None = None
     answers: Answers | None = None
 
 
 class RequestLog:
-    """ASGI middleware that gives each request an entry, and prints it when the request has ended."""
+    """ASGI middleware that gives each request a ``LogEntry`` and prints it when the request has ended."""
 
     def __init__(self, app: ASGIApp, *, shown: bool, form: str) -> None:
         self._app, self._shown, self._form = app, shown, form
@@ -354,7 +354,7 @@ class RequestLog:
         finally:
             if self._shown and not (scope["path"] in POLLED_PATHS and entry.status < 400):
                 seconds = time.monotonic() - started
-                with suppress(OSError):  # the terminal is gone: requests are answered all the same
+                with suppress(OSError):  # a closed terminal must not fail the request
                     print(_line(scope, entry, seconds, self._form), file=sys.stderr, flush=True)
 
 
@@ -387,6 +387,6 @@ def _figures(entry: LogEntry, seconds: float) -> dict[str, Any]:
 
 
 def _without_spaces(value: object) -> str:
-    """Replace the spaces of a value, which model names may contain."""
+    """Return a value as text, quoted as JSON if it is empty or contains spaces or special characters."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' "=\t\n\r') else text

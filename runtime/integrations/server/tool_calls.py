@@ -1,4 +1,4 @@
-"""Splits the text of an answer into plain text, reasoning and tool calls, by the response parser of transformers."""
+"""Splits the text of an answer into plain text, reasoning and tool calls, with the response parser of transformers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ThinkingPlace(Enum):
 
 
 class ThinkingReader:
-    """Splits the text of an answer into reasoning and the rest while it is generated.
+    """Splits the text of an answer into plain text and reasoning while it is generated.
 
-    The tags and the line ends beside them are left out; everything else is in one of the two texts. Tags after the
-    beginning of the answer are text.
+    The tags and the line breaks next to them are removed. An opening tag after the beginning of the answer is plain
+    text.
     """
 
     def __init__(self, prompt: str) -> None:
-        """The ``prompt`` may open the reasoning itself, or close it."""
+        """``prompt`` may end with the opening or the closing tag."""
         end = prompt.rstrip()
         self._place = ThinkingPlace.START
         if end.endswith(THINK_OPENING):
@@ -43,11 +43,11 @@ class ThinkingReader:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> ThinkingReader | None:
-        """None if the chat template knows no such tags."""
+        """Return a reader for an answer to ``prompt``; None if the chat template does not contain the closing tag."""
         return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """The plain text and the reasoning that more text completes."""
+        """Add text and return the plain text and the reasoning that it completes."""
         self._held += text
         reasoning = ""
         if self._place is ThinkingPlace.START:
@@ -76,7 +76,7 @@ class ThinkingReader:
         return self._taken(len(shown.rstrip(LINE_END)))
 
     def _taken(self, length: int) -> str:
-        """Take so much of the held text, without line ends after a tag."""
+        """Remove ``length`` characters from the held text and return them, without line breaks after a tag."""
         taken, self._held = self._held[:length], self._held[length:]
         if self._skips_lines:
             taken = taken.lstrip(LINE_END)
@@ -85,14 +85,14 @@ class ThinkingReader:
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field for what a model writes before its answer."""
+"""Names that response templates use for the field with the reasoning."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """Arguments as JSON text, normally an object."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class CallNotation:
     """How a family of models writes tool calls."""
 
     marker: str
-    """The chat template contains it."""
+    """Text by which the family's chat templates are recognized."""
     opening: str
-    """What begins a call; it returns to the text if no call follows."""
+    """Text that begins a call; it is restored to the plain text if what follows is no call."""
     field: dict[str, Any]
-    """The calls, as a response template of ``transformers`` describes them."""
+    """Field for the calls in a response template of ``transformers``."""
 
 
 _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
@@ -129,7 +129,7 @@ CALL_NOTATIONS = (
     CallNotation("[TOOL_CALLS]", "[TOOL_CALLS]", {"open": "[TOOL_CALLS]", **_JSON}),
     CallNotation("<|python_tag|>", "", {"open_pattern": r'(?:<\|python_tag\|>)?(?=\{\s*"(?:name|type)"\s*:)', **_JSON}),
 )
-"""Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first marker that a template contains counts."""
+"""Notations of Qwen 3.5 and Qwen Coder, Hermes and Qwen, Mistral, and Llama 3; the first matching marker decides."""
 
 
 class ToolCallReader:
@@ -139,13 +139,13 @@ class ToolCallReader:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str
     ) -> ToolCallReader | None:
-        """None if there is nothing to read but text: no tools, and a tokenizer that does not describe its answers."""
+        """Return a reader; None if there are no tools and the tokenizer has no response template."""
         return cls(tokenizer, tools, prompt) if tools or getattr(tokenizer, "response_template", None) else None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], prompt: str) -> None:
         response_template = getattr(tokenizer, "response_template", None)
         self.reads_thinking = response_template is not None
-        """True if the tokenizer describes its answers, and what is thinking in them."""
+        """True if the tokenizer has a response template, which also describes the reasoning."""
         self._takes_calls = bool(tools)
         self._opening = self._unread = ""
         template = response_template or self._fallback(str(getattr(tokenizer, "chat_template", "")))
@@ -164,17 +164,17 @@ class ToolCallReader:
         return None
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
-        """The plain text, the reasoning and the calls that more text completes."""
+        """Add text and return the plain text, the reasoning and the calls that it completes."""
         if self._parser is None:
             return text, "", []
         try:
             return self._read(self._parser.feed(text))
-        except ValueError:  # not as the template says: the rest of the answer is text
+        except ValueError:  # the answer does not follow the template, so the rest is plain text
             self._parser = None
             return self._unread + text, "", []
 
     def end(self) -> tuple[str, str, list[ToolCall]]:
-        """The rest, at the end of the answer."""
+        """Return the remaining plain text, reasoning and calls at the end of the answer."""
         if self._parser is None:
             return "", "", []
         try:
@@ -204,7 +204,7 @@ class ToolCallReader:
 
 
 def calls_of(value: Any) -> list[ToolCall]:
-    """The calls that a JSON value describes; none if it describes something else."""
+    """Return the calls that a JSON value describes; empty if it describes something else."""
     if isinstance(value, list):
         return [call for part in value for call in calls_of(part)]
     described = value.get("function", value) if isinstance(value, dict) else None

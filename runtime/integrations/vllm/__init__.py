@@ -1,7 +1,7 @@
-"""Drafting inside vLLM with the hierarchy: a ``custom_class`` in its V1 runner, a speculator in its V2 runner.
+"""Drafts inside vLLM with the hierarchy: as a ``custom_class`` in its V1 runner, as a speculator in its V2 runner.
 
-vLLM imports the class named in its speculative configuration in every worker, and calls it after each pass for draft
-tokens of each row of the batch. Only `speculator` and `vllm_plugin`, beside this folder, import vLLM.
+Every worker of vLLM imports the class that the speculative configuration names, and asks it after each pass for draft
+tokens for each row of the batch. Only `speculator`, and `vllm_plugin` beside this folder, import vLLM.
 """
 
 from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer

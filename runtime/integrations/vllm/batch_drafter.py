@@ -1,7 +1,7 @@
 """Drafts for all requests of a vLLM batch, with one context table per request and shared stores.
 
-vLLM passes no request ids, and moves, removes and adds requests between rows. A context table belongs to a row only if
-all of its tokens are a prefix of the row's context, so no request is drafted from the tokens of another one.
+vLLM passes no request ids, and it moves, removes and adds requests between rows. A context table is used for a row only
+if its tokens are a prefix of the row's context, so no request gets drafts from the tokens of another one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NO_TABLE = -1
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
     """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
 
-    ``rows_of`` is the last row of each table and is updated. A table is free if its tokens are not a prefix of any row:
-    a new row takes one and clears it. If no table is free, the row gets none.
+    ``rows_of`` holds the last row of each table and is updated in-place. A table is free if its tokens are not a prefix
+    of any row. A new row gets a free table, which is cleared, or ``NO_TABLE`` if none is left.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)
     free = np.ones(len(tables), np.bool_)
@@ -59,7 +59,7 @@ def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wante
 
 @compiled
 def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
-    """Match moved rows with their tables, then give free tables to new rows; return how many were matched."""
+    """Match rows that moved with their tables, then give free tables to new rows; return how many were matched."""
     matched = 0
     for turn in range(len(wanted)):
         if chosen[turn] == NO_TABLE:
@@ -85,7 +85,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Return True if a table holds a prefix of a context; its last token is compared first, as it usually differs."""
+    """Return True if a table holds a prefix of a context; compares its last token first, which usually differs."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
@@ -94,13 +94,13 @@ def _is_prefix(address: int, context: Ints, length: int) -> bool:
 
 
 TABLES_PER_BLOCK = 32
-"""Context tables per allocation: large allocations get 2 MiB pages where available, for fewer TLB misses."""
+"""Number of context tables per allocation: large allocations get 2 MiB pages if available, for fewer TLB misses."""
 
 NO_LOCK: AbstractContextManager[object] = nullcontext()
 
 
 class BatchDrafter(Uncopyable):
-    """A hierarchy with one context table per request; stores, history and learned weights are shared."""
+    """Drafts with one context table per request; stores, history and learned weights are shared."""
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class BatchDrafter(Uncopyable):
     ) -> None:
         """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids.
 
-        A history that lasts is that of the ``store_set``.
+        The history of the ``store_set`` is used if it has one, else one in memory if ``config`` asks for it.
         """
         self.store_set = store_set
         self.min_probability = MinProbability(config.min_draft_prob)
         self.max_tables = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
-        """The maximum number of context tables; requests without a table get no drafts."""
+        """Maximum number of context tables; requests without a table get no drafts."""
         self._longest = longest
         self.history = store_set.history or (History() if config.history == MEMORY else None)
         self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary, history=self.history)
@@ -136,19 +136,19 @@ class BatchDrafter(Uncopyable):
         self._finished = FinishedAnswers(self.history, self._requests) if self.history and lasts else None
 
     def __len__(self) -> int:
-        """The number of context tables."""
+        """Return the number of context tables."""
         return self._count
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all context tables."""
+        """Total size of the context tables in bytes."""
         return self._count * CONTEXT_TABLE.itemsize
 
     def draft(self, sampled: Sequence[Sized], lengths: Ints, contexts: Ints) -> list[list[int]]:
-        """Draft tokens for each row of a batch; none for rows without ``sampled`` tokens, which read their prompt.
+        """Return the draft tokens for each row of a batch; none for rows without ``sampled`` tokens, still in prefill.
 
-        Row ``i`` of ``contexts`` holds the ``lengths[i]`` tokens of a prompt and its answer so far, and the sampled
-        tokens are the last of them.
+        Row ``i`` of ``contexts`` holds ``lengths[i]`` tokens: a prompt and its answer so far, which ends with the
+        sampled tokens.
         """
         at = time.perf_counter()
         counts = np.array([len(tokens) for tokens in sampled], np.int64)
@@ -160,7 +160,7 @@ class BatchDrafter(Uncopyable):
         sent = self._sizes[: len(rows)]
         sent[:] = 0
         floor = self.min_probability.floor(len(rows))
-        # An answer of a lasting history is kept whole, also if nothing is drafted in the meantime.
+        # A stored history keeps whole answers, so their tokens are added even if nothing is drafted.
         if len(rows) and (floor < NO_DRAFT_ABOVE or self._finished):
             with self._finished.lock if self._finished else NO_LOCK:
                 if self.history:
@@ -183,7 +183,7 @@ class BatchDrafter(Uncopyable):
         draft_rows(self._hierarchy.address, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
-        """Allocate context tables up to ``wanted`` or the maximum."""
+        """Allocate context tables until there are ``wanted`` or the maximum."""
         while self._count < min(wanted, self.max_tables):
             place = self._count % TABLES_PER_BLOCK
             if place == 0:
@@ -194,7 +194,7 @@ class BatchDrafter(Uncopyable):
             self._count += 1
 
     def _compile(self) -> None:
-        """Compile or load everything now, so that no request waits for it."""
+        """Compile all functions now or load them from the cache, so that no request waits for it."""
         self._make_tables(1)
         row, length = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._grow(row, length, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)

@@ -1,12 +1,12 @@
-"""Chains of draft tokens for vLLM, the greedy path down the hierarchy's tree, and the answers that requests finished.
+"""Drafts chains for vLLM along the greedy path through the hierarchy's tree, and detects finished answers.
 
-A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds. It pays if
-its tokens per second exceed those of the pass. In a large batch a pass is compute-bound, and no draft pays. vLLM
-verifies one sequence per request, so branches are of no use.
+A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds. It pays off if
+this number per added second exceeds the throughput of the pass. In a large batch a pass is compute-bound, so no draft
+pays off. vLLM verifies one sequence per request, so branches are useless.
 
-vLLM does not report the end of a request to a drafter. An answer is finished when another one follows it in its context
-table, or when no step has drafted for it for a while, which a timer observes: after the last answer there is no step.
-A request that continues later, such as a preempted one, begins another answer with the last tokens before.
+vLLM does not tell a drafter when a request ends. An answer is finished once another one follows it in its context
+table, or if no step has drafted for it for some time. A timer checks this, because no step follows the last answer. A
+request that continues later, such as a preempted one, begins another answer after its last tokens.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from hdtool.runtime.stores.live_tables import add
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
 
 MIN_FLOOR = 0.02
-"""Lower bound: less probable drafts cost more to find than they save."""
+"""Lower bound on the minimum probability: less probable drafts cost more to find than they save."""
 NO_DRAFT_ABOVE = 0.9
-"""If the minimum is higher than this, nothing is drafted."""
+"""Minimum probability above which nothing is drafted."""
 PRIOR_TOKENS = 256.0
-"""Prior: the number of tokens at which a pass takes twice as long as with one token."""
+"""Prior number of tokens at which a pass takes twice as long as with one token."""
 SLOPE_PRIOR_WEIGHT = 1.0
-"""Weight of the prior slope, as a variance of the tokens per pass."""
+"""Weight of the prior slope, as a variance of the number of tokens per pass."""
 PASS_WINDOW = 64.0
-"""Window of the moving averages, in passes."""
+"""Number of passes that the moving averages span."""
 STALL_FACTOR = 4.0
-"""Seconds of a pass are clipped to this multiple of the mean, because stalls have other causes."""
+"""Multiple of the mean duration to which the duration of a pass is clipped, because stalls have other causes."""
 
 NO_TOKENS = np.empty(0, np.int64)
 
 
 class MinProbability:
-    """Estimates the minimum draft probability from the passes so far; ``fixed`` replaces the estimate."""
+    """Estimates from past passes the minimum probability at which a draft pays off; ``fixed`` replaces the estimate."""
 
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
         self._passes = 0
-        # Moving averages over passes, the variance of their tokens, and its covariance with seconds.
+        # Moving averages over passes, the variance of their numbers of tokens, and its covariance with their seconds.
         self._rows = self._tokens = self._emitted = self._seconds = 0.0
         self._variance = self._covariance = 0.0
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
 
     def floor(self, rows: int) -> float:
-        """The minimum probability in a batch of ``rows`` requests."""
+        """Return the minimum draft probability in a batch of ``rows`` requests."""
         if self._fixed is not None:
             return self._fixed
         if not self._passes:
@@ -69,12 +69,15 @@ class MinProbability:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per additional token of a pass: a regression slope, shrunk to the prior."""
+        """Seconds that each additional token adds to a pass: a regression slope, shrunk towards the prior."""
         assumed = self._seconds / (PRIOR_TOKENS + self._tokens)
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since the last call, if it computed the same requests only."""
+        """Update with the pass since ``sent`` was called, if it computed no other requests.
+
+        ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
+        """
         before, old_rows, old_lengths, sent = self._last
         if len(rows) and np.array_equal(rows, old_rows):
             grown = lengths - old_lengths
@@ -82,11 +85,11 @@ class MinProbability:
                 self.observe(len(rows), len(rows) + int(sent.sum()), int(grown.sum()), at - before)
 
     def sent(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
-        """Store the number of drafts of each row for the next call of ``begin_step``."""
+        """Record the number of draft tokens of each row for the next call of ``begin_step``."""
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update with a pass: its requests, its tokens with drafts, the emitted tokens and its seconds."""
+        """Update with a pass: its numbers of requests, computed tokens and emitted tokens, and its duration."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -101,38 +104,40 @@ class MinProbability:
 
 
 SKIPPED_ORDER_SHARE, SKIPPED_CONTRIBUTION_SHARE = 0.1, 0.03
-"""Shorter orders and single contributions are skipped below these shares of the minimum probability of a token. With 1
-and 0.3, tokens that 39 % of answers went on with were estimated at 18 % beside a minimum of 17 %, and a fifth of the
-drafts that pay were not sent."""
+"""Shares of a token's minimum probability below which shorter orders and single contributions are skipped.
+
+With 1 and 0.3, tokens with which 39 % of answers continued were estimated at 18 %, close to a minimum of 17 %, and a
+fifth of the drafts that pay off were not sent.
+"""
 
 FIRST_ANSWER_NUMBER = 1 << 10
-"""Lower numbers are left to the drafter that the requests share."""
+"""First number of an answer; lower numbers are reserved for the drafter that the requests share."""
 NEXT_ANSWER, NUM_ENDED = range(2)
-"""The number of the next answer, and how many answers ended lately."""
+"""Indexes in ``RequestStates.answers``."""
 CONTEXT_NUMBER, HISTORY_NUMBER = SourceName.CONTEXT.value, SourceName.HISTORY.value
 
 
 class RequestStates(NamedTuple):
-    """The state of each request; all other data of a draft is shared and stays in the processor's cache."""
+    """The state per request; all other data for drafting is shared and stays in the processor's cache."""
 
     tables: Ints
-    """Addresses of the context tables."""
+    """Address of each request's context table."""
     tails: Ints
-    """The last tokens of each request."""
+    """Last tokens of each request."""
     places: Ints
-    """The ranges of these tokens in the corpus index."""
+    """Ranges of the last tokens in the corpus index."""
     lanes: Ints
-    """Where their answers are appended to the history."""
+    """Records of where each request's answer is appended to the history."""
     lanes_at: Ints
-    """The addresses of these records."""
+    """Address of each record in ``lanes``."""
     ended: Ints
-    """Copies of the lanes of answers that others followed: at most one for each request, and none if nobody asks."""
+    """Copies of the lanes of answers that another one has followed, at most one per request; empty if not requested."""
     answers: Ints
-    """The number of the next answer, which is 0 without a history, and the number of ``ended`` lanes."""
+    """Number of the next answer, 0 without a history, and number of lanes in ``ended``."""
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
-    """Empty state for ``max_requests`` requests; with ``ended``, the lanes of answers that others follow are copied."""
+    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
     places = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
@@ -151,7 +156,10 @@ def new_request_states(max_requests: int, shards: int, *, history: bool = False,
 
 @compiled
 def grow_chain(at: int, max_tokens: int, floor: float) -> int:
-    """Fill the workspace with up to ``max_tokens`` tokens of path probability >= ``floor``; return how many."""
+    """Draft up to ``max_tokens`` tokens with a path probability of at least ``floor``; return how many.
+
+    ``at`` is the address of a hierarchy, to whose workspace the tokens are written.
+    """
     work = work_at(at)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
     node = 0
@@ -176,10 +184,11 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 
 @compiled
 def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
-    """Append the new tokens of ``context`` to the table, and update the weights with the ``sampled`` ones at its end.
+    """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` ones.
 
-    If more than a ``few`` are new, those before the sampled ones are a prompt, and an answer of the history begins.
-    Without drafting, the tokens are appended alone, and the root is moved to the end when drafting goes on.
+    If more than ``few`` tokens are new, those before the sampled ones are a prompt, and an answer of the history
+    begins. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
+    context once drafting resumes.
     """
     history, tail = matches_at(at, HISTORY_NUMBER), work_at(at).tails[0]
     table = table_of(matches_at(at, CONTEXT_NUMBER))
@@ -204,7 +213,7 @@ def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestSt
 
 @compiled
 def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
-    """A copy of the last tokens, in the width that all compiled code takes."""
+    """Return a copy of the last ``max_tokens`` tokens as int64, which compiled code requires."""
     first = max(0, len(tokens) - max_tokens)
     copied = np.empty(len(tokens) - first, np.int64)
     copied[:] = tokens[first:]
@@ -213,7 +222,7 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 @compiled
 def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
-    """Begin an answer of the history after some tokens."""
+    """Finish the request's answer in the history and begin one after the tokens ``before``; no-op without a history."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -240,11 +249,12 @@ def draft_rows(
     drafts: Ints,
     sizes: Ints,
 ) -> None:
-    """A chain for each of these ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
+    """Draft a chain for each of the ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
-    ``at`` is the address of a hierarchy. So many tokens of each row were ``sampled`` lately.
-    ``limits`` are the longest context, the most draft tokens and the minimum probability; if that is too high, nothing
-    is drafted, and the tokens are appended to tables and answers.
+    ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
+    longest context, the maximum number of draft tokens and the minimum probability. If the probability is above
+    ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts`` and
+    their lengths to ``sizes``.
     """
     longest, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
@@ -268,7 +278,7 @@ def draft_rows(
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
             catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
-            # The target adds a bonus token after the last draft.
+            # Leave room for the bonus token after the last draft.
             size = grow_chain(at, min(max_drafts, longest - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
@@ -277,9 +287,9 @@ def draft_rows(
 
 
 def appends_history(parallel: Any) -> bool:
-    """Return True if a worker of vLLM appends to the history: the one whose drafts count, of those that run one model.
+    """Return True for the one worker of each model replica in vLLM that appends to the history.
 
-    All tensor parallel workers of the last pipeline stage draft for the same requests, and vLLM takes the drafts of the
+    All tensor parallel workers of the last pipeline stage draft for the same requests, and vLLM uses the drafts of the
     first one.
     """
     stage = parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
@@ -288,35 +298,35 @@ def appends_history(parallel: Any) -> bool:
 
 
 CHECK_SECONDS = 0.5
-"""Seconds between two checks, as long as an answer is in progress."""
+"""Seconds between two checks while an answer is in progress."""
 MIN_IDLE_SECONDS, MAX_IDLE_SECONDS = 1.0, 10.0
-"""Bounds of the seconds without a step after which an answer is finished."""
+"""Bounds on the idle time, in seconds without a step, after which an answer is finished."""
 IDLE_STEPS = 4.0
-"""Between these bounds, they are the time of so many steps, slow ones of late: on some devices a step takes seconds.
+"""Idle time in multiples of a slow step, limited to the bounds; on some devices, a step takes seconds.
 
-The time between two steps is that of a step unless it is longer than the upper bound.
+A step lasts from the end of the previous one; pauses longer than the upper bound are ignored.
 """
 FIRST_STEP_SECONDS, SLOW_STEP_DECAY = 1.25, 0.95
-"""Seconds of a slow step to begin with, and how they decrease with each step: the first ones of an engine are slow."""
+"""Initial duration of a slow step, and its decay per step, because the first steps of an engine are slow."""
 
 
 class FinishedAnswers:
-    """The answers in progress of a history that lasts; ``lock`` is held while its logs are read or written."""
+    """Appends finished answers to a stored history; hold ``lock`` while reading or writing the history's logs."""
 
     def __init__(self, history: History, requests: RequestStates) -> None:
         self.lock = Lock()
         self._history, self._requests = history, requests
         self._followed: list[Ints] = []
-        """The lanes of answers that others followed since the last check."""
+        """Lanes of answers that another one has followed since the last check."""
         self._seen = np.zeros(len(requests.lanes) + 1)
-        """When a step drafted for each request lately; the last number is for rows without a table."""
+        """Time of the last step that drafted for each request; the last item is for rows without a table."""
         self._last, self._slowest = -np.inf, FIRST_STEP_SECONDS
         self._timer: Timer | None = None
-        # Called at the end of this process, also where multiprocessing started it.
+        # Runs at the end of the process, even if multiprocessing started it.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
 
     def observe(self, chosen: Ints, at: float) -> None:
-        """Note the requests that a step has drafted for; the caller holds the lock."""
+        """Record that a step drafted for the ``chosen`` requests at a time; the caller must hold ``lock``."""
         self._seen[chosen] = at
         since, self._last = at - self._last, at
         self._slowest = max(SLOW_STEP_DECAY * self._slowest, since if since < MAX_IDLE_SECONDS else 0.0)
@@ -328,7 +338,7 @@ class FinishedAnswers:
             self._start_timer()
 
     def finish_all(self) -> None:
-        """Append all answers, those in progress as far as they went."""
+        """Append all answers to the history; those in progress end here."""
         with self.lock:
             if self._timer:
                 self._timer.cancel()
@@ -344,7 +354,7 @@ class FinishedAnswers:
                 self._start_timer()
 
     def _append(self, before: float) -> None:
-        """Append the answers that others followed, and those whose last step was ``before``."""
+        """Append the answers that another one has followed, and those whose last step was at ``before`` or earlier."""
         followed, self._followed = self._followed, []
         for lane in followed:
             self._history.finish(lane)
@@ -353,7 +363,7 @@ class FinishedAnswers:
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
-        """See the answers of other processes."""
+        """Load the answers that other processes have added."""
         if self._history.store:
             self._history.store.refresh()
 

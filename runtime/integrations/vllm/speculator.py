@@ -1,8 +1,8 @@
-"""hdtool's drafter in the interfaces of vLLM's V1 and V2 model runners, and repairs of vLLM on CPUs.
+"""Implements the drafter interfaces of vLLM's V1 and V2 model runners, and repairs defects of vLLM on CPUs.
 
-V2 keeps the tokens of each request on the device, in a slot that the request has until its end, and verifies the same
-number of drafts for every request. So each step copies the latest tokens of the batch to the host, which waits for the
-pass, and pads shorter drafts with a token that the model rejects unless it would have sampled it.
+V2 keeps the tokens of each request on the device, in a slot that the request keeps until its end, and it verifies
+equally many drafts for every request. So each step waits for the pass and copies the latest tokens of the batch to the
+host. Shorter drafts are padded with a token, which the model rejects unless it would have sampled this token.
 
 Two functions of vLLM are replaced if a probe finds them defective: one leaves the sampling settings of draft tokens
 uninitialized, the other crashes on top-k in a batch without draft tokens.
@@ -34,7 +34,7 @@ PROBE_SETTINGS = (0.25, 3.0, 0.5)
 
 
 def repair_sampling() -> list[str]:
-    """Replace the defective functions of vLLM in this process; return the names of the repairs."""
+    """Replace defective functions of vLLM in this process; return the names of the repairs, empty if none is needed."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -51,14 +51,17 @@ def repair_sampling() -> list[str]:
 def expand_settings(
     settings: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """Repeat each request's setting for each of its draft tokens; ``ends`` are cumulative counts."""
+    """Repeat each request's setting for each of its draft tokens, and replace one value by another.
+
+    ``ends`` holds the cumulative numbers of draft tokens, and ``tokens`` is their total.
+    """
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     repeated = settings.repeat_interleave(counts, output_size=tokens)
     return repeated.masked_fill(repeated == replace_from, replace_to)
 
 
 def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a function so that it is called only for logits with at least one row."""
+    """Wrap a function so that it is only called for logits with at least one row; empty logits are returned."""
 
     def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return apply(logits, k) if len(logits) else logits
@@ -68,7 +71,7 @@ def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 def _expands(expand: Callable[..., Any]) -> bool:
     settings, ends = torch.tensor(PROBE_SETTINGS), torch.tensor([1, 1, 4], dtype=torch.int32)
-    # Uninitialized memory may hold the right numbers by chance, but not twice.
+    # Uninitialized memory may contain the right numbers by chance, but not twice.
     return all(
         expand(factor * settings, ends, 4, 0, 1).tolist()
         == [factor * PROBE_SETTINGS[0], *[factor * PROBE_SETTINGS[2]] * 3]
@@ -85,11 +88,14 @@ def _accepts_empty_batch(apply: Callable[..., Any]) -> bool:
 
 
 LOGGER = logging.getLogger("vllm.hdtool")
-"""vLLM prints messages of loggers below its own name."""
+"""Logger below vLLM's own, so that vLLM prints its messages."""
 
 
 def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = lambda serving: serving) -> BatchDrafter:
-    """The drafter of one worker, which opens the stores; ``adapt`` changes its settings to those of a runner."""
+    """Open the stores and return the drafter of one worker; ``adapt`` changes the settings to suit a runner.
+
+    The message of an error names the machine of the worker.
+    """
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     try:
         settings = VllmSettings.of(vllm_config.additional_config, speculation.num_speculative_tokens)
@@ -105,7 +111,7 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
         if settings.serving.keeps_history:
             store_set = _with_history(store_set, settings, vllm_config)
     except HdtoolError as error:
-        # A store of the user's machine may be missing on the machine of a worker.
+        # A store on the user's machine may be missing on the worker's machine.
         raise type(error)(f"{error} (on {socket.gethostname()})") from None
     LOGGER.info("hdtool drafts from %s", store_set)
     return BatchDrafter(
@@ -118,7 +124,7 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
 
 
 def _with_history(store_set: StoreSet, settings: VllmSettings, vllm_config: Any) -> StoreSet:
-    # Loads lmdb, which a history in memory does not need.
+    # Imported here because it loads lmdb, which a history in memory does not need.
     from hdtool.runtime.integrations.vllm.chain import appends_history
     from hdtool.runtime.stores.store_set import lasting_history
 
@@ -131,7 +137,7 @@ def _with_history(store_set: StoreSet, settings: VllmSettings, vllm_config: Any)
 
 
 class HierarchyProposer:
-    """A ``custom_class`` drafter of vLLM; each worker has one."""
+    """A ``custom_class`` drafter for vLLM's V1 runner; each worker has one."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.drafter = open_drafter(vllm_config)
@@ -149,17 +155,17 @@ class HierarchyProposer:
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft tokens for each row of the batch; none for rows without sampled tokens, which are in prefill."""
+        """Return draft tokens for each row of the batch; none for rows without sampled tokens, which are in prefill."""
         return self.drafter.draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
 
 class HierarchySpeculator:
-    """A ``BaseSpeculator`` of vLLM, though not by inheritance, so that it can be tested without vLLM."""
+    """A ``BaseSpeculator`` for vLLM's V2 runner; does not inherit from it, to be testable without vLLM."""
 
     num_query_per_req, num_extra_query_per_req = 1, 0
     supports_mm_inputs = False
     draft_logits = None
-    """The rejection sampler takes drafts without logits as certain ones, which keeps the distribution."""
+    """None makes the rejection sampler treat drafts as certain, which preserves the distribution."""
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
@@ -170,10 +176,10 @@ class HierarchySpeculator:
         self._slots = TokenSlots(vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing is captured."""
+        """Do nothing: there is no draft model to capture."""
 
     def capture(self) -> None:
-        """Nothing is captured."""
+        """Do nothing: there is no draft model to capture."""
 
     def propose(
         self,
@@ -195,7 +201,7 @@ class HierarchySpeculator:
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Draft tokens for each row of the batch, as many as vLLM verifies at most."""
+        """Return draft tokens ``[rows, num_speculative_tokens]`` for the batch; shorter drafts are padded."""
         rows = input_batch.num_reqs
         if dummy_run:
             return torch.zeros((rows, self._num_drafts), dtype=torch.int64, device=self._device)
@@ -223,16 +229,16 @@ class HierarchySpeculator:
 
 
 class TokenSlots:
-    """The tokens of the running requests on the host, in the slots of vLLM."""
+    """Host copy of the tokens of running requests, in the same slots as in vLLM."""
 
     def __init__(self, slots: int, longest: int) -> None:
-        # Pages that are never written take no memory.
+        # Takes no memory for pages that are never written.
         self.tokens = np.zeros((slots, longest), np.int32)
         self.lengths = np.zeros(slots, np.int32)
         self._owners = [""] * slots
 
     def extend(self, slot: int, request: str, length: int, latest: npt.NDArray[np.int32]) -> bool:
-        """Bring a slot to this length by the latest tokens of its request; False if others are missing."""
+        """Extend a slot to ``length`` with the ``latest`` tokens of a request; return False if these do not suffice."""
         known = int(self.lengths[slot]) if self._owners[slot] == request else 0
         missing = length - known
         if not known or not 0 <= missing <= len(latest):
@@ -242,12 +248,15 @@ class TokenSlots:
         return True
 
     def put(self, slot: int, request: str, tokens: npt.NDArray[np.int32]) -> None:
-        """Replace the tokens of a slot by those of a request."""
+        """Replace the contents of a slot by the tokens of a request."""
         self.tokens[slot, : len(tokens)], self.lengths[slot], self._owners[slot] = tokens, len(tokens), request
 
 
 def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, max_tokens: int) -> npt.NDArray[np.int32]:
-    """Copy each row's number of sampled tokens, length and last ``max_tokens`` tokens to the host at once."""
+    """Copy the latest tokens of each row to the host, in one transfer.
+
+    Each row of the result has the number of sampled tokens, the length, and the last ``max_tokens`` tokens.
+    """
     lengths = states.total_len.gpu[slots]
     places = lengths[:, None] - torch.arange(max_tokens, 0, -1, device=lengths.device)
     tokens = states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
@@ -256,5 +265,8 @@ def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, max_t
 
 
 def without_min_prob(serving: VllmConfig) -> VllmConfig:
-    """V2 verifies the same number of drafts for every request, so each probable draft is better than none."""
+    """Set the minimum draft probability to ``MIN_FLOOR`` unless the user has set one.
+
+    V2 verifies equally many drafts for every request, so even an improbable draft is better than padding.
+    """
     return serving if serving.min_draft_prob is not None else replace(serving, min_draft_prob=MIN_FLOOR)
