@@ -10,7 +10,7 @@ from hdtool.data.progress import TOLERANCE
 from hdtool.runtime.config.model import Settings, require, setting
 
 ENGINES = ("local", "ray")
-"""Backends that run build tasks."""
+"""Backends for running build tasks."""
 MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and named."
 
 
@@ -83,8 +83,11 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class HeadsConfig(Settings):
-    """Architecture of drafting heads: Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra
-    and Hydra++ (arXiv:2402.05109), or a multi-token-prediction layer (arXiv:2412.19437)."""
+    """Architecture of drafting heads.
+
+    Supports Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra and Hydra++
+    (arXiv:2402.05109), and a multi-token-prediction layer (arXiv:2412.19437).
+    """
 
     kind: str = setting(
         AMPHISTA,

@@ -176,7 +176,7 @@ class SharedTime:
 
 
 class Uncopyable:
-    """Base of classes that raise on copy and pickle, because compiled code holds addresses of their memory."""
+    """Base of classes that can't be copied or pickled, because compiled code holds addresses of their memory."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

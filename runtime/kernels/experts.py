@@ -84,7 +84,7 @@ def _to_shares(scores: Array, is_sigmoid: bool) -> None:
 
 @compiled
 def _hide_groups(choices: Array, groups: int, used: int) -> None:
-    """Exclude all but the ``used`` best groups, ranked by the sum of their two best experts, by setting -inf."""
+    """Set choices outside the ``used`` best groups to -inf; groups are ranked by the sum of their two best experts."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -152,7 +152,7 @@ def mix_experts(
     outputs: int,
     scratch: int,
 ) -> int:
-    """Write the sum of each row's ``chosen`` experts' outputs ``[rows, top_k]``, weighted by ``shares``.
+    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``shares``.
 
     ``inputs`` and ``outputs`` are addresses of float32 rows. Returns the number of distinct experts used.
     """
@@ -207,10 +207,10 @@ def matrices_of(weight: Any) -> Any:
 
 
 class ExpertMatrices(NamedTuple):
-    """Location of a matrix of all experts, for compiled code."""
+    """Addresses and stride of the matrices of all experts, for compiled code."""
 
     matmul: int
-    """Address of the matmul."""
+    """Address of the compiled matmul."""
     first: int
     """Address of the first expert's matrix."""
     size: int
@@ -294,7 +294,7 @@ class CompiledExperts(Module):
 
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Return True if the compiled code supports the experts' layout, activation and weights, of these ``dtypes``."""
+    """Return True if the compiled code supports these experts and their weights have one of ``dtypes``."""
     expected = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS
     names = WEIGHTS + BIASES if expected["has_bias"] else WEIGHTS
     weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]

@@ -125,7 +125,6 @@ FORMATS_BY_GGUF_TYPE = {
         BlockFormat("MXFP4", 39, 32, 17),
     )
 }
-"""Formats of GGUF files by their type number."""
 INT8 = BlockFormat("int8", None, 64, 68)
 """A float32 scale, then 8-bit integers."""
 INT4 = BlockFormat("int4", None, 64, 40)
@@ -133,7 +132,6 @@ INT4 = BlockFormat("int4", None, 64, 40)
 first 16 columns."""
 ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
 FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
-"""Block formats by numba type."""
 VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
@@ -151,7 +149,6 @@ Scale = Callable[[int], Any]
 """Generates the scale of a block at an index, in all lanes."""
 FLOAT_SIZE = 4
 MANTISSA_BITS = 23
-"""Number of mantissa bits of a float32."""
 LEVELS = [float(level) for level in range(16)]
 """Values of 4-bit integers."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"

@@ -185,7 +185,7 @@ class PackedExperts(PackedMatrix):
 
 
 QUANTIZED_AT_ONCE = 1 << 20
-"""How many numbers are quantized at a time, to limit memory."""
+"""Number of weights quantized at a time, to limit memory."""
 FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
 Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
 HALF_SIZE = 2

@@ -146,7 +146,7 @@ class VectorCode:
         return self.folded(vector, self.builder.fadd)
 
     def sums_of(self, vectors: Sequence[Any]) -> Any:
-        """Return a vector of the totals of ``LANES`` vectors, each added in the same order as by ``total``."""
+        """Return a vector with the totals of ``LANES`` vectors, summed in the same order as in ``total``."""
         vectors, count = list(vectors), LANES
         while count > 1:
             count //= 2
@@ -328,9 +328,9 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
 
 
 def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
-    """Return the sigmoid's argument for tanh GELU: ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``.
+    """Return ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, whose sigmoid times ``x`` is tanh GELU.
 
-    This holds because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
+    The two are equal because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
     """
     factor = 2 * math.sqrt(2 / math.pi)
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)

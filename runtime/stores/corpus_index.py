@@ -61,7 +61,7 @@ RANGE_LOW, RANGE_HIGH = range(2)
 RANGES = np.dtype(
     [
         # Indexed by node (row 0 is the root) and order.
-        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard, in suffix order; with ends
+        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
         ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # number of samples; 0 until they are read
         ("beyond", np.int64, RANGE_ROWS),  # tokens that the longest range matches in addition to its order
         ("lowest", np.int64, RANGE_ROWS),  # the lowest order that was looked up
@@ -102,10 +102,10 @@ def places_of(ranges: Any) -> Ints:
 
 @compiled
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
-    """Write a node's ranges of an order by narrowing the next lower order's ranges of its parent, ``above``.
+    """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
 
-    ``tail`` holds the node's last tokens. If the parent has only longest ranges (see ``only_longest``), the longest
-    order narrows those instead.
+    ``above`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges of
+    the longest order instead if those are the only ones; see ``only_longest``.
     """
     shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
     token = tail[len(tail) - 1]
@@ -138,7 +138,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if a node has matches only of the longest order, and all their followers were read."""
+    """Return True if a node has ranges only of the longest order, and all their followers were read."""
     if ranges.lowest[node] > LONGEST_RANGE:
         return False
     if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
@@ -298,7 +298,7 @@ class CorpusIndex(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the index; raise StoreError if it is damaged or of another tokenizer. ``manifest`` skips reading it."""
+        """Open the index, given its ``manifest`` if already read; raise StoreError if it can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -309,7 +309,7 @@ class CorpusIndex(Uncopyable):
         require_store(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size
-        """Id of the token after each document, one above the vocabulary."""
+        """Id of the end token after each document, which is the size of the vocabulary."""
         self.shards = Shards(
             tokens=documents_of(self.folder, manifest),
             suffixes=self._part("suffixes", np.uint32).reshape(-1),

@@ -58,9 +58,9 @@ from hdtool.runtime.stores.token_log import (
 )
 
 PLACES_PER_CHAIN = 2
-"""Average number of places per chain in a full ring; a place then takes 10 bytes, chains included."""
+"""Average number of places per chain in a full ring, so that a place takes 10 bytes, chains included."""
 CHAINS_HEADER_BYTES = 64
-"""Size of the header before the chains, which holds the end of the places that may have been written, as an int64."""
+"""Size of the header before the chains. It holds an int64: the end of the places that may have been written."""
 ALLOCATION_PLACES = 1 << 16
 """Number of places whose disk space is allocated at a time; writing to a mapped page without space kills a process."""
 ZERO_BLOCK = 1 << 20

@@ -59,7 +59,7 @@ from hdtool.runtime.stores.history_records import (
 from hdtool.runtime.stores.token_log import LOG, MAX_LOG_PLACES, OVERLAP_TOKENS, TokenLog
 
 EVICTION_PARTS = 64
-"""Number of steps in which the whole ring is evicted: larger steps mean that fewer appends remove conversations."""
+"""Evictions free this fraction of the ring, 1 / EVICTION_PARTS, so that most appends need none."""
 MAX_PLACE_NUMBER = 1 << 31
 RESERVED_DISK_BYTES = 16 << 20
 """Disk space in bytes that appends leave free."""

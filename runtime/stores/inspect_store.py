@@ -70,7 +70,7 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Measure lookups at a node of a draft tree, for all context lengths; return microseconds as in ``latency``.
+    """Measure the latency of lookups at a draft node, for all context lengths; see ``latency`` for the result.
 
     Contexts are parts of the store's documents with one of the last eight tokens replaced at random, so that matches
     are as short as in unseen text.
@@ -163,7 +163,7 @@ def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[F
 
 
 def history_latency(store: HistoryStore) -> dict[str, float]:
-    """Measure lookups at the root of a draft tree, after parts of the store's conversations; see ``latency``."""
+    """Measure the latency of lookups at the root of a draft tree; contexts are parts of the store's conversations."""
     return latency(partial(matches, store.log), _parts(store))
 
 

@@ -144,7 +144,7 @@ MAX_KEY_TOKENS = 5
 ROWS_PER_LENGTH = 1 << 15
 """Rows for each key length above 1."""
 SHARE_UNIT = 1000
-"""Shares in recycled rankings are integers in units of 1 / SHARE_UNIT."""
+"""Shares in recycled rankings are stored as integers, in thousandths."""
 SHARE_SHARPNESS = 1.5
 """Exponent applied to probabilities before they are normalized to shares; above 1, it favors the best token."""
 
@@ -193,7 +193,7 @@ class RecycledRankings(Uncopyable):
     def begin_with(self, known: Array, *, alone: bool) -> None:
         """Initialize the table with a ranking for each token: rows of tokens, then their probabilities in millionths.
 
-        With ``alone``, the table only has keys of a single token; else also longer ones.
+        Later rankings replace these. With ``alone``, the table has no room for keys of several tokens.
         """
         longest = 1 if alone else MAX_KEY_TOKENS
         self._allocate(len(known), longest)

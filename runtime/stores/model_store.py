@@ -86,7 +86,7 @@ class ModelStore(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the store; raise StoreError if it is damaged or of another tokenizer. ``manifest`` skips reading it."""
+        """Open the store, given its ``manifest`` if already read; raise StoreError if it can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -188,7 +188,7 @@ def prefetch_entries(model: Any, hashes: Ints, longest: int) -> None:
 
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
-    """Return a row for each suffix of ``tail`` with an entry, longest first: its length and its ``entry_of``."""
+    """Return a row for each suffix of ``tail`` with an entry, longest first: its length, then the entry's fields."""
     model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
@@ -300,7 +300,7 @@ class Ngrams(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramGroup:
-    """N-grams of one kind as arrays, sorted by prefix and then by falling count of the continuation."""
+    """N-grams of one kind as arrays, sorted by prefix, then by the continuation's count in descending order."""
 
     heads: Ints
     """Prefixes ``[prefixes, tokens]``."""
@@ -440,9 +440,9 @@ class RecordWriter:
 
 @contextmanager
 def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[RecordWriter]:
-    """Yield a writer of a record to an empty file.
+    """Open an empty file for writing a record, and yield the writer.
 
-    ``value_bytes`` and ``entries`` are upper bounds of the total size of the values and of their number.
+    The record must not exceed ``entries`` entries or ``value_bytes`` bytes of values.
     """
     # LMDB needs a size limit; the file only grows as needed.
     size = value_bytes + MAX_ENTRY_OVERHEAD * entries + (1 << 24)

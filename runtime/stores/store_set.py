@@ -47,7 +47,7 @@ AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 @dataclass(frozen=True)
 class StoreSet:
-    """The stores that a model drafts from, each None if there is none."""
+    """The stores that a model drafts from; a store that doesn't exist is None."""
 
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None

@@ -187,7 +187,7 @@ def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
 def finish(memory: Ints, lane: Ints) -> None:
     end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
-        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # blocks have a single owner
+        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # a block has a single owner
     lane[0].stop = lane[0].place = 0
 
 
