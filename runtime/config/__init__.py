@@ -1,6 +1,6 @@
-"""Settings and their defaults, which the command line and the docs read from here.
+"""Settings with their defaults and help, which the command line and the docs read.
 
-Imports `data` and nothing heavy.
+Imports only `data`, and no heavy packages.
 """
 
 from hdtool.runtime.config.building import MAX_HEADS, BuildConfig, HeadsConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""Settings of builds: stores, set-ups from logs, and drafting heads with their training."""
+"""Settings for building stores, setting up from logs, and training drafting heads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hdtool.data.progress import TOLERANCE
 from hdtool.runtime.config.model import Settings, require, setting
 
 ENGINES = ("local", "ray")
-"""Backends that run the tasks of a build."""
+"""Backends for running build tasks."""
 MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and named."
 
 
 @dataclass(frozen=True)
 class BuildConfig(Settings):
-    """How stores are built. Lookups in a corpus index take longer the more shards there are."""
+    """How stores are built. Each additional shard of a corpus index makes its lookups slower."""
 
     max_bad_fraction: float = setting(TOLERANCE, MAX_BAD_FRACTION, min_value=0, max_value=1)
     shard_bytes: int = setting(1 << 29, "Bytes of tokens per shard; sorting a shard takes seven times as much memory.")
@@ -35,12 +35,12 @@ class BuildConfig(Settings):
 
 
 MAX_HELD_OUT = 200
-"""Conversations: more would take longer to replay without changing the figures."""
+"""Maximum number of held-out conversations: more take longer to replay, and results hardly change."""
 
 
 @dataclass(frozen=True)
 class SetupConfig(Settings):
-    """What setup holds out of the stores, and what it measures with it."""
+    """What setup holds out of the stores and how it measures drafting on it."""
 
     held_out: float = setting(
         0.1,
@@ -67,24 +67,27 @@ class SetupConfig(Settings):
 
 
 MAX_HEADS = 8
-"""Most drafting heads, each of which predicts one token further ahead."""
+"""Maximum number of drafting heads; each predicts one token further ahead."""
 
 
 AMPHISTA, MEDUSA, HYDRA, HYDRA_PLUS, MTP_LAYER = KINDS = "amphista", "medusa", "hydra", "hydra++", "mtp"
-"""Kinds of heads. The first two draft in parallel, the others token by token."""
+"""Kinds of drafting heads. Amphista and Medusa draft all positions in parallel, the others token by token."""
 PARTS: Mapping[str, Mapping[str, Any]] = {
     MEDUSA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False},
     HYDRA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False, "head_layers": 1},
     HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
     MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
 }
-"""The parts that distinguish a kind; options may choose the layers of a Hydra head, and all parts of Amphista."""
+"""Settings fixed by each kind. Options still choose a Hydra head's layers, and everything for Amphista."""
 
 
 @dataclass(frozen=True)
 class HeadsConfig(Settings):
-    """Architecture of drafting heads: Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra
-    and Hydra++ (arXiv:2402.05109), or a multi-token-prediction layer (arXiv:2412.19437)."""
+    """Architecture of drafting heads.
+
+    Supports Amphista (arXiv:2406.13170) and its ablations, Medusa (arXiv:2401.10774), Hydra and Hydra++
+    (arXiv:2402.05109), and a multi-token-prediction layer (arXiv:2412.19437).
+    """
 
     kind: str = setting(
         AMPHISTA,
@@ -118,18 +121,18 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """These settings with the parts that the kind has."""
+        """These settings, with those that the kind fixes filled in."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 
     @property
     def plain(self) -> HeadsConfig:
-        """Medusa: each head on its own, on the target's hidden state alone."""
+        """These settings as Medusa heads: each reads only the target's hidden state."""
         return replace(self, kind=MEDUSA).resolved
 
     @classmethod
     def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
-        """The settings of a checkpoint; earlier versions name no kind."""
+        """Return a checkpoint's settings; earlier versions stored no kind, so it is inferred."""
         config = cls(**settings)
         is_medusa = "kind" not in settings and not config.adaptation and not config.auto_embedding
         return config.plain if is_medusa else config
@@ -137,7 +140,7 @@ class HeadsConfig(Settings):
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):
-    """How drafting heads are trained: linear rise of the learning rate, then cosine decay to 0."""
+    """How drafting heads are trained. The learning rate rises linearly, then decays to 0 along a cosine."""
 
     epochs: float = setting(4.0, "Passes over the texts.")
     batch: int = setting(32, "Texts per optimizer step.", option="batch_size", min_value=1)

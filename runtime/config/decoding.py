@@ -1,4 +1,4 @@
-"""Settings of decoding, its methods, the stores, structured output, verification and replay."""
+"""Drafting methods, and the settings for decoding, stores, structured output, verification and replay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hdtool.runtime.config.model import Settings, require, setting
 from hdtool.runtime.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
-"""Context table, model store and corpus index."""
+"""Letters of context table, model store and corpus index."""
 LOGIT_LETTERS = "LR"
-"""Sources of the model's logits: last-token logits and recycled rankings."""
+"""Letters of the sources that read the model's logits: last-token logits and recycled rankings."""
 HISTORY_LETTER = "H"
 SOURCE_NAMES = {
     "C": "context",
@@ -24,31 +24,31 @@ SOURCE_NAMES = {
     "L": "last-logits",
     "R": "recycled",
 }
-"""Names of the sources in options, which take letters as well."""
+"""Source names by letter; options accept both."""
 
 
 ALL_LETTERS = "".join(SOURCE_NAMES)
 STORE_LETTERS = SOURCE_LETTERS[0] + HISTORY_LETTER + SOURCE_LETTERS[1:]
-"""Sources that draft from tokens alone."""
+"""Letters of the sources that draft from tokens alone."""
 
 
 class Method(NamedTuple):
-    """A drafting method."""
+    """A drafting method and what it drafts from."""
 
     description: str
     databases: str
-    """Letters of its stores; C is the conversation, whatever finds matches in it."""
+    """Letters of the stores it reads; C is the conversation, however matches are found in it."""
     logits: str = ""
-    """Letters of its sources among the model's logits."""
+    """Letters of the sources it reads that use logits."""
     history: bool = False
-    """True if it drafts from earlier answers."""
+    """True if the method drafts from earlier answers."""
     trained: str = ""
-    """The kind of trained drafter that it needs."""
+    """Kind of trained drafter that the method needs; empty if none."""
 
 
 HEADS_DRAFTER, MTP_DRAFTER, DRAFT_MODEL = "heads", "mtp", "drafter"
-"""Kinds of trained drafters: heads of ``train-heads``, a layer of it or layers of the checkpoint, and a model of its
-own."""
+"""Kinds of trained drafters: heads from ``train-heads``, multi-token-prediction layers from ``train-heads`` or the
+checkpoint, and a separate draft model."""
 
 METHODS = {
     "ar": Method("plain decoding", ""),
@@ -78,14 +78,14 @@ METHODS = {
     "hd+drafter": Method("hd with a draft model", SOURCE_LETTERS, history=True, trained=DRAFT_MODEL),
 }
 HIERARCHIES = ("hd", *(name for name in METHODS if name.startswith("hd+")))
-"""Methods that draft from plug-ins as well."""
+"""Methods that also draft from plug-ins."""
 TRAINED = tuple(name for name, method in METHODS.items() if method.trained)
 TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_DRAFTER, MTP_DRAFTER))
-"""Methods that draft by what ``train-heads`` made."""
+"""Methods that draft with what ``train-heads`` produces."""
 NEED_MODEL = ("lade", *TRAINED)
-"""Methods that compute with the model."""
+"""Methods that run the model or a trained drafter to draft."""
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that need the model's computation or its logits, not only its text."""
+"""Methods that need the model's logits or run the model; the others need only tokens."""
 OPTION_METHODS = {
     "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper")),
     "sources": ("hd-paper", *HIERARCHIES),
@@ -100,15 +100,18 @@ OPTION_METHODS = {
     "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
     "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
 }
-"""Options that not all methods use, with the methods that use them."""
+"""Methods that use an option, for options that only some methods use."""
 LARGEST_BUDGET = 64
-"""Most draft tokens of one forward pass."""
+"""Maximum number of draft tokens per forward pass."""
 FIXED_BUDGET = 32
-"""Draft tokens per step where the time of passes is unknown."""
+"""Draft tokens per step when no pass times have been measured."""
 
 
 def source_letters(option: str, given: str, known: str) -> str:
-    """The letters of sources that are given by letters or by names with commas between them."""
+    """Return the source letters for an option's value: letters, or names separated by commas.
+
+    Raises OptionError if a source is unknown or named twice. ``sources`` also accepts plug-ins.
+    """
     by_name = {SOURCE_NAMES[letter]: letter for letter in known}
     letters = _letters(given, by_name)
     if option == "sources" and not set(letters) <= set(known):
@@ -127,7 +130,7 @@ def _letters(given: str, by_name: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class GrammarConfig(Settings):
-    """Structured output: one of these forms, for all answers."""
+    """Constraint on all answers (structured output); at most one of these is given."""
 
     json_schema: Path | None = setting(None, "File with a JSON schema that answers must follow.")
     regex: str | None = setting(None, "Regular expression that answers must match as a whole.")
@@ -141,7 +144,7 @@ class GrammarConfig(Settings):
             raise OptionError(f"{names} exclude each other: give one of them")
 
     def read(self) -> Grammar | None:
-        """The grammar; None for free text."""
+        """Return the grammar, read from its file if needed; None for free text."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
         for kind in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):
@@ -165,7 +168,7 @@ ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 @dataclass(frozen=True)
 class DecodeConfig(Settings):
-    """How answers are decoded and drafted."""
+    """How answers are drafted and decoded."""
 
     method: str = setting(
         "hd",
@@ -185,7 +188,7 @@ class DecodeConfig(Settings):
         f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
         values=SOURCE_NAMES.values(),
     )
-    """The letters of the sources; names are converted."""
+    """Stored as letters; names are converted."""
     order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
     lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
     batch_size: int = setting(
@@ -230,23 +233,23 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """True if the tokenizer is compared with others, even if no store is opened."""
+        """True if the tokenizer must be compared with another one even if no store is opened."""
         return self.keeps_history or self.drafter is not None
 
     @property
     def keeps_history(self) -> bool:
-        """True if the history is kept on the disk."""
+        """True if the history is kept on disk."""
         return HISTORY_LETTER in self.drafts_from and self.history != MEMORY
 
     @property
     def databases(self) -> str:
-        """Letters of the stores and the context that are drafted from; a method with one source always uses it."""
+        """Letters of the stores, context included, to draft from. A method with a single one always uses it."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
     @property
     def drafts_from(self) -> str:
-        """Letters of all sources that are drafted from, logits and plug-ins included."""
+        """Letters of all sources to draft from, including logits and plug-ins."""
         method = METHODS[self.method]
         drafts = method.history and HISTORY_LETTER in self.sources and self.history != NO_HISTORY
         history = HISTORY_LETTER if drafts else ""
@@ -257,7 +260,7 @@ class DecodeConfig(Settings):
 
 @dataclass(frozen=True)
 class RecordingConfig(Settings):
-    """What ``collect`` records beside the answers."""
+    """What ``collect`` records in addition to the answers."""
 
     rankings: int = setting(
         0,
@@ -270,7 +273,7 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from: a folder, ``none``, or None for those in hdtool's home that fit the model."""
+    """Stores to draft from. Each is a folder or name, ``none``, or None for the one in hdtool's home that fits."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
@@ -283,12 +286,12 @@ class StoresConfig(Settings):
         "Namespace of the stores. Default: the tenant of the API key, or in vLLM the served model name, if it has "
         "stores.",
     )
-    """Its model store or none is used, and its corpus index before the common one."""
+    """Only this namespace's model store is used, if any; its corpus index takes precedence over the common one."""
 
 
 @dataclass(frozen=True)
 class VerifyConfig(Settings):
-    """How much is decoded to check losslessness."""
+    """How many prompts and tokens are decoded to check losslessness."""
 
     limit: int = setting(
         20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", min_value=1
@@ -301,7 +304,7 @@ REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
 
 @dataclass(frozen=True)
 class ReplayConfig(Settings):
-    """Drafting on recorded conversations, without the model."""
+    """How drafting is replayed on recorded conversations, without the model."""
 
     methods: tuple[str, ...] = setting(
         (), f"Methods, with commas: {', '.join(REPLAYED)}. Default: all that find their stores.", values=REPLAYED
@@ -340,12 +343,15 @@ class ReplayConfig(Settings):
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
 
     def methods_with(self, *, corpus: bool, rankings: bool = False) -> tuple[str, ...]:
-        """The chosen methods, or all that can be replayed; ``rankings`` is whether the recordings have them."""
+        """Return the chosen methods, by default all that can be replayed.
+
+        ``corpus`` is True if there is a corpus index, ``rankings`` if the recordings contain rankings.
+        """
         left_out = ("ar", *(NEED_MODEL if rankings else NEED_LOGITS), *(() if corpus else ("rest",)))
         return self.methods or tuple(method for method in METHODS if method not in left_out)
 
     def decoding(self, method: str) -> DecodeConfig:
-        """Settings of a method, as far as they have an effect without the model."""
+        """Return a method's decoding settings, limited to those with an effect in replay."""
         return DecodeConfig(
             method=method,
             draft_tokens=self.draft_tokens,
@@ -358,17 +364,17 @@ class ReplayConfig(Settings):
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Hierarchy Drafting as in its paper."""
+    """Settings of Hierarchy Drafting as in its paper (arXiv:2502.05609)."""
 
     order: str = SOURCE_LETTERS
-    """The databases in use, each asked when those before it have brought too little: the (C)ontext table,
-    the (M)odel store, the corpus index (S)."""
+    """Databases to query, in order: the (C)ontext table, the (M)odel store, the corpus index (S). Each is queried only
+    if the previous ones found too few sequences."""
     sequences: int = 7
-    """Drafted in each step, and kept for each token by the context table."""
+    """Maximum number of sequences drafted per step, and kept per token in the context table."""
     lookahead: bool = True
-    """True if the model guesses ahead of itself in the same forward pass."""
+    """True if each forward pass also runs a lookahead branch, which generates n-grams for the context table."""
     window: int = 7
-    """Columns of the lookahead branch: the sequences that it closes in each step."""
+    """Columns of the lookahead branch, each of which completes one sequence per step."""
 
     def __post_init__(self) -> None:
         source_letters("order", self.order, SOURCE_LETTERS)

@@ -1,4 +1,4 @@
-"""Settings of measurements and of the server."""
+"""Settings for measurements, the vLLM integration and the server."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PEERS = {
     "llama.cpp-pld": "llama.cpp with its prompt lookup",
     "llama.cpp-file": "llama.cpp on another GGUF file of the model",
 }
-"""Alternatives to hdtool, measured on the same model and device."""
+"""Alternatives to hdtool that bench runs on the same model and device."""
 OTHER_FILE = "llama.cpp-file"
 LLAMA_CPP = ("llama.cpp", "llama.cpp-pld", OTHER_FILE)
 WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
-"""Peers that cannot follow a grammar of hdtool: their drafts would have to, or they have grammars of their own."""
+"""Peers that hdtool's grammars don't work with: transformers doesn't constrain drafts, llama.cpp has its own."""
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-7b": dict(zip(SHAPE_SIZES, (4096, 11008, 32, 32, 32, 32000, 4096), strict=True)),
     "llama-3-8b": dict(zip(SHAPE_SIZES, (4096, 14336, 32, 32, 8, 128256, 8192), strict=True)),
 }
-"""Model shapes by name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
+"""Model sizes by shape name; Vicuna-7B and Llama-2-7B have the shape llama-7b."""
 
 
 CONTENDERS = (*METHODS, *PEERS)
@@ -58,13 +58,13 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class BenchConfig(Settings):
-    """What is measured, how often, and where the results go."""
+    """What bench measures, how often, and where it writes results."""
 
     methods: tuple[str, ...] | None = setting(
         None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
     )
-    """By default, `generate-assisted` needs a draft model, `rest` a corpus index, and llama.cpp a GGUF file (that of
-    the model or, for `llama.cpp-file`, that of `llama_cpp_file`) and llama-cpp-python."""
+    """None selects all methods that can run: `generate-assisted` needs a draft model, `rest` a corpus index, and
+    llama.cpp needs llama-cpp-python and a GGUF file (the model's, or `llama_cpp_file` for `llama.cpp-file`)."""
     peers: bool = setting(False, "Add all peers that can run to --methods: generate and llama.cpp.")
     baseline: str | None = setting(
         None, "Method that speed-ups are relative to. Default: generate, else the first method.", values=CONTENDERS
@@ -98,7 +98,7 @@ class BenchConfig(Settings):
     )
     threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", min_value=1)
     out: str = "bench"
-    """The folder of the results."""
+    """Folder for results."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +129,11 @@ class BenchConfig(Settings):
         llama_cpp: Collection[str] = (),
         grammars: bool = False,
     ) -> tuple[str, ...]:
-        """The methods to measure: ``trained`` are those whose drafter is there, ``llama_cpp`` its rows that can run."""
+        """Return the peers and methods to measure.
+
+        ``trained`` has the methods whose trained drafter is available, ``llama_cpp`` the llama.cpp peers that can run;
+        ``grammars`` excludes peers that can't follow a grammar.
+        """
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
         lacking |= {method: method not in trained for method in TRAINED}
         lacking |= {method: method not in llama_cpp for method in LLAMA_CPP}
@@ -147,10 +151,10 @@ SHAPED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOG
 
 @dataclass(frozen=True)
 class ShapeConfig(Settings):
-    """What is timed on a model of a shape with random weights."""
+    """What bench times on a model with random weights and a given shape."""
 
     shape: str
-    """A known shape, or the path of a config.json."""
+    """Name of a known shape, or path of a config.json."""
     methods: tuple[str, ...] = setting(
         SHAPE_METHODS, f"Methods, with commas: {', '.join(SHAPED)}. Default: {', '.join(SHAPE_METHODS)}.", values=SHAPED
     )
@@ -166,19 +170,19 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed, or what estimates them."""
+    """Context lengths at which forward passes are timed, and device speeds if they are estimated instead."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""
     shortest: int = 64
     longest: int = 8192
-    """Longest of the powers of two."""
+    """Upper limit of the default context lengths."""
     bandwidth: float | None = None
-    """Gigabytes a second that a device reads; passes are estimated by it instead of timed."""
+    """Memory bandwidth in GB/s. If given, pass times are estimated from it instead of measured."""
     teraflops: float | None = None
-    """What it computes a second; None if that never limits it."""
+    """Peak compute in teraflops, for estimates; None means passes are never compute-bound."""
     overlap: float = 0.0
-    """The share by which the rows of a pass wake fewer experts of a mixture than independent rows would."""
+    """Fraction by which a pass activates fewer experts than it would if its tokens were routed independently."""
 
     def __post_init__(self) -> None:
         for name, value in (("bandwidth", self.bandwidth), ("teraflops", self.teraflops)):
@@ -204,7 +208,7 @@ LOG_FORMATS = (TEXT, JSON_LINES)
 
 @dataclass(frozen=True)
 class VllmConfig(Settings):
-    """How hdtool drafts inside vLLM."""
+    """How hdtool drafts in vLLM."""
 
     draft_tokens: int = setting(
         8, "Maximum number of draft tokens per request and step.", min_value=1, max_value=LARGEST_BUDGET
@@ -213,7 +217,7 @@ class VllmConfig(Settings):
         None, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."
     )
     context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", min_value=1)
-    """Requests beyond it are not drafted for."""
+    """Requests whose tables don't fit get no drafts."""
     history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
 
     def __post_init__(self) -> None:
@@ -225,13 +229,13 @@ class VllmConfig(Settings):
 
     @property
     def keeps_history(self) -> bool:
-        """True if the history is kept on the disk."""
+        """True if the history is kept on disk."""
         return self.history not in (MEMORY, NO_HISTORY)
 
 
 @dataclass(frozen=True)
 class ServerConfig(Settings):
-    """The address and the limits of hdtool's own server."""
+    """Address, limits and logging of hdtool's server."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
     port: int = setting(8000, "Port to listen on; 0 is any free one.", min_value=0, max_value=2**16 - 1)

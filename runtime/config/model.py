@@ -1,4 +1,4 @@
-"""Settings of the model and of sampling, and the base of all settings classes."""
+"""Settings for loading and sampling from the model, and the base class of all settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def setting(
     min_value: int | None = None,
     max_value: int | None = None,
 ) -> T:
-    """A field of a settings class.
+    """Define a field of a settings class.
 
-    ``option`` and ``alias`` name its option if the field has another name. ``values`` are some that it takes, and
-    ``choices`` are all of them; ``min_value`` is the smallest number, and ``max_value`` the largest one.
+    ``option`` and ``alias`` name the command-line option if it differs from the field. ``values`` lists examples of
+    accepted values, ``choices`` all of them; ``min_value`` and ``max_value`` bound a number, inclusively.
     """
     described = {"help": help, "option": option, "alias": alias, "values": (*values, *choices)}
     return field(
@@ -35,13 +35,13 @@ def setting(
 
 
 def option_of(config_field: Field[Any]) -> str:
-    """The name of a setting in the command line, with underscores."""
+    """Return the name of a setting's command-line option, with underscores."""
     return config_field.metadata.get("option") or config_field.name
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The base of settings classes."""
+    """Base of the settings classes; checks choices and bounds on creation."""
 
     def __post_init__(self) -> None:
         for config_field in fields(self):
@@ -63,29 +63,29 @@ class Settings:
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise OptionError naming the option, its value and what was expected unless the condition holds."""
+    """Raise OptionError with the option, its value and what was expected, unless ``holds``."""
     if not holds:
         raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
 
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""How transformers spreads a model over the GPUs of a machine."""
+"""Strategies of transformers for spreading a model over several GPUs."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ATTENTIONS = ("sdpa", "eager")
-"""Implementations of attention that take the masks of draft trees."""
+"""Attention implementations that accept draft-tree masks."""
 BLOCKS = ("q8_0", "q4_0")
 QUANTIZATIONS = ("int8", "nf4", *BLOCKS)
-"""Weight-only quantizations on loading; activations are not quantized. ``BLOCKS`` are hdtool's own, for CPUs."""
+"""Weight-only quantizations applied on loading. hdtool implements ``BLOCKS`` itself, for CPUs."""
 INT8 = "int8"
 ACTIVATIONS = ("float32", INT8)
-"""Precision of the inputs of matmuls with packed weights."""
+"""Precisions of the inputs to matmuls with packed weights."""
 LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
 class ModelConfig(Settings):
-    """Which model answers, and where."""
+    """Which model to load, how, and on which device."""
 
     model: str | None = setting(
         None,
@@ -154,18 +154,18 @@ class ModelConfig(Settings):
 
     @property
     def place(self) -> str | None:
-        """The folder, GGUF file or hub name of the model; None is the embedded one."""
+        """Folder, GGUF file or hub name of the model; None for the embedded one."""
         return demo.located(self.model)
 
     @property
     def name(self) -> str:
-        """The model as the user named it."""
+        """The model's name as the user gave it, with the GGUF file."""
         return "/".join(filter(None, (self.model or demo.NAME, self.gguf_file)))
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Settings):
-    """How the next token is chosen. None follows the model's own generation settings."""
+    """How the next token is chosen. None means the model's own generation setting."""
 
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.")
     top_k: int | None = setting(None, "Sample from the k most probable tokens; 0: from all. Default: the model's own.")
@@ -180,7 +180,7 @@ class SamplingConfig(Settings):
 
     @property
     def is_greedy(self) -> bool:
-        """Temperatures this close to 0 would overflow; they are greedy."""
+        """True if decoding is greedy, as at temperatures so close to 0 that logits would overflow."""
         return self.temperature < LOWEST_TEMPERATURE
 
     def __post_init__(self) -> None:

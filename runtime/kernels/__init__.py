@@ -1,4 +1,4 @@
-"""Compiled arithmetic: small-batch matmuls, experts, arg-max, top-k, a thread pool and raw memory.
+"""Compiled CPU kernels: small-batch matmuls, mixtures of experts, argmax, top-k, and their thread pool.
 
-Imports `data` and `runtime/config` only.
+Imports only `data` and `runtime/config`.
 """

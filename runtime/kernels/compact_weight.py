@@ -1,7 +1,7 @@
-"""Float32 weights stored in 16 bits or in GGUF blocks, without loss.
+"""Float32 weights stored losslessly in 16 bits or in packed blocks.
 
-To other code such a weight is a float32 tensor: an operation expands it first. Row lookups (embeddings) expand only the
-rows they read, and ``linear.py`` multiplies by the stored form directly.
+Such a weight acts as a float32 tensor: operations expand it first, except that row lookups (embeddings) expand only the
+selected rows and ``linear.py`` multiplies by the stored form directly.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten
 ROW_OPERATIONS = (ATEN.embedding.default, ATEN.index.Tensor, ATEN.index_select.default)
-"""Operations that copy rows of their first argument."""
+"""Operations that gather rows of their first argument."""
 
 
 Stored = torch.Tensor | PackedMatrix
 
 
 class ExpansionCounter:
-    """Number of times an operation had to expand the whole weight."""
+    """Counts how often an operation expanded a whole weight."""
 
     count = 0
 
 
 class CompactWeight(torch.Tensor):
-    """Read-only float32 tensor whose numbers are ``stored`` in 16 bits or in blocks."""
+    """A read-only float32 tensor ``stored`` in 16 bits or in packed blocks."""
 
     stored: Stored
     expansions: ExpansionCounter
-    """Shared by the weight and all its views."""
+    """Shared by a weight and its views."""
 
     @staticmethod
     def __new__(
         cls, stored: Stored, expansions: ExpansionCounter | None = None, *, requires_grad: bool = False
     ) -> CompactWeight:
-        with torch.inference_mode(False):  # a view of an ordinary tensor must be one
+        with torch.inference_mode(False):  # else a view of an ordinary tensor would be an inference tensor
             tensor: Any = torch.Tensor._make_wrapper_subclass(
                 cls,
                 stored.shape,
@@ -60,7 +60,7 @@ class CompactWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Become an ordinary parameter if the new value is one, as after a conversion or a merge."""
+        """Set the value; an ordinary tensor, as after a conversion or a merge, turns this into a plain parameter."""
         if is_compact(value):
             self.stored, self.expansions = value.stored, value.expansions
         else:
@@ -103,42 +103,42 @@ def is_compact(weight: object) -> TypeGuard[CompactWeight]:
 
 
 def as_parameter(weight: CompactWeight) -> CompactWeight:
-    """Mark the weight as a module's parameter.
+    """Mark the weight as a module parameter and return it.
 
-    ``torch.nn.Parameter`` would detach it. The first such operation makes torch import its distributed tensors, which
-    takes as long as loading a small model.
+    Unlike ``torch.nn.Parameter``, this doesn't detach it: the first operation on a tensor subclass makes torch import
+    its distributed tensors, which takes as long as loading a small model.
     """
     weight._is_param = True
     return weight
 
 
 def is_packed(weight: object) -> bool:
-    """True if the weight is stored in blocks."""
+    """Return True if the weight is stored in packed blocks."""
     return is_compact(weight) and isinstance(weight.stored, PackedMatrix)
 
 
 def stored_of(weight: torch.Tensor) -> Stored:
-    """The operand for a compiled matmul: the stored form of a compact weight, or the weight itself."""
+    """Return the operand for a compiled matmul: the stored form of a compact weight, or the weight itself."""
     return weight.stored if is_compact(weight) else weight
 
 
 def in_float32(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as an ordinary float32 tensor."""
+    """Return the weight expanded to a plain float32 tensor; other weights are returned unchanged."""
     return weight.stored.float() if is_compact(weight) else weight
 
 
 def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Like ``torch.embedding``; a compact weight bypasses torch's dispatch, which takes 0.2 ms."""
+    """Like ``torch.embedding``, but without torch's dispatch for compact weights, which takes 0.2 ms."""
     rows = _rows(ATEN.embedding.default, (weight, ids), {}) if is_compact(weight) else None
     return torch.embedding(weight, ids) if rows is None else rows
 
 
 class CompactEmbedding(Embedding):
-    """A ``torch.nn.Embedding`` that copies rows of a compact weight itself, see ``as_parameter``."""
+    """A ``torch.nn.Embedding`` that looks up rows of a compact weight itself; see ``as_parameter``."""
 
     @classmethod
     def of(cls, module: Embedding) -> CompactEmbedding:
-        """Take over another embedding's parameters and hooks."""
+        """Return a compact embedding that shares the parameters and hooks of ``module``."""
         embedding = cls.__new__(cls)
         embedding.__dict__ = dict(module.__dict__)
         return embedding
@@ -150,13 +150,13 @@ class CompactEmbedding(Embedding):
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in a 16-bit dtype, or None if none holds its numbers exactly."""
+    """Return the weight in a 16-bit dtype that represents it exactly; None if there is none."""
     if weight.dtype in NARROW_DTYPES:
         return weight
     if weight.dtype != torch.float32:
         return None
     for dtype in NARROW_DTYPES:
-        # Try a part first: most float32 weights fail there.
+        # Try a prefix first: most float32 weights already fail there.
         for part in (weight.flatten()[:1024], weight):
             narrow = part.to(dtype)
             if not torch.equal(narrow.to(weight.dtype).view(torch.int32), part.view(torch.int32)):
@@ -174,7 +174,7 @@ def _rows(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def _viewed(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """View what is stored. Most views of blocks need all numbers expanded."""
+    """Apply a view to the stored form. Packed blocks support few views; for others the weight is expanded."""
     stored = args[0].stored
     if isinstance(stored, PackedMatrix):
         viewed = stored.viewed(operation, args[1:])

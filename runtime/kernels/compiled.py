@@ -1,7 +1,7 @@
 """Numba helpers: compile options, LLVM intrinsics, function pointers, a clock and raw memory.
 
-Numba recompiles a callee, and all that it calls, for each constant argument and each integer width. ``compiled`` forces
-one version: it compiles in half the time and is as fast, because LLVM inlines small functions, constants included.
+Numba specializes a function and its callees for every constant argument and integer width. ``compiled`` forces a single
+specialization, which halves compile time and runs as fast: LLVM still inlines small functions with their constants.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def processor_name() -> str:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = npt.NDArray[Any]
-"""An array for compiled code, which infers the dtype."""
+"""An array passed to compiled code, which infers the dtype."""
 Ints = Array
 """An array of integers of any width."""
 
-# Only function pointers need a wrapper for C. numba's types lack this option.
+# Only function pointers need a C wrapper. Numba's type stubs lack this option.
 _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function once for integers of any width and for constants; unsigned numbers keep their type."""
+    """Compile a function once for all signed integers, constants included; unsigned integers keep their type."""
     dispatcher = _njit(function)
     template_for = dispatcher.get_call_template
 
@@ -56,10 +56,10 @@ def compiled(function: Function) -> Function:
 
 
 def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Turn a generator of LLVM instructions into an intrinsic, inlined into its caller.
+    """Turn a function that emits LLVM instructions into a numba intrinsic, inlined into its caller.
 
-    The generator gets a builder and one argument for each of ``kinds``. For None the argument may have any type, and
-    the generator gets the type instead of the value.
+    The function receives an IR builder and one value for each type in ``kinds``. Where the type is None, any argument
+    type is accepted and the function receives that type instead of the value.
     """
 
     def decorate(generate: Callable[..., Any]) -> Any:
@@ -92,17 +92,17 @@ def _general(kind: Any) -> Any:
 
 @cache
 def _function(function: Callable[..., Any], signature: Any) -> Any:
-    """A C function, compiled once and cached on disk."""
+    """Compile a C function, cached in memory and on disk."""
     return cfunc(signature, cache=True)(function)
 
 
 def address_of(function: Callable[..., Any], signature: Any) -> int:
-    """Address of a function compiled with a numba signature."""
+    """Compile a function with a numba signature and return its address."""
     return int(_function(function, signature).address)
 
 
 def caller_of(signature: Any) -> Any:
-    """An intrinsic that calls a function with this signature by address, with a tuple of arguments."""
+    """Return an intrinsic that takes an address and a tuple of arguments and calls a function of this signature."""
     returned = signature.return_type
 
     def call(context: Any, address: Any, arguments: Any) -> Any:
@@ -121,7 +121,7 @@ def caller_of(signature: Any) -> Any:
 def _has_clock() -> bool:
     try:
         return hasattr(time, "CLOCK_MONOTONIC") and hasattr(ctypes.CDLL(None), "clock_gettime")
-    except (OSError, TypeError):  # Windows has no library without a name
+    except (OSError, TypeError):  # Windows cannot load a library without a name
         return False
 
 
@@ -139,7 +139,7 @@ else:
 
 @compiled
 def lap(work: Any, source: int) -> None:
-    """Credit the time since the last lap to a source if this draft is timed."""
+    """Add the time since the previous lap, in nanoseconds, to a source's total, if this draft is timed."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]
@@ -149,13 +149,13 @@ def lap(work: Any, source: int) -> None:
 
 @compiled
 def start_clock(work: Any) -> None:
-    """Start the first lap."""
+    """Reset all laps and start the first one."""
     lap(work, 0)
     work.laps[:] = 0
 
 
 class SharedTime:
-    """Total time, divided among parts in proportion to their laps."""
+    """Splits a total time among parts in proportion to their laps."""
 
     def __init__(self, parts: int) -> None:
         self._laps, self._shared_out = np.zeros((2, parts))
@@ -168,7 +168,7 @@ class SharedTime:
         self._laps += laps
 
     def read(self) -> list[float]:
-        """Time of each part. Shares already handed out stay, so no part's time decreases."""
+        """Return the seconds attributed to each part; later calls never return less for a part."""
         if total := self._laps.sum():
             self._shared_out += self._spent * self._laps / total
             self._spent = 0.0
@@ -176,7 +176,7 @@ class SharedTime:
 
 
 class Uncopyable:
-    """Raises on copy and pickle: compiled code holds addresses that a copy would leave dangling."""
+    """Base of classes that can't be copied or pickled, because compiled code holds addresses of their memory."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -185,7 +185,7 @@ class Uncopyable:
 
 
 def return_free_memory() -> None:
-    """Return freed heap memory to the system; glibc's allocator would keep it."""
+    """Return freed heap memory to the operating system, which glibc's allocator doesn't do by itself."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
@@ -193,17 +193,17 @@ def return_free_memory() -> None:
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
 WORD_SIZE = 8
-"""Bytes of a record's field."""
+"""Size of a record's field in bytes."""
 
 
 @generated(types.int64, returns=types.voidptr)
 def pointer(builder: Any, address: Any) -> Any:
-    """Convert an integer to a pointer."""
+    """Convert an integer address to a pointer."""
     return builder.inttoptr(address, BYTES)
 
 
 def _prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Prefetch an item of an array."""
+    """Prefetch an array item into the cache."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = target.make_array(signature.args[0])(target, builder, arguments[0])
@@ -212,25 +212,25 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
             builder.module, function_type, "llvm.prefetch.p0"
         )
         address = builder.bitcast(builder.gep(view.data, [arguments[1]]), BYTES)
-        builder.call(function, [address, WORD(0), WORD(3), WORD(1)])  # to read, to keep, as data
+        builder.call(function, [address, WORD(0), WORD(3), WORD(1)])  # read, high locality, data cache
         return target.get_dummy_value()
 
     return types.void(array, index), generate
 
 
-# Typed as Any, because numba passes the context argument itself.
+# Typed as Any because numba supplies the context argument.
 prefetch: Any = intrinsic(_prefetch)
 carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
 @compiled
 def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
-    """View memory at an address as an array."""
+    """Return an array view of the memory at an address."""
     return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]
 
 
 def bits(number: float) -> int:
-    """The bits of a float32 as an integer."""
+    """Return the bits of a float32 as an integer, for storage in an integer record."""
     return int(np.float32(number).view(np.int32))
 
 
@@ -242,15 +242,15 @@ def float_of(record: npt.NDArray[Any], field: int) -> Any:
 
 @compiled
 def copy_numbers(source_at: int, count: int, target_at: int) -> None:
-    """Copy ``count`` float32 numbers."""
+    """Copy ``count`` float32 numbers between addresses."""
     source, target = array_at(source_at, (count,), types.float32), array_at(target_at, (count,), types.float32)
-    for index in range(count):  # an assignment of slices takes four seconds longer to compile
+    for index in range(count):  # slice assignment takes four seconds longer to compile
         target[index] = source[index]
 
 
 @compiled
 def clear_numbers(address: int, count: int) -> None:
-    """Zero ``count`` float32 numbers."""
+    """Set ``count`` float32 numbers at an address to 0."""
     target = array_at(address, (count,), types.float32)
     for index in range(count):
         target[index] = 0.0

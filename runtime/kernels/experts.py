@@ -1,6 +1,6 @@
-"""Mixture-of-experts layers on a CPU: each token reads only the weights of its own experts.
+"""Mixture-of-experts layers on a CPU that read only the weights of the experts each token is routed to.
 
-A token's expert outputs are added in expert order, so its bits don't depend on other tokens.
+A token's expert outputs are added in expert order, so its result is bitwise independent of other tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
 ROUTE, SCORES, OUTPUTS, INPUTS, BIAS, TOP_K, SIGMOID, RENORMALIZES, CORRECTION, GROUPS, USED_GROUPS = range(11)
-"""Router record. ROUTE to INPUTS: address of the matmul that gives the scores, of its matrix, rows and columns; BIAS:
-address, or 0. TOP_K: experts per token. SIGMOID: shares are sigmoids, not a softmax. RENORMALIZES: they are scaled to
-sum to 1. CORRECTION: address of what is added to shares for choosing only, or 0. GROUPS, USED_GROUPS: groups of
-experts, and how many a token uses."""
+"""Fields of a router record. ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with
+OUTPUTS rows and INPUTS columns; BIAS: address of its bias, or 0. TOP_K: experts per token. SIGMOID: shares are sigmoids
+of the scores instead of a softmax. RENORMALIZES: a token's shares are scaled to sum to 1. CORRECTION: address of a term
+added to shares only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per token."""
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
-"""Bits of the factor of the final shares, of the offset added to their sum and of its minimum. SHARED_GATE: fields of a
-one-row matmul whose sigmoid is the shared expert's share; without it, that is 1."""
+"""FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final shares, of an offset added to the sum
+they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights the shared
+expert; without it, the weight is 1."""
 ROUTER_FIELDS = SHARED_GATE + BIAS + 1
 
 
 @compiled
 def route(router: Array, scores: Array, chosen: Array, shares: Array) -> None:
-    """Choose the best experts of each row; overwrites ``scores`` ``[rows, experts]``."""
+    """Write the top experts of each row and their shares, best first; overwrites ``scores`` ``[rows, experts]``."""
     rows, top_k = chosen.shape
     factor = float_of(router, FACTOR)
     for row in range(rows):
@@ -83,7 +84,7 @@ def _to_shares(scores: Array, is_sigmoid: bool) -> None:
 
 @compiled
 def _hide_groups(choices: Array, groups: int, used: int) -> None:
-    """Keep the experts of the best groups, ranked by the sum of each group's two best."""
+    """Set choices outside the ``used`` best groups to -inf; groups are ranked by the sum of their two best experts."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -104,16 +105,17 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
 
 
 EXPERT_COUNT, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
-"""Experts of a layer and their shapes. EXPAND: address of the matmul for gate and up; then address and bytes per expert
-of both. EXPAND_BIAS: address, or 0."""
+"""Fields of an experts record. WIDTH, INNER: hidden and intermediate size. EXPAND: address of the gate and up matmul.
+GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address, or 0."""
 REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
-"""Address of the down matmul, its matrix, bytes per expert and bias. PAIRS: one matrix interleaves gate and up; ALPHA
-and LIMIT are the bits of that unit's constants. TANH_GATE: without pairs, the gate is tanh GELU, not SiLU."""
+"""REDUCE: address of the down matmul; DOWN: of its matrix; DOWN_SIZE: bytes per expert; REDUCE_BIAS: address, or 0.
+PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits of the activation's constants.
+TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
 EXPERT_FIELDS = TANH_GATE + 1
 IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
-"""By the class name of the activation."""
+"""True for tanh GELU and False for SiLU, by the activation's class name."""
 WEIGHTS = ("gate_up_proj", "down_proj")
-"""Parameters ``[experts, rows, columns]`` as the library's modules name them."""
+"""Names of the parameters ``[experts, rows, columns]`` in transformers' modules."""
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 PLAIN_EXPERTS = {
     "has_gate": True,
@@ -123,19 +125,19 @@ PLAIN_EXPERTS = {
     "is_concatenated": True,
     "_is_expert_parallel": False,
 }
-"""Attributes by which the library describes such modules."""
+"""Attributes of supported modules with separate gate and up halves."""
 PAIRED_EXPERTS = {**PLAIN_EXPERTS, "has_bias": True, "is_transposed": True, "is_concatenated": False}
-"""Attributes of modules with interleaved gate and up and transposed matrices."""
+"""Attributes of supported modules with interleaved gate and up rows, transposed matrices and biases."""
 TOLERANCE = 1e-4
 CHECKED_EXPERTS = 2
-"""Experts compared with the library's."""
+"""Number of experts whose outputs are compared with transformers'."""
 CHECKED_MAGNITUDES = (1.0, 100.0)
-"""Magnitudes of the compared inputs: large ones reach the limits of a gated unit."""
+"""Scales of the inputs in that comparison; large inputs reach the clamping limits of the activation."""
 
 
 @compiled
 def experts_numbers(experts: Array, rows: int) -> int:
-    """Float32 numbers of scratch memory that ``mix_experts`` needs."""
+    """Return the size of the scratch memory that ``mix_experts`` needs, in float32 numbers."""
     return 2 * rows * (experts[WIDTH] + experts[INNER])  # type: ignore[no-any-return]
 
 
@@ -150,9 +152,9 @@ def mix_experts(
     outputs: int,
     scratch: int,
 ) -> int:
-    """Write each row's outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``shares``.
+    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``shares``.
 
-    Returns the number of distinct experts, whose weights were read.
+    ``inputs`` and ``outputs`` are addresses of float32 rows. Returns the number of distinct experts used.
     """
     rows, top_k = chosen.shape
     width, inner = experts[WIDTH], experts[INNER]
@@ -182,7 +184,7 @@ def mix_experts(
 
 @compiled
 def _expand(thread_pool: int, threads: int, experts: Array, expert: int, inputs: int, rows: int, gate: int) -> None:
-    """Write an expert's gated unit; ``gate`` has room for twice as many numbers."""
+    """Write ``act(gate) * up`` of one expert to ``gate``, which needs memory for both projections of all rows."""
     width, inner = experts[WIDTH], experts[INNER]
     matrix, up_matrix = experts[GATE] + expert * experts[GATE_SIZE], experts[UP] + expert * experts[UP_SIZE]
     bias = experts[EXPAND_BIAS] + 2 * expert * inner * ITEM_SIZE if experts[EXPAND_BIAS] else 0
@@ -200,25 +202,25 @@ def _expand(thread_pool: int, threads: int, experts: Array, expert: int, inputs:
 
 
 def matrices_of(weight: Any) -> Any:
-    """View a parameter as ``[experts, rows, columns]``; some modules store the transpose."""
+    """Return a view of a parameter as contiguous ``[experts, rows, columns]``; some modules store the transpose."""
     return weight if weight.is_contiguous() else weight.transpose(1, 2)
 
 
 class ExpertMatrices(NamedTuple):
-    """Addresses of all experts' matrices for compiled code."""
+    """Addresses and stride of the matrices of all experts, for compiled code."""
 
     matmul: int
-    """Address of the matmul."""
+    """Address of the compiled matmul."""
     first: int
     """Address of the first expert's matrix."""
     size: int
-    """Bytes from one expert to the next."""
+    """Stride between experts in bytes."""
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Matrices of a parameter: one per expert, or gate and up separately.
+    """Return the matrices of a parameter: a single one, or gate and up if they are packed separately.
 
-    ``panels`` maps addresses of packed parts to the repacked form they are multiplied in.
+    ``panels`` maps addresses of packed parts to repacked copies, which are used instead.
     """
     stored = matrices_of(stored_of(weight))
     parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
@@ -232,7 +234,7 @@ def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatric
 
 
 def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
-    """The experts of a layer as a record for compiled code, see ``expert_matrices``."""
+    """Return the record of a layer's experts for compiled code; for ``panels`` see ``expert_matrices``."""
     record = np.zeros(EXPERT_FIELDS, np.int64)
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
     up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
@@ -253,7 +255,7 @@ def _has_pairs(module: Any) -> bool:
 
 
 class CompiledExperts(Module):
-    """A layer's experts with another module's parameters; it falls back to that module's ``forward``."""
+    """Compiled experts that share another module's parameters and fall back to its ``forward``."""
 
     @classmethod
     def of(cls, experts: Module) -> CompiledExperts:
@@ -275,7 +277,7 @@ class CompiledExperts(Module):
         return outputs
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The library's own method, which its fallback code calls."""
+        """Call the original method; the fallback ``forward`` needs it."""
         gated: torch.Tensor = self.__dict__["_usual"]._apply_gate(self, gate_up)
         return gated
 
@@ -292,7 +294,7 @@ class CompiledExperts(Module):
 
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """True if the experts are known gated units whose weights the compiled matmul takes."""
+    """Return True if the compiled code supports these experts and their weights have one of ``dtypes``."""
     expected = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS
     names = WEIGHTS + BIASES if expected["has_bias"] else WEIGHTS
     weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]
@@ -311,7 +313,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _parts_fit(weight: Any) -> bool:
-    """True if a packed weight's parts share one format; two parts are gate and up."""
+    """Return True if the parts of a packed weight, one or separate gate and up, have the same format and shape."""
     stored = stored_of(weight)
     if not isinstance(stored, PackedExperts):
         return not is_compact(weight) or isinstance(stored, torch.Tensor)
@@ -320,14 +322,14 @@ def _parts_fit(weight: Any) -> bool:
 
 
 def _has_gelu(module: Any) -> bool | None:
-    """True for a tanh GELU gate, False for SiLU, None for any other unit."""
+    """Return True if the activation is tanh GELU, False for SiLU and None for any other."""
     if not module._modules:
         return False if getattr(module, "act_fn", None) is silu else None
     return IS_TANH_GELU.get(type(module.act_fn).__name__) if set(module._modules) == {"act_fn"} else None
 
 
 def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
-    """True if the biases and constants of an interleaved unit have the expected form."""
+    """Return True if interleaved experts have the expected constants and biases."""
     biases = [module._parameters[name] for name in BIASES]
     shapes = [matrices_of(module._parameters[name]).shape[:2] for name in WEIGHTS]
     return (
@@ -344,9 +346,9 @@ def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
 
 
 def arrange_experts(model: Module) -> None:
-    """Lay out transposed expert matrices in the order the matmul reads.
+    """Lay out transposed expert matrices in memory in the order the matmul reads.
 
-    Shapes and numbers stay; strides change.
+    Shapes and values are unchanged; strides change.
     """
     for module in model.modules():
         if not getattr(module, "is_transposed", False) or not _has_pairs(module):
@@ -358,7 +360,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Replace a model's experts where the compiled code computes what they do; parameters stay the same objects."""
+    """Replace a model's experts in-place where the compiled code gives the same outputs; parameters are shared."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):
@@ -374,12 +376,12 @@ def compile_experts(model: Module) -> None:
 
 @torch.inference_mode()
 def _has_same_numbers(experts: Any) -> bool:
-    """Compare the first experts with the library's code, which may compute something else."""
+    """Return True if the compiled code gives the same outputs as transformers' module for the first experts."""
     counters = [weight.expansions for weight in experts.parameters() if is_compact(weight)]
     counts_before = [counter.count for counter in counters]
     try:
         return all(_is_same(_first_experts(experts), size) for size in CHECKED_MAGNITUDES)
-    except Exception:  # experts with other arguments
+    except Exception:  # a forward with other arguments
         return False
     finally:
         for counter, count in zip(counters, counts_before, strict=True):
@@ -387,7 +389,7 @@ def _has_same_numbers(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """A module with only the first experts: the library's code may expand the weights of all of them."""
+    """Return a copy with only the first experts, because transformers' code may expand the weights of all experts."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)
@@ -404,7 +406,7 @@ def _is_same(experts: Any, size: float) -> bool:
 
 
 def compile_mixing() -> None:
-    """Compile ahead, on zero rows, so that the first pass doesn't wait."""
+    """Warm up ``mix_experts`` with zero rows, so that the first pass doesn't wait for compilation."""
     record, none = np.zeros(EXPERT_FIELDS, np.int64), np.zeros((0, 1), np.int64)
     experts_numbers(record, 0)
     mix_experts(0, 1, record, none, np.zeros((0, 1), np.float32), 0, 0, 0)

@@ -1,10 +1,10 @@
-"""``outputs = inputs @ matrix.T + bias`` as one C function per matrix format, called by address.
+"""Matmuls ``outputs = inputs @ matrix.T + bias``, compiled to one C function per matrix format and called by address.
 
-BLAS is tuned for many rows. For one row, or the few rows of a draft tree, it reads the matrix below memory bandwidth;
-this kernel reads it once, in memory order, and prefetches one tile ahead.
+BLAS is tuned for many rows. With one row, or the few rows of a draft tree, it doesn't reach memory bandwidth; this
+kernel reads the matrix once, in memory order, and prefetches ahead.
 
-For the many rows of a prompt, a block of matrix rows and columns is multiplied by groups of input rows while it is in
-the cache. Every sum is added in one order whatever the number of rows, so a row's bits don't depend on it.
+In prefill, a block of the matrix is multiplied by all groups of input rows while it is in the cache. The order of
+summation is independent of the number of rows, so an output row is bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
 
 GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)
-"""Input rows of a tile; the last rows take the smallest group that holds them. AVX has registers for twelve sums, with
-which a tile loads less per multiplication."""
+"""Possible numbers of input rows per tile; the last rows use the smallest that fits. AVX registers hold the twelve sums
+of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MAX_TILE_COLUMNS = 768
-"""Columns of a tile, so that its input rows stay in L1; whole blocks of all formats."""
+"""Maximum columns of a tile, so that its input rows stay in L1; a multiple of every format's block."""
 BLOCK_OUT_FEATURES = 64
-"""Matrix rows multiplied by all input rows before the next ones; their tiles prefetch the whole next group. On an Intel
-Xeon with AMX, 128 rows took 1.05 to 1.1 times as long."""
+"""Matrix rows per cache block, which is multiplied by all input rows before the next block is read. On an Intel Xeon
+with AMX, 128 rows took 1.05 to 1.1 times as long."""
 MAX_INTERLEAVED_ROWS = 128
-"""Input rows interleaved at once. On that Xeon, 256 took 1.02 times as long."""
+"""Maximum input rows interleaved at once. On that Xeon, 256 took 1.02 times as long."""
 
 _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
-"""Matrix rows of a tile, by its number of input rows."""
+"""Number of matrix rows of a tile by its number of input rows."""
 _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
 
 
@@ -62,7 +62,10 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Multiply a multiple of ``TILE_OUT_FEATURES`` matrix rows by many input rows; see ``multiply``."""
+    """Like ``multiply``, for many input rows; ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
+
+    ``stride`` is the size of a matrix row in bytes.
+    """
     chunks = (rows + MAX_INTERLEAVED_ROWS - 1) // MAX_INTERLEAVED_ROWS
     chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
     numbers = BLOCK_OUT_FEATURES * (MAX_TILE_COLUMNS + chunk * LANES + GROUP) + chunk * columns + LANES
@@ -88,7 +91,7 @@ def _multiply_together(
     output_stride: int,
     memory: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply as many input rows as are interleaved at once."""
+    """Multiply up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
     group = SMALL_GROUP
@@ -117,7 +120,7 @@ def _multiply_together(
                 else place + bytes_before(block_columns, kind, columns, stride)
             )
             block, between = place, stride
-            if stride != width:  # float32 numbers are read in place
+            if stride != width:  # float32 is read in-place
                 block, between = unpacked, block_columns * ITEM_SIZE
                 for row in range(block_rows):
                     unpack_row(place + row * stride, kind, block_columns, unpacked + row * between)
@@ -128,7 +131,7 @@ def _multiply_together(
                 written, from_row = (
                     (to + row * output_stride * ITEM_SIZE, output_stride) if row < whole else (last, block_rows)
                 )
-                before = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # rows that earlier groups prefetch
+                before = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # matrix rows already prefetched by earlier groups
                 far = later + before % BLOCK_OUT_FEATURES * stride + before // BLOCK_OUT_FEATURES * block_columns
                 near = read + group_rows * width
                 _multiply_group(
@@ -170,10 +173,11 @@ def _multiply_group(
     far: int,
     far_stride: int,
 ) -> None:
-    """Multiply rows of a float32 matrix by a group of interleaved input rows, for the ``first`` or ``last`` columns.
+    """Multiply rows of a float32 matrix by a group of interleaved input rows, over a range of columns.
 
-    Each tile prefetches as many bytes as it has columns of ``near``, the next group, and of ``far``, a matrix row
-    needed later. Two tiles prefetch the same row, which spreads memory fetches over more groups.
+    ``first`` and ``last`` tell whether this is the first or last range; ``sums`` carries the sums in between. Each tile
+    prefetches one byte per column at ``near``, the next group of input rows, and at ``far``, matrix rows needed later.
+    Two tiles share a prefetched matrix row, which spreads memory traffic over more groups.
     """
     features = 4 if group == SMALL_GROUP else 2
     for number in range(out_features // features):
@@ -190,21 +194,22 @@ def _multiply_group(
 
 @njit(cache=True, nogil=True)
 def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
-    """Byte offset of a column in a matrix row."""
+    """Return the byte offset of a column in a matrix row."""
     return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
 def line_after(address: int) -> int:
-    """The next cache-line boundary: a vector that crosses one takes two reads."""
+    """Round an address up to a cache line; a vector that crosses a line takes two loads."""
     return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @njit(cache=True, nogil=True)
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
-    """Write a group's rows vector by vector, in the order a tile reads them.
+    """Interleave a group's rows vector by vector, in the order a tile reads them.
 
-    Rows a power of two output_stride would share one cache set.
+    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows a power of
+    two apart would share one cache set.
     """
     for row in range(rows):
         read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
@@ -212,18 +217,18 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
 
 
 COLUMN_MULTIPLE = 64
-"""The number of columns must be a multiple of this."""
+"""Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 18 if LANES == 16 else 11
-"""Input rows up to which a matrix is unpacked in registers, once per tile; for more, ``multiply_many`` is faster. On an
-Intel Xeon with AVX-512, 17 rows by 1,536 x 768 numbers in Q4_1 take 0.84 of its time, 20 rows 0.97; in Q6_K, 0.97 and
-1.15."""
+"""Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``multiply_many`` is
+faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of that function's time with 17 rows and
+0.97 with 20; in Q6_K, 0.97 and 1.15."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
-"""The limit for input rows that fill L1 together: eleven by 576 x 1,536 numbers in Q4_1 took 1.3 times as long in
-registers on Zen 4 without AVX-512."""
+"""The limit if the input rows together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x 1,536 matrix in Q4_1
+took 1.3 times as long in registers as in ``multiply_many``."""
 L1_NUMBERS = 8192
 CACHED_NUMBERS = 1 << 17 if LANES == 16 else 10240
-"""Numbers of an input group that stay cached between tiles: in L2 with AVX-512, where rereading is faster than
-unpacking the matrix again."""
+"""Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
+inputs is faster than unpacking the matrix again."""
 
 _ROW_OUT_FEATURES = (0, *(tile_out_features(rows) for rows in range(1, MAX_TILE_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
@@ -248,17 +253,17 @@ def multiply(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """``outputs = inputs @ matrix.T`` on arrays given by address, float32 except for the matrix.
+    """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
 
-    ``kind`` is the matrix format and ``size`` the bytes of one of its numbers or blocks. Output rows are
-    ``output_stride`` numbers apart. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of a block's numbers.
+    ``kind`` is the matrix format and ``size`` the size of its numbers or blocks in bytes. ``output_stride`` is the
+    distance between output rows in numbers. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
     """
     stride = columns // block_numbers(kind) * size
     whole = out_features - out_features % TILE_OUT_FEATURES
     long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
     if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
         multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, output_stride)
-    elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # unpacking float32 is free
+    elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
         for out in range(0, whole, TILE_OUT_FEATURES):
             written = outputs + out * ITEM_SIZE
             _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, output_stride)
@@ -275,7 +280,7 @@ def multiply(
 def _multiply_few(
     matrix: int, kind: Any, stride: int, columns: int, inputs: int, rows: int, outputs: int, output_stride: int
 ) -> None:
-    """Multiply ``TILE_OUT_FEATURES`` matrix rows by a few input rows, read in place."""
+    """Multiply ``TILE_OUT_FEATURES`` matrix rows by input rows that are read in-place."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, MAX_DIRECT_ROWS)
@@ -298,9 +303,9 @@ def _multiply_interleaved(
     output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if they are long.
+    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if they are long; see ``interleave``.
 
-    A tile reads interleaved rows in memory order; rows a power of two output_stride would share one cache set.
+    ``interleaved`` is scratch memory for all input rows.
     """
     aligned = line_after(interleaved.ctypes.data)
     max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, CACHED_NUMBERS // columns))
@@ -321,27 +326,30 @@ def _multiply_interleaved(
                 for place in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
                     to = written + place * ITEM_SIZE
                     _many(matrix_rows + place * stride, kind, columns, read, to, output_stride, group_rows)
-            else:  # nine rows become five and four
+            else:  # e.g. nine rows are split into five and four
                 _multiply_few(matrix_rows, kind, stride, columns, inputs + first, group_rows, written, output_stride)
             row += group_rows
 
 
 @njit(cache=True, nogil=True)
 def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
-    """Expand a matrix to float32."""
+    """Expand a matrix to float32 at address ``written``; ``size`` is that of its numbers or blocks in bytes."""
     stride = columns // block_numbers(kind) * size
     for out in range(out_features):
         unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)
 
 
 MATMUL_ARGUMENTS = 9
-"""Arguments of a matmul: matrix, out_features and columns; inputs and their rows; outputs; bias, or 0; first and end of
-the matrix rows to compute, in whole panels except at the end of the matrix."""
+"""Number of arguments of a matmul: matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the first and
+end of the matrix rows to compute: whole panels, except at the end of the matrix. Arrays are given by address."""
 
 
 @cache
 def matmul_of(kind: MatrixKind, size: int) -> Any:
-    """The matmul for a format. Keep it alive as long as its address is used."""
+    """Compile the matmul for a format whose numbers or blocks have ``size`` bytes.
+
+    Keep the result alive as long as its address is used.
+    """
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
@@ -388,7 +396,7 @@ def call_at(
     first: Any,
     end: Any,
 ) -> None:
-    """Call a matmul, or another function with its signature, by address."""
+    """Call a matmul, or another function with the same signature, by address."""
     kind = ir.FunctionType(ir.VoidType(), [INDEX] * MATMUL_ARGUMENTS)
     called = builder.inttoptr(function, kind.as_pointer())
     builder.call(called, [one, two, three, four, five, six, seven, first, end])

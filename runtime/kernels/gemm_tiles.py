@@ -1,7 +1,7 @@
-"""LLVM code of matmul tiles: some matrix rows by some input rows.
+"""LLVM code generation for matmul tiles: a few matrix rows by a few input rows.
 
-The matrix holds 32-bit or 16-bit numbers or GGUF blocks, expanded to float32 in registers, so results equal those of
-the expanded matrix bit for bit. Every sum is added in one order whatever the number of rows.
+The matrix is stored in float32, 16 bits or packed blocks and expanded to float32 in registers, so results are bitwise
+those of the expanded matrix. The order of summation is independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, IND
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
 NUMBER_TYPES = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
 PREFETCH_DISTANCE = 8192
-"""Minimum prefetch distance in bytes; longer tile rows extend it. A pass of four rows through SmolLM2 on Zen 5 took 8.5
-ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
+"""Minimum prefetch distance in bytes; larger tiles prefetch one tile ahead. A pass of four rows through SmolLM2 on Zen
+5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
 INTO_L1 = CPU.startswith("znver")
-"""Zen prefetches faster into L1. An Intel Xeon with AMX read 15 to 22 GB/s into L1 and 23 to 29 into L2; a pass of one
-row took 11.5 and 10.5 ms."""
+"""True if prefetching into L1 is faster than into L2, as on Zen. An Intel Xeon with AMX read 15 to 22 GB/s with L1 and
+23 to 29 with L2; a pass of one row took 11.5 and 10.5 ms."""
 SCALED_COLUMNS = 1024
-"""Columns whose scales are computed ahead, on the stack."""
+"""Number of columns whose scales are computed ahead and kept on the stack."""
 ACCUMULATORS = 16 if LANES == 16 else 8
-"""Sums of a tile. They must fit into registers beside the operands: AVX has 16 registers, and ARM needs four for one of
-AVX-512."""
+"""Maximum sums of a tile, which must fit in registers together with the operands. AVX has 16 registers; ARM needs four
+registers for one of AVX-512."""
 PAIR_ACCUMULATORS = 24 if LANES == 16 else 8
-"""Sums of a tile of one or two matrix rows, which leave more registers free."""
+"""Maximum sums of a tile of one or two matrix rows, whose operands take fewer registers."""
 QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
-"""Sums of a tile of four matrix rows. Beside more sums, AVX registers don't hold their scales and minima: with eight
-sums, two input rows by 1,536 x 576 numbers in Q4_1 took 166 µs on Zen 4 without AVX-512, and 97 with four."""
+"""Maximum sums of a tile of four matrix rows. With more, AVX has no registers left for scales and minima: two input
+rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
-"""Matrix rows divided among tiles (a tile's own are a divisor), and the maximum input rows of a tile. AVX has registers
-for eleven sums of one matrix row: nine rows by 1,536 x 576 numbers in Q4_1 take 0.78 of the time of five and four."""
+"""Matrix rows divided evenly among tiles, and maximum input rows of a tile. AVX has registers for eleven sums of one
+matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of five and then four."""
 MAX_DIRECT_ROWS = 4
-"""Input rows up to which a tile reads them in place; more are interleaved vector by vector."""
+"""Maximum input rows that a tile reads in-place; more rows are interleaved vector by vector."""
 
 
 Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
-"""Makes a loop's next values from the column, one expander per matrix row and the previous values."""
+"""Generates a loop body from the column, one expander per matrix row and the current values; returns the next ones."""
 
 
 class _Numbers:
-    """Generates reads of matrix rows of plain numbers, one or more vectors per step."""
+    """Generates code that reads matrix rows of float32 or 16-bit numbers, one or more vectors per step."""
 
     def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
         self.code = code
@@ -55,15 +55,15 @@ class _Numbers:
         self.step, self.vectors = LANES * vectors, vectors
 
     def stride(self, columns: Any) -> Any:
-        """Bytes of a matrix row."""
+        """Return the size of a matrix row in bytes."""
         return self.code.builder.mul(columns, INDEX(self.size))
 
     def offset(self, column: Any) -> Any:
-        """Byte offset of a column in a matrix row."""
+        """Return the byte offset of a column in a matrix row."""
         return self.stride(column)
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """Loop over the steps of some matrix rows."""
+        """Generate a loop over the columns of several matrix rows; return the final values."""
 
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
             return body(column, [self._expander(self.code.after(row, self.offset(column))) for row in rows], values)
@@ -85,7 +85,7 @@ class _Numbers:
 
 
 class _Packed:
-    """Generates reads of matrix rows of packed blocks, one block per step."""
+    """Generates code that reads matrix rows of packed blocks, one block per step."""
 
     def __init__(self, code: VectorCode, kind: Any) -> None:
         self.code = code
@@ -101,8 +101,10 @@ class _Packed:
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """Loop over blocks. Formats with scales computed ahead run two loops per part: one for scales, one for the
-        rest."""
+        """Generate a loop over the blocks of several matrix rows; return the final values.
+
+        For formats whose scales are computed ahead, an extra loop computes those of each ``SCALED_COLUMNS`` columns.
+        """
         code, builder, count = self.code, self.code.builder, self.blocks.scales * len(rows)
         size = max(1, SCALED_COLUMNS // self.step * count)
         memory = cgutils.alloca_once(builder, FLOAT, size)  # type: ignore[no-untyped-call]
@@ -114,7 +116,7 @@ class _Packed:
             )
 
             def blocks(column: Any) -> list[tuple[Any, Any]]:
-                """Addresses of each row's block and scales."""
+                """Return the addresses of each row's block and of its scales."""
                 offset = self.offset(builder.add(first, column))
                 scales = code.after(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
                 return [
@@ -143,7 +145,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 
 def tile_out_features(rows: int) -> int:
-    """Matrix rows of a tile with this many input rows; a divisor of ``TILE_OUT_FEATURES``."""
+    """Return how many matrix rows a tile with this many input rows has; a divisor of ``TILE_OUT_FEATURES``."""
     return max(
         out_features
         for out_features in (1, 2, 4)
@@ -152,7 +154,7 @@ def tile_out_features(rows: int) -> int:
 
 
 def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
-    """A tile: ``out_features`` matrix rows by ``rows`` input rows, which may be interleaved."""
+    """Return a generator of a tile of ``out_features`` matrix rows by ``rows`` input rows, which may be interleaved."""
 
     def generate(
         builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
@@ -167,11 +169,11 @@ def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
 
 
 def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
-    """An intrinsic for a tile of some columns of a float32 matrix, which may be the ``last`` ones.
+    """Return an intrinsic for a tile over a range of columns of a float32 matrix, ``last`` for the final range.
 
-    Matrix rows are ``stride`` bytes apart. ``sums`` has the sums of the previous columns, one vector each, unless these
-    are the ``first``. It prefetches as many bytes as there are columns at ``near`` and ``far``. Its last argument, the
-    number of interleaved input rows, is a key of ``out_features``.
+    ``out_features`` maps each number of interleaved input rows, the intrinsic's last argument, to a number of matrix
+    rows. ``stride`` is the distance between matrix rows in bytes. ``sums`` holds one vector per sum, carried from range
+    to range and ignored in the ``first``. The tile prefetches one byte per column at both ``near`` and ``far``.
     """
 
     @generated(*[types.int64] * 5, types.boolean, *[types.int64] * 5)
@@ -225,10 +227,10 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Add the products of these columns to the ``first`` sums, matrix row by matrix row.
+    """Generate the sums of products over these columns, starting from ``first``, ordered by matrix row.
 
-    ``prefetches`` fetches later matrix rows from memory meanwhile; each of the ``prefetched`` addresses, as many bytes
-    as there are columns.
+    ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
+    column.
     """
     builder, out_features = code.builder, len(first) // rows
     start = builder.inttoptr(matrix, BYTES)
@@ -258,7 +260,7 @@ def _sums(
 
 
 def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any, output_stride: Any) -> None:
-    """Reduce sums to totals, as many at once as a vector has lanes, and write them."""
+    """Reduce each vector of sums to a total, as many at once as a vector has lanes, and write the totals."""
     builder, out_features = code.builder, len(sums) // rows
     rows_at_once = LANES // out_features
     written = builder.inttoptr(outputs, FLOAT.as_pointer())
@@ -273,7 +275,7 @@ def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any
 
 
 def _input_places(code: VectorCode, inputs: Any, column: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
-    """Address of each input row's numbers at a column."""
+    """Return the address of each input row's vector at a column."""
     builder = code.builder
     if interleaved:
         first = code.after(inputs, builder.mul(column, INDEX(rows)))
@@ -282,7 +284,7 @@ def _input_places(code: VectorCode, inputs: Any, column: Any, columns: Any, rows
 
 
 def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> None:
-    """Prefetch as many bytes as are read, in memory order."""
+    """Prefetch as many bytes as a step reads from all matrix rows, starting at ``ahead``."""
     size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
     for byte in range(0, max(out_features * size, CACHE_LINE), CACHE_LINE):
         code.prefetch(code.after(ahead, byte), nearest=INTO_L1)
@@ -290,7 +292,7 @@ def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> Non
 
 @generated(types.int64, None, types.int64, types.int64)
 def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Expand a matrix row to float32."""
+    """Expand a matrix row to float32 at address ``written``."""
     code = VectorCode(builder)
     read = _read(code, kind)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
@@ -308,7 +310,7 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
 
 @generated(*[types.int64] * 4)
 def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any) -> None:
-    """Copy a row of float32 numbers with its vectors ``stride`` vectors output_stride."""
+    """Copy ``count`` float32 numbers, writing their vectors ``stride`` vectors apart."""
     code = VectorCode(builder)
     first, numbers = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, FLOAT.as_pointer())
 
@@ -323,5 +325,5 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 
 @generated(None, returns=types.int64)
 def block_numbers(builder: Any, kind: Any) -> Any:
-    """Numbers in a block; 1 for a matrix without blocks."""
+    """Return how many numbers a block of a format has; 1 for formats without blocks."""
     return INDEX(FORMAT_OF_TYPE[kind].numbers if kind in FORMAT_OF_TYPE else 1)

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with compiled matmuls, for weights in float32, 16 bits or blocks."""
+"""Linear layers with compiled CPU matmuls, for weights in float32, 16 bits or packed blocks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_po
 
 MATRIX_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 ORDINARY_TENSORS = (torch.Tensor, Parameter)
-"""Tensor classes with memory of their own; quantization libraries' may have none."""
+"""Tensor classes whose memory can be read directly, unlike those of quantization libraries."""
 
 
 class CompiledLinear(Linear):
-    """A ``torch.nn.Linear`` with the same parameters and a compiled matmul.
+    """A ``torch.nn.Linear`` with a compiled matmul.
 
-    A row's bits don't depend on other rows, the number of threads or how the weight is stored. With gradients, under
-    autocast and for other dtypes it computes as its base class.
+    An output row is bitwise independent of other rows, the number of threads and how the weight is stored. With
+    gradients, under autocast or for other dtypes, the layer behaves like ``torch.nn.Linear``.
     """
 
     @classmethod
     def of(cls, layer: Linear) -> CompiledLinear:
-        """Take over another layer's parameters and hooks."""
+        """Return a compiled layer that shares the parameters and hooks of ``layer``."""
         compiled = cls.__new__(cls)
         compiled.__dict__ = dict(layer.__dict__)
         return compiled
@@ -48,7 +48,7 @@ class CompiledLinear(Linear):
         return linear(input, weight, self.bias)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """True if the compiled matmul takes this input and the parameters, which may have been replaced."""
+        """Return True if the compiled matmul supports this input and the current weight and bias."""
         weight, bias = self.weight, self.bias
         return (
             not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see torch operations only
@@ -68,24 +68,26 @@ class CompiledLinear(Linear):
 
 
 def _fits_bias(bias: torch.Tensor, out_features: int) -> bool:
-    """True if the compiled matmul can read the bias in place."""
+    """Return True if the compiled matmul can read the bias directly."""
     ordinary = type(bias) in ORDINARY_TENSORS and bias.dtype == torch.float32 and bias.is_cpu and bias.is_contiguous()
     return ordinary and bias.shape == (out_features,)
 
 
 def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Like ``torch.nn.functional.linear``, for contiguous float32 CPU tensors; the weight may be in 16 bits or in
-    blocks."""
+    """Like ``torch.nn.functional.linear``, for a contiguous float32 input on a CPU.
+
+    The weight may also be stored in 16 bits or in packed blocks.
+    """
     return multiply(matmul_of(*format_of(weight)).address, weight.data_ptr(), weight.shape, input, bias)
 
 
 def multiply(
     matmul: int, matrix: int, shape: torch.Size, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Call a matmul by address, with torch's number of threads."""
+    """Call the matmul at address ``matmul`` on torch's number of threads; ``shape`` is the matrix's."""
     threads, (out_features, columns) = torch.get_num_threads(), shape
     rows = input.numel() // columns
-    outputs = input.new_empty(*input.shape[:-1], out_features)  # of the input's dtype, not torch's default
+    outputs = input.new_empty(*input.shape[:-1], out_features)  # keeps the input's dtype
     bias_at = 0 if bias is None else bias.data_ptr()
     arguments = matmul, matrix, out_features, columns, input.data_ptr(), rows, outputs.data_ptr(), bias_at
     with shared_thread_pool(threads).open() as thread_pool:
@@ -94,12 +96,12 @@ def multiply(
 
 
 def format_of(weight: Stored) -> tuple[Any, int]:
-    """Format of a matrix for the compiled matmul, and the bytes of one number or block."""
+    """Return a weight's format for the compiled matmul, and the size of a number or block in bytes."""
     return weight.format.kind if isinstance(weight, PackedMatrix) else MATRIX_KINDS[weight.dtype], weight.itemsize
 
 
 def compile_linear_layers(model: Module) -> None:
-    """Replace the linear layers that the compiled matmul takes; parameters stay the same objects."""
+    """Replace a model's linear layers in-place where the compiled matmul supports them; parameters are shared."""
     compiled: dict[int, CompiledLinear] = {}
     for module in list(model.modules()):
         for name, layer in module._modules.items():
@@ -112,9 +114,9 @@ def has_compiled_layers(model: Module) -> bool:
 
 
 def share_weights(stock: Module, compiled: Module) -> None:
-    """Let the stock model use the compiled model's weights, to save memory; its matmuls stay torch's.
+    """Make the stock model use the compiled model's weights, to save memory; it keeps torch's matmuls.
 
-    Compact weights aren't shared: the stock model computes as its users have it.
+    Compact weights aren't shared, so that the stock model computes exactly as in plain transformers.
     """
     for name, layer in compiled.named_modules():
         if isinstance(layer, CompiledLinear) and not is_compact(layer.weight):
@@ -124,7 +126,7 @@ def share_weights(stock: Module, compiled: Module) -> None:
 
 
 def has_plain_weight(layer: Module) -> bool:
-    """True if the layer's weight is an ordinary floating-point tensor, not one of a quantization library."""
+    """Return True if the layer has a plain or compact floating-point weight, not a quantization library's."""
     weight: object = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return False
@@ -133,7 +135,7 @@ def has_plain_weight(layer: Module) -> bool:
 
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """True if the compiled matmul takes the layer's weight once it has one of these dtypes."""
+    """Return True if the compiled matmul supports the layer and its weight has one of ``dtypes``."""
     if not has_plain_weight(layer):  # some libraries store it under another name
         return False
     weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0

@@ -1,8 +1,8 @@
-"""Formats of matrices: numbers and blocks, as types of compiled functions, and how blocks are unpacked in registers.
+"""Matrix formats as argument types of compiled functions, and code that unpacks blocks in registers.
 
-Layouts are ggml's, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight is ``d
-* q``, ``d * q + m`` or ``d * q - m``; each operation rounds once. In GGUF files ``d`` has at most 17 bits and a ``q``
-with an addend at most 5, so the product is exact and a fused multiply-add rounds alike.
+Layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight
+is ``d * q``, ``d * q + m`` or ``d * q - m``, where each operation rounds once. In GGUF files, ``d`` has at most 17 bits
+and a ``q`` with an addend at most 5, so the product is exact and a fused multiply-add gives the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MatrixKind:
 
 
 class MatrixKindType(types.Type):
-    """Numba type of one matrix kind."""
+    """Numba type of a matrix kind; code is specialized for each kind."""
 
     def __init__(self, kind_name: str) -> None:
         super().__init__(f"MatrixKind({kind_name})")
@@ -58,11 +58,11 @@ def _constant(target: Any, _: object, __: object, ___: object) -> Any:
 
 Case = TypeVar("Case")
 Tile = Callable[..., None]
-"""Generates a tile's code from a builder, the matrix type and the other arguments of ``by_rows``."""
+"""Generates a tile's code, given an IR builder, the numba type of the format and the arguments of ``by_rows``."""
 
 
 def by_rows(tiles: Mapping[int, Tile]) -> Any:
-    """An intrinsic that runs the tile for ``rows``, its last argument and a key of ``tiles``.
+    """Return an intrinsic that runs the tile for a number of rows, its last argument and a key of ``tiles``.
 
     Arrays are given by address; ``kind`` is the matrix format.
     """
@@ -78,7 +78,7 @@ def by_rows(tiles: Mapping[int, Tile]) -> Any:
 
 
 def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[tuple[int, Case]]:
-    """Open a switch case for each key; code generated in an iteration runs in that case only."""
+    """Generate a switch on ``number``: code emitted in an iteration runs only for that iteration's key."""
     end = builder.append_basic_block("end")
     switch = builder.switch(number, end)
     for key, case in by_number.items():
@@ -92,11 +92,11 @@ def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A run of numbers in a matrix row that share scales."""
+    """Layout of blocks: consecutive numbers of a matrix row that are stored together with their scales."""
 
     name: str
     gguf_type: int | None
-    """Type number in GGUF files, if the format occurs there."""
+    """Type number in GGUF files; None if they don't have the format."""
     numbers: int
     """Weights per block."""
     bytes: int
@@ -125,44 +125,41 @@ FORMATS_BY_GGUF_TYPE = {
         BlockFormat("MXFP4", 39, 32, 17),
     )
 }
-"""Formats of GGUF files by type number."""
 INT8 = BlockFormat("int8", None, 64, 68)
-"""A float32 scale and the 8-bit integers it multiplies."""
+"""A float32 scale, then 8-bit integers."""
 INT4 = BlockFormat("int4", None, 64, 40)
-"""A float32 scale and minimum, and 4-bit integers: for each 32 columns the low halves of 16 bytes, then the high
-ones."""
+"""A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, of which the low halves hold the
+first 16 columns."""
 ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
 FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
-"""Formats by the numba type of their kind."""
 VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""Values of the 4-bit codes in formats with a lookup table; MXFP4's are doubled."""
+"""Values of the 4-bit codes, for formats with a lookup table; MXFP4's are doubled to be integers."""
 TINY_SCALES = 2
-"""Exponents of MXFP4 below this have subnormal scales."""
+"""MXFP4 exponents below this give subnormal float32 scales."""
 TINIEST_SCALE = 1 << 21
-"""Float32 bits of the smallest scale; each further one is twice as large."""
+"""Float32 bits of the scale for exponent 0; it doubles with each exponent."""
 
 
 Expand = Callable[[int], Any]
-"""Generates one vector of a block, by its index."""
+"""Generates the vector of a block at an index."""
 Scale = Callable[[int], Any]
-"""Generates one of the block's scales, in all lanes."""
+"""Generates the scale of a block at an index, in all lanes."""
 FLOAT_SIZE = 4
 MANTISSA_BITS = 23
-"""Mantissa bits of a float32."""
 LEVELS = [float(level) for level in range(16)]
-"""Values of the 4-bit levels."""
+"""Values of 4-bit integers."""
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
 PRECOMPUTED_SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
-"""Scales and addends per block in formats whose scales a tile computes ahead for many blocks: loading a splat from
-memory saves shuffles, which limit tiles of few input rows. A block with a single or a float32 scale is faster
-without."""
+"""Number of scales and addends per block, for formats whose scales a tile computes ahead for many blocks: broadcasting
+them from memory saves shuffles, the bottleneck of tiles with few input rows. Formats with a single scale or with
+float32 scales are faster without it."""
 
 
 class Blocks:
-    """Generates code for the blocks of one format."""
+    """Generates code that unpacks blocks of a format."""
 
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
@@ -172,9 +169,9 @@ class Blocks:
         self._expander = getattr(self, f"_{format.name.lower()}")
 
     def write_scales(self, block: Any, target: Any) -> None:
-        """Write the scales that ``expander`` reads."""
+        """Write a block's scales as float32 at address ``target``, from which ``expander`` reads them."""
         if self.scales == 2:
-            # One instruction converts four numbers; the last two aren't scales.
+            # One instruction converts four numbers; only the first two are scales.
             four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
             scales = self.code.part(four, 0, self.scales)
         else:
@@ -182,9 +179,9 @@ class Blocks:
         self.builder.store(scales, self.builder.bitcast(target, scales.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
-        """Generate what all vectors of a block share and return a generator of single vectors.
+        """Generate the code shared by all vectors of a block and return a generator of single vectors.
 
-        ``scales`` is the address that ``write_scales`` wrote to.
+        ``scales`` is the address to which ``write_scales`` wrote.
         """
 
         @cache
@@ -201,7 +198,7 @@ class Blocks:
         return self._by_level(block, 4, LEVELS, scale(0), scale(1))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
-        """Packed half bytes: the low halves of 16 bytes, then the high ones."""
+        """Expand 4-bit numbers: the low halves of 16 bytes, then the high halves."""
         if LANES == 16:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
@@ -223,7 +220,7 @@ class Blocks:
         return lambda place: self._scaled(self._level_of_5_bits(block, 4, place, 0), scale(0), scale(1))
 
     def _level_of_5_bits(self, block: Any, first: int, place: int, lowest: int) -> Any:
-        """Add the fifth bits of 32 numbers to half bytes laid out as in ``_by_level``."""
+        """Return the levels of a vector: 4-bit numbers as in ``_by_level``, and a 32-bit word with the fifth bits."""
         half, byte = divmod(place * LANES, 16)
         low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
         high_bits = self.code.splat(self.code.load(self.code.after(block, first), WORD))
@@ -246,7 +243,7 @@ class Blocks:
         return self._by_table(block, 1, self.code.splat(scale))
 
     def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
-        """Half bytes as table indices, in the order of ``_by_level``."""
+        """Expand 4-bit indices into the format's lookup table, in the order of ``_by_level``."""
         table = VALUE_TABLES[self._format.name]
         if LANES == 16:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
@@ -316,13 +313,13 @@ class Blocks:
         return expand
 
     def _scales_of_parts(self, block: Any) -> Any:
-        """Scales of 16 numbers each, stored in 8 bits."""
+        """Return a block's 16 scales, stored in 8 bits each, times the block's scale."""
         octets = self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16))
         whole = self.builder.sext(octets, ir.VectorType(WORD, 16))
         return self.builder.fmul(self._half(block, 208, 16), self.builder.sitofp(whole, ir.VectorType(FLOAT, 16)))
 
     def _scales_and_minima(self, block: Any) -> Any:
-        """Eight scales and eight negated minima, stored in 6 bits each in 12 bytes."""
+        """Return a block's eight scales and eight negated minima, stored in 6 bits each."""
         builder = self.builder
         first, second, third = (self.code.load(self.code.after(block, 4 + 4 * word), WORD) for word in range(3))
 
@@ -353,20 +350,20 @@ class Blocks:
         return weights if added is None else self.builder.fadd(weights, added)
 
     def _permuted(self, table: Any, indices: Any) -> Any:
-        """Look up the lowest four bits of each index."""
+        """Look up each index in a table of 16 numbers; only its lowest four bits are used."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
     def _number(self, address: Any, align: int = 1) -> Any:
-        """A float32 in all lanes."""
+        """Return the float32 at an address in all lanes."""
         return self.code.splat(self.code.load(address, FLOAT, align))
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
-        """A float16 of a block in all lanes, as float32."""
+        """Return the float16 at an offset of a block in all lanes, as float32."""
         number = self.code.splat(self.code.load(self.code.after(block, offset), HALF), lanes)
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
-        """Bytes of a block as 32-bit integers, one per lane."""
+        """Return bytes of a block as 32-bit integers, one per lane."""
         octets = self.code.load(self.code.after(block, offset), ir.VectorType(OCTET, LANES))
         return (self.builder.sext if signed else self.builder.zext)(octets, self.code.words)
 

@@ -1,7 +1,7 @@
-"""Matrices in packed blocks, made from GGUF files, torchao weights or float weights quantized here.
+"""Matrices in packed blocks: read from GGUF files, converted from torchao, or quantized here to Q8_0 or Q4_0.
 
-Q8_0 blocks map the number of largest magnitude to 127, Q4_0 blocks to -8. Numbers are divided by the scale in float32,
-which is then stored in float16.
+When quantizing, the number of largest magnitude in a block becomes 127 or -127 in Q8_0 and -8 in Q4_0. Numbers are
+divided by the float32 scale, which is then stored in float16.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hdtool.runtime.kernels.gemm import unpack
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
 PAGE_OUT = 21
-"""Linux's MADV_PAGEOUT, which never loses data."""
+"""MADV_PAGEOUT of Linux, which never loses data."""
 DO_NOT_NEED = 4
-"""Linux's MADV_DONTNEED, which discards private writes."""
+"""MADV_DONTNEED of Linux, which discards private writes."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
-"""Row-copying operations, with the position of the index argument."""
+"""Position of the index argument in each operation that gathers rows."""
 
 
 class PackedMatrix:
-    """A matrix in blocks, with the tensor methods that ``CompactWeight`` and its matmuls use."""
+    """A matrix in packed blocks, with the tensor methods that ``CompactWeight`` and its matmuls use."""
 
     dtype = torch.uint8
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
-        """Each row of ``blocks`` has the bytes of one matrix row."""
+        """``blocks`` is a uint8 tensor with the bytes of one matrix row per row."""
         self.blocks, self.format = blocks, format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
         self.device = blocks.device
@@ -46,7 +46,7 @@ class PackedMatrix:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that hold the numbers."""
+        """Tensors that hold the blocks."""
         return [self.blocks]
 
     def stride(self) -> tuple[int, ...]:
@@ -62,14 +62,14 @@ class PackedMatrix:
         return self.into(torch.empty(self.shape, dtype=torch.float32))
 
     def page_out(self) -> None:
-        """Let the system page out the blocks; it reads them again from their file or swap when used.
+        """Let the system page out the blocks; they are read back from their file or swap on use.
 
-        Other systems than Linux keep the memory.
+        Has no effect on systems other than Linux.
         """
         self._advise(PAGE_OUT)
 
     def unmap(self) -> None:
-        """Drop the mapped pages of the blocks; the file stays in the page cache."""
+        """Unmap the blocks' pages, on Linux; the file stays in the page cache, but private writes are lost."""
         self._advise(DO_NOT_NEED)
 
     def _advise(self, advice: int) -> None:
@@ -80,12 +80,12 @@ class PackedMatrix:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Expand into contiguous float32 memory of this shape."""
+        """Expand the matrix into a contiguous float32 tensor of its shape, and return that tensor."""
         unpack(self.data_ptr(), self.format.kind, self.itemsize, len(self), self.shape[1], memory.data_ptr())
         return memory
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
-        """The rows an operation copies, in float32; None if it copies something else."""
+        """Return the rows that an operation gathers, in float32; None if it doesn't gather whole rows."""
         selected = args[ROW_ARGUMENTS[operation] - 1]
         copies_rows = args[0] == 0 if operation is ATEN.index_select.default else True
         if operation is ATEN.index.Tensor:
@@ -97,7 +97,7 @@ class PackedMatrix:
         return numbers.view(*copied.shape[:-1], self.shape[1])
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
-        """A view that expands no other numbers than its own, or None."""
+        """Return the result of a view operation if it needs to expand at most its own numbers; else None."""
         if operation in (ATEN.detach.default, ATEN.alias.default):
             return self
         if operation is ATEN.slice.Tensor and (not args or args[0] == 0) and args[3:] in ((), (1,)):
@@ -110,13 +110,12 @@ class PackedMatrix:
 
 
 class PackedExperts(PackedMatrix):
-    """Matrices ``[experts, rows, columns]`` in blocks, as one or several parts that each hold some rows of every
-    expert."""
+    """Matrices ``[experts, rows, columns]`` in packed blocks, split into parts that hold some rows of every expert."""
 
     def __init__(self, parts: Sequence[PackedMatrix], experts: int, *, is_transposed: bool = False) -> None:
-        """Each part holds some rows of expert 0, then as many of expert 1, and so on up to ``number`` experts.
+        """Each part holds the same number of rows of each expert, in expert order.
 
-        With ``is_transposed`` it presents rows as columns, as some modules do.
+        With ``is_transposed``, the shape is ``[experts, columns, rows]``, as some modules expect.
         """
         first = parts[0]
         super().__init__(first.blocks, first.format)
@@ -170,7 +169,7 @@ class PackedExperts(PackedMatrix):
         return memory.copy_(self.float())
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:
-        """The experts an operation copies, in float32; None if it copies something else."""
+        """Return the experts that an operation gathers, in float32; None if it doesn't gather whole experts."""
         if operation is not ATEN.index.Tensor or len(args[0]) != 1 or args[0][0] is None:
             return None
         chosen = args[0][0]
@@ -186,14 +185,14 @@ class PackedExperts(PackedMatrix):
 
 
 QUANTIZED_AT_ONCE = 1 << 20
-"""Numbers quantized at a time."""
+"""Number of weights quantized at a time, to limit memory."""
 FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
 Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
 HALF_SIZE = 2
 
 
 def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix | None:
-    """Quantize a matrix; None if a number or a scale is infinite or NaN."""
+    """Quantize a matrix to Q8_0 or Q4_0; return None if a number or a scale is infinite or NaN."""
     rows, columns = weight.shape
     blocks = torch.empty(rows, format.row_bytes(columns), dtype=torch.uint8)
     quantize = QUANTIZERS[format.name]
@@ -218,7 +217,7 @@ def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     magnitudes, columns = blocks.abs(), torch.arange(blocks.shape[1])
     is_largest = magnitudes == magnitudes.amax(1, keepdim=True)
-    # The first of equals; argmax doesn't promise that.
+    # Take the first of equals, which argmax doesn't guarantee.
     first = torch.where(is_largest, columns, len(columns) - 1).amin(1, keepdim=True)
     scales = blocks.gather(1, first) / -8
     levels = (blocks * _inverse(scales) + 8.5).clamp(0, 15).to(torch.uint8)
@@ -227,7 +226,7 @@ def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 QUANTIZERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
-"""Functions that return the scales and packed levels of blocks, by format name."""
+"""Functions by format name that return the scales and packed levels of blocks ``[blocks, numbers]``."""
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
@@ -235,22 +234,22 @@ def _inverse(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(numbers: torch.Tensor) -> torch.Tensor:
-    """Round to nearest; ties away from zero."""
+    """Round to nearest, ties away from zero."""
     magnitudes = numbers.abs()
     whole = magnitudes.floor()
     return torch.copysign(whole + (2 * (magnitudes - whole)).floor(), numbers)
 
 
 ACTIVATION_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
-"""Attributes of a torchao weight whose layer transforms its input."""
+"""Attributes that are set on torchao weights whose layer also quantizes or scales its input."""
 SCALE_SIZE = 4
-"""Bytes of a scale in a torchao block."""
+"""Size of a scale in a torchao block in bytes."""
 
 
 def packed_weight(weight: Any) -> PackedMatrix | None:
-    """The numbers of a torchao-quantized weight, without its activations; None for any other weight.
+    """Pack a weight-only quantized weight of torchao, which isn't imported; return None for any other weight.
 
-    These are the numbers torchao multiplies float32 inputs by. torchao isn't imported.
+    The packed numbers are those that torchao multiplies float32 inputs by.
     """
     kind = type(weight)
     if kind.__module__.split(".")[0] != "torchao" or weight.dim() != 2 or not weight.is_cpu:
@@ -263,7 +262,7 @@ def packed_weight(weight: Any) -> PackedMatrix | None:
 
 def _of_int8(weight: Any) -> PackedMatrix | None:
     levels, group = weight.qdata, weight.block_size[-1]
-    # With column groups, torchao rounds to the weight's dtype.
+    # With several groups per row, torchao rounds to the weight's dtype.
     rounded = group < levels.shape[1] and weight.dtype != torch.float32
     if levels.dtype != torch.int8 or rounded or (weight.zero_point is not None and weight.zero_point.any()):
         return None
@@ -278,25 +277,28 @@ def _of_int4(weight: Any) -> PackedMatrix | None:
 
 
 def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Pack 8-bit integers with one scale per ``group`` of columns; None if they don't fill whole blocks.
+    """Pack 8-bit integers with a scale per ``group`` of columns; return None if they don't fill whole blocks.
 
-    ``scales`` has a row per matrix row, or one for all.
+    ``scales`` has one row per matrix row, or a single one for all.
     """
     return _packed(INT8, levels.view(torch.uint8), [scales], group)
 
 
 def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns."""
+    """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns.
+
+    Returns None if they don't fill whole blocks.
+    """
     out_features, half = octets.shape
     if half % (INT4.numbers // 2):
         return None
-    # Sixteen columns in the low halves of bytes, the next ones in the high halves; -8 becomes 0.
+    # Put 16 columns in the low halves of bytes and the next 16 in the high halves; -8 becomes 0.
     levels = torch.stack([octets & 15, octets >> 4], -1).view(out_features, -1, 2, 16) ^ 8
     return _packed(INT4, (levels[:, :, 0] | levels[:, :, 1] << 4).view(out_features, -1), [scales, minima], group)
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Blocks of each group's scales and minima, followed by the levels' octets."""
+    """Assemble blocks of the group's ``headers`` (scale, minimum), then the levels; None if shapes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.numbers

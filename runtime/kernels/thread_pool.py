@@ -1,6 +1,6 @@
-"""A thread pool that shares matmuls and attention among threads while a pass runs in compiled code.
+"""Thread pool for matmuls and attention in compiled passes.
 
-Waiting threads spin on a word of memory: a pass has hundreds of jobs, each shorter than it takes to wake a thread.
+Idle threads spin on a word of memory, because a pass runs hundreds of jobs that are shorter than a thread's wake-up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORK = 0
-"""Job number in the upper bits, parts nobody has taken in the lower ones."""
+"""Field with the job number in the upper bits and the number of parts not yet taken in the lower ones."""
 COMPLETED = CACHE_LINE // WORD_SIZE
-"""Completed parts of the job, on a cache line of its own."""
+"""Field with the number of completed parts, on a separate cache line."""
 JOB = 2 * CACHE_LINE // WORD_SIZE
-"""Job record: function address and arguments except the part's units, which come last; then the number of units, the
-multiple at which parts start, and the number of parts."""
+"""First field of the job record, which holds the address of the function, its arguments except the range of units, the
+number of units, the multiple at which parts start, and the number of parts."""
 CONTROL_FIELDS = JOB + MATMUL_ARGUMENTS + 2
 MAX_PARTS = 1 << 16
 CLOSED = -1
 PARTS_PER_THREAD = 2
-"""More parts balance load when a thread is interrupted, but take longer to hand out."""
+"""Parts of a job per thread: more balance the load if a thread is interrupted, but add overhead."""
 MIN_PARALLEL_WEIGHTS = 1 << 16
-"""Matmuls with fewer weights run on one thread."""
+"""Matmuls with fewer weights run on the calling thread only."""
 ROW_MULTIPLE = 16
-"""Parts start at a multiple of this matrix row, for whole panels and tiles."""
+"""Parts start at a multiple of this many matrix rows, so that they consist of whole panels and tiles."""
 
 
 @generated(types.int64, returns=types.int64)
@@ -56,25 +56,25 @@ def increment(builder: Any, address: Any) -> None:
 
 @generated(types.int64, types.int64, types.int64, returns=types.boolean)
 def compare_and_swap(builder: Any, address: Any, old: Any, new: Any) -> Any:
-    """Store ``new`` if the word still holds ``old``."""
+    """Store ``new`` and return True if the word still holds ``old``."""
     pair = builder.cmpxchg(builder.inttoptr(address, INDEX.as_pointer()), old, new, "acq_rel", "acquire")
     return builder.extract_value(pair, 1)
 
 
 @generated()
 def pause(builder: Any) -> None:
-    """Let the core's other hardware thread run for a moment."""
+    """Hint that the thread is spinning, so that the core's other hardware thread can run."""
     if PAUSE:
         VectorCode(builder).call(PAUSE, ir.VoidType())
 
 
 @compiled
 def _take_part(control: int) -> bool:
-    """Compute one part of the job, if one is left."""
+    """Take a part of the current job and compute it; return False if none is left."""
     word = load(control + WORK * WORD_SIZE)
     if word == CLOSED or word % MAX_PARTS == 0 or not compare_and_swap(control + WORK * WORD_SIZE, word, word - 1):
         return False
-    # The job can't change before this part is completed.
+    # The job can't change until this part is completed.
     job = array_at(control + JOB * WORD_SIZE, (CONTROL_FIELDS - JOB,), types.int64)
     function, one, two, three, four, five, six, seven, units, multiple, parts = job
     part = word % MAX_PARTS - 1
@@ -87,7 +87,7 @@ def _take_part(control: int) -> bool:
 
 @compiled
 def _work(control: int) -> None:
-    """Compute parts of jobs until the pool closes."""
+    """Compute parts of jobs until the pool is closed."""
     while load(control + WORK * WORD_SIZE) != CLOSED:
         if not _take_part(control):
             pause()
@@ -95,7 +95,7 @@ def _work(control: int) -> None:
 
 @compiled
 def parts_of(threads: int, units: int, multiple: int) -> int:
-    """Parts of a job in an open pool."""
+    """Return how many parts a job is split into."""
     return min(threads * PARTS_PER_THREAD, units // multiple)
 
 
@@ -114,9 +114,10 @@ def run_parallel(
     units: int,
     multiple: int,
 ) -> None:
-    """Run all units of a job on the threads of an open pool; with address 0, on this thread alone.
+    """Run all units of a job on the threads of the open pool at ``control``; with 0, on the calling thread only.
 
-    The function gets seven arguments, the first unit to compute (a multiple of ``multiple``) and the end.
+    The function at address ``function`` is called with the seven arguments and a range of units, which starts at a
+    multiple of ``multiple``. Returns once all units are done.
     """
     parts = parts_of(threads, units, multiple)
     if control == 0 or parts < 2:
@@ -149,7 +150,7 @@ def parallel_matmul(
     outputs: int,
     bias: int,
 ) -> None:
-    """Multiply on the threads of an open pool, if the matrix is large enough."""
+    """Call a matmul on the threads of an open pool; small matrices use only the calling thread."""
     thread_pool = control if out_features * columns >= MIN_PARALLEL_WEIGHTS else 0
     run_parallel(
         thread_pool,
@@ -174,7 +175,7 @@ def _open(control: int, job: int) -> None:
 
 @compiled
 def _close(control: int) -> int:
-    """Close the pool; return the number of its last job."""
+    """Close the pool and return its last job number."""
     job = load(control + WORK * WORD_SIZE) // MAX_PARTS
     store(control + WORK * WORD_SIZE, CLOSED)
     return job  # type: ignore[no-any-return]
@@ -184,9 +185,9 @@ NO_THREADS: AbstractContextManager[int] = nullcontext(0)
 
 
 class ThreadPool:
-    """Worker threads beside the one that computes a pass.
+    """Worker threads that help the thread that runs a pass.
 
-    A forked process has none of the workers: its own thread computes all parts.
+    After a fork, the child has no workers and its thread computes all parts.
     """
 
     def __init__(self, threads: int) -> None:
@@ -206,7 +207,7 @@ class ThreadPool:
             _work(self._control)
 
     def open(self) -> AbstractContextManager[int]:
-        """Open the pool and yield its address for ``parallel_matmul``; 0 while another pass holds it."""
+        """Open the pool in a context that yields its address for ``run_parallel``; 0 while another pass holds it."""
         return self._opened() if self._wake_ups else NO_THREADS
 
     @contextmanager

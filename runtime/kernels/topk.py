@@ -1,7 +1,7 @@
-"""Arg-max and top-k over the vocabulary, for the logits of each node of a tree.
+"""Argmax and top-k over the vocabulary, for the logits of each node of a draft tree.
 
-Read as an integer, with the magnitude bits of negatives inverted, a float's bits sort like the floats. So one compiled
-function serves every dtype; NumPy has no bfloat16, and torch is slower.
+A float's bits, read as an integer with the magnitude bits of negatives inverted, sort like the floats. One compiled
+argmax therefore serves all dtypes, bfloat16 included, which NumPy lacks, and is faster than torch's.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import torch
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
 
 ARGMAX_LANES = 64
-"""Numbers compared at once: a few vectors, so that comparisons don't wait for each other."""
+"""Numbers compared in parallel: a few vectors, so that consecutive comparisons are independent."""
 ARGMAX_BLOCK = 64 * ARGMAX_LANES
-"""Numbers of a row between updates of its maximum."""
+"""Numbers per block of a row; the row's maximum is updated after each block."""
 INFINITY: dict[torch.dtype, npt.NDArray[Any]] = {
     torch.float32: np.array([0x7F800000], np.int32),
     torch.float64: np.array([0x7FF0000000000000], np.int64),
     torch.bfloat16: np.array([0x7F80], np.int16),
     torch.float16: np.array([0x7C00], np.int16),
 }
-"""The bits of infinity in each dtype, as an integer of that size."""
+"""Bits of infinity in each dtype, as an array of one integer of that size."""
 
 
 class LogitBits(NamedTuple):
-    """CPU logits as compiled code reads them."""
+    """CPU logits in the form that compiled code reads."""
 
     address: int
     stride: int
-    """Numbers from one row to the next."""
+    """Distance between rows in numbers."""
     vocabulary: int
     infinity: Array
 
 
 def readable(logits: torch.Tensor) -> torch.Tensor:
-    """The logits, copied only if a row isn't contiguous."""
+    """Return the logits with contiguous rows, copied only if necessary."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def bits_of(logits: torch.Tensor) -> LogitBits:
-    """Address of readable logits ``[rows, vocabulary]``, which must outlive the result."""
+    """Describe ``readable`` logits ``[rows, vocabulary]`` for compiled code; they must outlive the result."""
     return LogitBits(logits.data_ptr(), logits.stride(0), logits.shape[1], INFINITY[logits.dtype])
 
 
 @compiled
 def argmax_of_row(address: int, stride: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
-    """First arg-max of a row, and whether it is finite; NaN counts as the highest."""
+    """Return the first argmax of a row and whether its logit is finite; NaN counts as the maximum."""
     return argmax_of(array_at(address + row * stride * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
 @compiled
 def is_finite(address: int, stride: int, infinity: Array, row: int, token: int) -> bool:
-    """True if one number of a row is finite."""
+    """Return True if the logit of a token in a row is finite."""
     bits = array_at(address + (row * stride + token) * infinity.itemsize, 1, infinity.dtype)
     return (bits[0] & infinity[0]) != infinity[0]  # type: ignore[no-any-return]
 
@@ -74,17 +74,17 @@ def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
     infinite: Any = np.int64(infinity)
     if highest > infinite or np.int64(low.min()) < ~infinite:
         return _first_between(bits, ~infinite, infinite, outside=True), False
-    if highest == 0:  # 0.0, which -0.0 equals
+    if highest == 0:  # 0.0 equals -0.0
         return _first_between(bits, -1, 0, outside=False), True
     return first + _first_between(bits[first:], highest, highest, outside=False), abs(highest) < infinite
 
 
 @compiled
 def _extremes(bits: Array, high: Array, low: Array) -> None:
-    """Per lane, the highest keys of a block and the lowest keys so far."""
+    """Write each lane's maximum key of a block to ``high``, and its minimum over all blocks so far to ``low``."""
     high[:] = np.iinfo(high.dtype).min
     whole, magnitude = len(bits) // ARGMAX_LANES, np.iinfo(high.dtype).max
-    # Written so that the compiler vectorizes over the lanes, in integers of this size.
+    # In this form the compiler vectorizes over the lanes, in integers of the dtype's size.
     for line in range(whole):
         part = bits[line * ARGMAX_LANES : (line + 1) * ARGMAX_LANES]
         for lane in range(ARGMAX_LANES):
@@ -98,14 +98,16 @@ def _extremes(bits: Array, high: Array, low: Array) -> None:
 
 @compiled
 def _key(bits: Any, magnitude: Any) -> Any:
-    """Map float bits to an integer that sorts like the floats: -0.0 becomes -1, minus infinity the inverse of
-    infinity."""
+    """Map float bits to an integer that sorts like the floats.
+
+    -0.0 becomes -1, and minus infinity becomes the bitwise inverse of infinity.
+    """
     return bits ^ ((bits >> 63) & magnitude)
 
 
 @compiled
 def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
-    """Index of the first number with a key in this range, or outside of it."""
+    """Return the index of the first number whose key is in the range, or outside it; 0 if there is none."""
     for index in range(len(bits)):
         if (low <= _key(bits[index], np.iinfo(bits.dtype).max) <= high) != outside:
             return index
@@ -113,24 +115,23 @@ def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
 
 
 TOPK_LANES = 16
-"""Lanes of a vector comparison."""
+"""Number of columns per block, compared as vectors."""
 FOLD = 8
-"""Values covered by each maximum."""
+"""Number of values that each maximum covers."""
 TOPK_BLOCK = TOPK_LANES * FOLD
 MAXIMA_PER_TOKEN = 4
-"""The last level has at least this many maxima for each of the k tokens: with fewer, too many values stay
-candidates."""
+"""Minimum number of maxima on the last level per token of the top k; with fewer, too many values remain candidates."""
 MAX_LEVELS = 8
 MAX_RANKED = 64
-"""Maximum tokens in a ranking that comes with a pass."""
+"""Maximum number of tokens in a ranking that a pass computes."""
 COMPARABLE = torch.float32, torch.float64
-"""Other dtypes are converted to float32: NumPy has no bfloat16."""
+"""Dtypes compared directly; others are converted to float32, as NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
 NOT_FOLDED = np.empty((0, 0), np.float32)
 
 
 def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Arg-max of each row, the first of equals; NaN counts as the highest."""
+    """Return the argmax of each row, the first of equals; NaN counts as the maximum."""
     if logits.device.type != "cpu":
         tokens: Any = logits.argmax(dim=-1).cpu().numpy()
     else:
@@ -139,9 +140,10 @@ def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
 
 
 def _comparable(logits: torch.Tensor) -> Array:
-    """A NumPy view of CPU logits, or a float32 copy. NumPy's arg-max over a vocabulary is about ten times faster.
+    """Return CPU logits as a NumPy view, or a float32 copy for other dtypes.
 
-    Calls into torch are skipped where they change nothing: each takes microseconds.
+    NumPy's argmax over a vocabulary is about ten times as fast as torch's. Torch calls without effect are skipped,
+    since each takes microseconds.
     """
     if logits.requires_grad:
         logits = logits.detach()
@@ -151,10 +153,10 @@ def _comparable(logits: torch.Tensor) -> Array:
 
 
 class FoldedLogits:
-    """Logits with block maxima that the pass computed while they were in the cache."""
+    """Logits with block maxima that the pass computed while the logits were in the cache."""
 
     def __init__(self, numbers: Array, maxima: Array) -> None:
-        """``maxima`` has what ``fold`` writes for each row."""
+        """``maxima`` holds the output of ``fold`` for each row."""
         self.numbers, self.maxima = numbers, maxima
 
     def __len__(self) -> int:
@@ -168,9 +170,9 @@ Rankable = torch.Tensor | Array | FoldedLogits
 
 
 def for_topk(logits: torch.Tensor, maxima: Array | None = None) -> Rankable:
-    """The form of the logits whose rows are selected fastest before ``topk``: on a CPU, a NumPy view.
+    """Return the logits in the form that is fastest to slice and pass to ``topk``: on a CPU, a NumPy view.
 
-    ``maxima`` has what ``fold`` writes for each row, if the pass computed it.
+    ``maxima`` holds the output of ``fold`` for each row, if the pass computed it.
     """
     if maxima is not None:
         return FoldedLogits(logits.numpy(), maxima)
@@ -178,20 +180,20 @@ def for_topk(logits: torch.Tensor, maxima: Array | None = None) -> Rankable:
 
 
 def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
-    """The top ``k`` tokens of each row, best first, and their logits; padded with -1 and -inf."""
+    """Return the top ``k`` tokens of each row and their logits, best first, padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
     if isinstance(logits, FoldedLogits):
         write_topk(logits.numbers, tokens, scores, logits.maxima)
     elif isinstance(logits, np.ndarray):
         write_topk(np.ascontiguousarray(logits), tokens, scores, NOT_FOLDED)
     elif logits.device.type == "cpu":
-        # Torch takes ten times as long on a CPU.
+        # Ten times as fast as torch's topk on a CPU.
         single = logits if logits.dtype == torch.float32 else logits.float()
         write_topk(np.ascontiguousarray(_comparable(single)), tokens, scores, NOT_FOLDED)
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(k, logits.shape[-1]))
-        # One transfer: each costs a wait for the device.
+        # A single transfer, since each waits for the device.
         packed = torch.stack([best.values, best.indices.to(torch.int32).view(torch.float32)]).cpu().numpy()
         scores[:, : packed.shape[2]] = packed[0]
         tokens[:, : packed.shape[2]] = packed[1].view(np.int32)
@@ -200,9 +202,10 @@ def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
 
 @compiled
 def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> None:
-    """Top-k by a tree of maxima: the top k values lie below the k highest maxima of the last level.
+    """Write the top-k tokens of each row and their scores, found by a tree of maxima.
 
-    ``folded`` has the first level's maxima of each row, if they are known.
+    The k-th highest maximum of the last level is a lower bound for the top k, so branches below it are skipped.
+    ``folded`` holds the first level's maxima of each row; if empty, they are computed.
     """
     vocabulary, k = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, k)
@@ -230,7 +233,7 @@ def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> No
 
 @compiled
 def _levels(vocabulary: int, k: int) -> tuple[Array, int]:
-    """Offset of each level in the array of maxima, with the end of the last one, and the number of levels."""
+    """Return each level's offset in the array of maxima, followed by the end of the last level, and the last level."""
     begins = np.zeros(MAX_LEVELS + 2, np.int64)
     size, level = folded_size(vocabulary), 1
     begins[2] = size
@@ -242,18 +245,18 @@ def _levels(vocabulary: int, k: int) -> tuple[Array, int]:
 
 @compiled
 def folded_size(size: int) -> int:
-    """Number of maxima of ``size`` values."""
+    """Return the number of maxima that ``fold`` writes for ``size`` values."""
     return -(-size // TOPK_BLOCK) * TOPK_LANES
 
 
 @compiled
 def fold(values: Array, highest: Array) -> None:
-    """Write the column maxima of each block, read as a matrix of ``FOLD`` rows and ``TOPK_LANES`` columns."""
+    """Write the maxima of each block's columns; a block is a matrix of ``FOLD`` rows and ``TOPK_LANES`` columns."""
     whole = len(values) // TOPK_BLOCK
     for number in range(whole):
         part = values[number * TOPK_BLOCK : (number + 1) * TOPK_BLOCK]
         maxima_of_block = highest[number * TOPK_LANES : (number + 1) * TOPK_LANES]
-        # Written so that the compiler vectorizes over the lanes; NaN never compares as higher.
+        # In this form the compiler vectorizes over the lanes; NaN never compares as higher.
         for lane in range(TOPK_LANES):
             maximum = np.float32(NO_LOGIT)
             for line in range(FOLD):
@@ -268,10 +271,10 @@ def fold(values: Array, highest: Array) -> None:
 
 @compiled
 def _indices_of(values: Array, threshold: float, places: Array) -> int:
-    """Write the indices of all values >= ``threshold`` to ``places``; return their number."""
+    """Write the indices of all values >= ``threshold`` to ``places``; return how many there are."""
     count = 0
     for index in range(len(values)):
-        # Branch-free: always written, counted only if it qualifies. This takes half as long.
+        # Always write, but count only qualifying indices: without a branch this takes half the time.
         places[count] = index
         count += values[index] >= threshold
     return count
@@ -279,7 +282,7 @@ def _indices_of(values: Array, threshold: float, places: Array) -> int:
 
 @compiled
 def _indices_below(above: Array, values: Array, threshold: float, places: Array) -> int:
-    """Write the indices of the values >= ``threshold`` that the maxima ``above`` cover, one level down."""
+    """Like ``_indices_of``, but look only at values one level below the maxima with indices ``above``."""
     count = 0
     for maximum in above:
         first = maximum // TOPK_LANES * TOPK_BLOCK + maximum % TOPK_LANES
@@ -291,7 +294,7 @@ def _indices_below(above: Array, values: Array, threshold: float, places: Array)
 
 @compiled
 def _kth_highest(values: Array, best: Array) -> Any:
-    """The k-th highest value, with k = ``len(best)``."""
+    """Return the k-th highest value, with k = ``len(best)``; overwrites ``best``."""
     best[:] = NO_LOGIT
     for highest in values:
         if highest > best[-1]:
@@ -305,7 +308,7 @@ def _kth_highest(values: Array, best: Array) -> Any:
 
 @compiled
 def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
-    """Insert a token into the sorted top k; of equal scores the smaller id comes first."""
+    """Insert a token into the sorted top k; ties are ordered by token id."""
     place = len(scores)
     while place > 0 and (scores[place - 1] < score or (scores[place - 1] == score and tokens[place - 1] > token)):
         place -= 1

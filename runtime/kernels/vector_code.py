@@ -1,7 +1,7 @@
-"""Vector code generation: this processor's registers, an LLVM builder, and intrinsics on float32 rows.
+"""LLVM code generation for vectors of this processor's register size, and intrinsics on float32 rows.
 
-The order of operations is written out, not left to a vectorizing compiler, so a number's bits don't depend on its
-position.
+The order of operations is explicit, not left to a vectorizing compiler, so a result is bitwise independent of its
+position in a row.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SHORT = ir.IntType(16)
 OCTET = ir.IntType(8)
 INDEX = ir.IntType(64)
 ITEM_SIZE = 4
-"""Bytes of a float32."""
+"""Size of a float32 in bytes."""
 CACHE_LINE = 64
-"""Bytes of a cache line."""
+"""Size of a cache line in bytes."""
 
 
 def has_feature(feature: str) -> bool:
-    """True if the processor has an LLVM feature."""
+    """Return True if the processor has a feature, by its LLVM name."""
     try:
         return bool(binding.get_host_cpu_features().get(feature))
-    except RuntimeError:  # unsupported on some processors
+    except RuntimeError:  # LLVM cannot detect features on some processors
         return False
 
 
@@ -47,23 +47,23 @@ def _name_of_cpu() -> str:
 CPU = _name_of_cpu()
 """LLVM's name for this processor."""
 EXPANDS_FLOAT16 = has_feature("f16c") or has_feature("avx512f") or machine().lower() in ("aarch64", "arm64")
-"""True if the processor converts float16; elsewhere LLVM calls a library function that may be missing."""
+"""True if the processor converts float16; on others LLVM calls a library function that may be missing."""
 PAUSE = "llvm.x86.sse2.pause" if has_feature("sse2") else None
-"""Spin-wait hint."""
+"""Intrinsic for a spin-wait hint; None if there is none."""
 LANES = 16 if has_feature("avx512f") else 8 if has_feature("avx") else 4
-"""Numbers in a vector register."""
+"""Number of float32 lanes of a vector register."""
 
 
 TABLE_SIZE = 16
 LOOK_UP_ARM = "llvm.aarch64.neon.tbl1.v16i8"
 LOOK_UP_X86 = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}
-"""By register size in bytes."""
+"""Byte-shuffle intrinsics by register size in bytes."""
 LOOK_UP = LOOK_UP_ARM if machine().lower() in ("aarch64", "arm64") else LOOK_UP_X86[16] if has_feature("avx") else None
-"""Instruction that looks up 16 octets in a table of 16; None where there is none."""
+"""Intrinsic that looks up 16 bytes in a table of 16; None if the processor has none."""
 
 
 class VectorCode:
-    """Adds instructions on vectors of ``LANES`` numbers to a function that numba compiles."""
+    """Emits instructions on vectors of ``LANES`` numbers into a function that numba compiles."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -81,29 +81,29 @@ class VectorCode:
         return loaded
 
     def after(self, address: Any, count: int | Any) -> Any:
-        """The address ``count`` items later."""
+        """Return the address of the item ``count`` items after ``address``."""
         return self.builder.gep(address, [INDEX(count) if isinstance(count, int) else count])
 
     def splat(self, number: Any, lanes: int = LANES) -> Any:
-        """A number in all lanes."""
+        """Broadcast a number to all lanes."""
         undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
         first = self.builder.insert_element(undefined, number, WORD(0))
         return self.lane(first, 0, lanes)
 
     def lane(self, vector: Any, index: int, lanes: int = LANES) -> Any:
-        """One lane of a vector in all lanes."""
+        """Broadcast one lane of a vector to all lanes."""
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.builder.shuffle_vector(vector, undefined, self.integers([index] * lanes))
 
     def part(self, vector: Any, first: int, lanes: int) -> Any:
-        """Some lanes of a vector."""
+        """Return ``lanes`` lanes of a vector, starting at ``first``."""
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
 
     def looked_up(
         self, table: Sequence[int], indices: Any, instruction: str | None = LOOK_UP, size: int = TABLE_SIZE
     ) -> Any:
-        """Look up octets in a table of 16 by 4-bit indices; ``size`` is the instruction's register size."""
+        """Look up 4-bit indices in a table of 16 bytes; ``size`` is the instruction's register size in bytes."""
         if instruction is None:
             return self._selected(table, indices)
         octets = self.integers([number % 256 for number in table] * (size // TABLE_SIZE), OCTET)
@@ -116,7 +116,7 @@ class VectorCode:
         return vectors[0]
 
     def _selected(self, table: Sequence[int], indices: Any) -> Any:
-        """Table lookup without an instruction: each index bit halves the candidates."""
+        """Look up indices without a table instruction: each index bit halves the candidates."""
         lanes = indices.type.count
         candidates = [self.integers([number % 256] * lanes, OCTET) for number in table]
         for bit in range(len(table).bit_length() - 1):
@@ -135,18 +135,18 @@ class VectorCode:
         return ir.Constant(ir.VectorType(kind, len(numbers)), numbers)
 
     def every(self, number: int) -> Any:
-        """A constant integer in all lanes."""
+        """Return a constant integer in all lanes."""
         return self.integers([number] * LANES)
 
     def multiply_add(self, weights: Any, factor: Any, added: Any) -> Any:
         return self.call(f"llvm.fmuladd.v{LANES}f32", self.vector, weights, factor, added)
 
     def total(self, vector: Any) -> Any:
-        """Sum of all lanes, always in the same order."""
+        """Sum all lanes in a fixed order."""
         return self.folded(vector, self.builder.fadd)
 
     def sums_of(self, vectors: Sequence[Any]) -> Any:
-        """Sums of ``LANES`` vectors, one per lane, added in the order of ``total``."""
+        """Return a vector with the totals of ``LANES`` vectors, summed in the same order as in ``total``."""
         vectors, count = list(vectors), LANES
         while count > 1:
             count //= 2
@@ -170,7 +170,7 @@ class VectorCode:
         return vectors[0]
 
     def folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """Reduce a vector to one number by combining its halves."""
+        """Reduce a vector to one number by repeatedly combining its halves."""
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
@@ -178,15 +178,17 @@ class VectorCode:
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any, *, nearest: bool = False) -> None:
-        """Prefetch a cache line for reading, into L2 or, with ``nearest``, L1."""
+        """Prefetch a cache line for reading into L2, or into L1 with ``nearest``."""
         level = WORD(3 if nearest else 2)
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """Loop over indices below ``count`` in steps; ``body`` makes the next values from an index and the last
-        ones."""
+        """Generate a loop over indices below ``count`` and return the final values.
+
+        ``body`` generates the next values from an index and the current values, which start as ``carried``.
+        """
         builder = self.builder
         before = builder.block
         inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
@@ -213,26 +215,26 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)
 LOG2_E = 1.44269504088896341
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-"""They add up to log(2); the first times a small integer is exact."""
+"""They sum to log(2); multiplying the first by a small integer is exact."""
 POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""From the Cephes library: exp(r) is 1 + r + r**2 times this polynomial, for r up to log(2) / 2."""
+"""Coefficients from the Cephes library: for ``abs(r) <= log(2) / 2``, ``exp(r) = 1 + r + r**2 * polynomial(r)``."""
 ROUNDING = 12582912.0
-"""1.5 * 2**23: adding it rounds a small number to an integer in the lowest bits of the sum."""
+"""1.5 * 2**23; adding it rounds a small number to an integer, which is then in the lowest bits of the sum."""
 EXP_UNDERFLOW, EXP_OVERFLOW = -87.0, 88.0
-"""Below the first, exp returns 0; above the second, the value at it."""
+"""Below EXP_UNDERFLOW, exp returns 0; inputs above EXP_OVERFLOW are clamped to it."""
 ONE_BITS = 127 << 23
-"""The bits of 1.0 in float32."""
+"""Bits of 1.0 in float32."""
 
 
 class FloatCode(VectorCode):
-    """Adds instructions on float32 numbers, given by integer addresses."""
+    """Emits instructions on float32 numbers in memory, whose addresses are integers."""
 
     def number(self, value: float) -> Any:
-        """A constant in all lanes."""
+        """Return a constant in all lanes."""
         return ir.Constant(VECTOR, [value] * LANES)
 
     def at(self, address: Any, index: Any) -> Any:
-        """Address of a float32 by index."""
+        """Return the address of the float32 at an index."""
         return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
 
     def read(self, address: Any, kind: Any = VECTOR) -> Any:
@@ -244,7 +246,7 @@ class FloatCode(VectorCode):
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = ITEM_SIZE
 
     def exp(self, x: Any) -> Any:
-        """The exponential; NaN stays NaN."""
+        """Return the exponential of each lane; NaN stays NaN."""
         builder = self.builder
         vanishes = builder.fcmp_ordered("<", x, self.number(EXP_UNDERFLOW))
         x = builder.select(builder.fcmp_ordered(">", x, self.number(EXP_OVERFLOW)), self.number(EXP_OVERFLOW), x)
@@ -263,7 +265,7 @@ class FloatCode(VectorCode):
         return builder.select(vanishes, self.number(0.0), result)
 
     def tanh(self, x: Any) -> Any:
-        """The hyperbolic tangent, with the absolute error of ``exp``."""
+        """Return the hyperbolic tangent of each lane, with the absolute error of ``exp``."""
         doubled = self.exp(self.builder.fmul(x, self.number(2.0)))
         part = self.builder.fdiv(self.number(2.0), self.builder.fadd(doubled, self.number(1.0)))
         return self.builder.fsub(self.number(1.0), part)
@@ -271,7 +273,7 @@ class FloatCode(VectorCode):
 
 @generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
 def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
-    """RMSNorm of one row, times ``weight + offset``."""
+    """Write the RMSNorm of a row, multiplied by ``weight + offset``."""
     code = FloatCode(builder)
 
     def square(index: Any, sums: list[Any]) -> list[Any]:
@@ -294,7 +296,7 @@ def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsi
 
 @generated(types.int64, types.int64, types.float32)
 def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
-    """``scores = exp(scores - largest)``; the count is a multiple of ``LANES``."""
+    """Compute ``scores = exp(scores - largest)`` in-place; ``count`` must be a multiple of ``LANES``."""
     code = FloatCode(builder)
     top = code.splat(largest)
 
@@ -307,7 +309,7 @@ def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
 
 
 def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
-    """An intrinsic for a gated unit whose activation is ``x * sigmoid(f(x))``."""
+    """Return an intrinsic for ``gate = act(gate) * up``, in-place, with ``act(x) = x * sigmoid(f(x))``."""
 
     @generated(*[types.int64] * 3)
     def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
@@ -326,7 +328,10 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
 
 
 def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
-    """``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, since ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``."""
+    """Return ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, whose sigmoid times ``x`` is tanh GELU.
+
+    The two are equal because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
+    """
     factor = 2 * math.sqrt(2 / math.pi)
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
     inside = code.multiply_add(cubed, code.number(0.044715), numbers)
@@ -334,14 +339,17 @@ def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
 
 
 silu_in_place = _gated(lambda code, numbers: numbers)
-"""``gate = silu(gate) * up``"""
+"""Computes ``gate = silu(gate) * up``."""
 gelu_in_place = _gated(_twice_inside_tanh)
-"""``gate = gelu(gate) * up``, with the tanh GELU."""
+"""Computes ``gate = gelu(gate) * up`` with tanh GELU."""
 
 
 @generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
 def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
-    """``written = (up + 1) * gate * sigmoid(alpha * gate)`` for clamped pairs ``[gate, up]``; may be in place."""
+    """Write ``(up + 1) * gate * sigmoid(alpha * gate)`` for pairs ``[gate, up]``, clamped to ``limit``.
+
+    ``written`` may equal ``pairs``. ``size`` is the number of pairs.
+    """
     code = FloatCode(builder)
     factor, upper_limit = code.splat(alpha), code.splat(limit)
     lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
@@ -364,7 +372,7 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
 
 @generated(*[types.int64] * 3, types.float32)
 def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
-    """``sums += numbers * factor``"""
+    """Compute ``sums += numbers * factor``."""
     code = FloatCode(builder)
     scale = code.splat(factor)
 
@@ -378,7 +386,7 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
 
 
 def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """An intrinsic that changes each number in place, with a common factor."""
+    """Return an intrinsic that applies ``change`` to each number in-place, with a common factor."""
 
     @generated(*[types.int64] * 2, types.float32)
     def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
@@ -400,14 +408,14 @@ def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
 
 
 scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
-"""``numbers *= factor``"""
+"""Computes ``numbers *= factor``."""
 _divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
 _bound = _changed(_bounded)
 
 
 @compiled
 def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
-    """``numbers /= divisor``; with a ``cap``, also ``numbers = tanh(numbers / cap) * cap``."""
+    """Divide numbers in-place by ``divisor``; if ``cap`` isn't 0, soft-cap them as ``tanh(numbers / cap) * cap``."""
     whole = size // LANES * LANES
     _divide(numbers, whole, divisor)
     if cap:
@@ -421,7 +429,7 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Rotary embedding of one head: ``read * cos + (second half, first half) * sin``"""
+    """Apply rotary embedding to a head: ``read * cos + (second half, first half) * sin``."""
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
     pair = ir.VectorType(FLOAT, ROTARY_LANES)
@@ -440,7 +448,7 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
 
 @generated(*[types.int64] * 5)
 def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Rotary embedding of a head whose pairs are adjacent."""
+    """Apply rotary embedding to a head whose pairs are adjacent numbers."""
     code = FloatCode(builder)
     swapped = code.integers([lane ^ 1 for lane in range(LANES)])
 
@@ -456,12 +464,12 @@ def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, writte
 
 
 ROTARY_LANES = LANES // 2
-"""Numbers rotated at once: a head's width is a multiple of ``LANES``, so half of it is a multiple of this."""
+"""Numbers rotated at once. A head's width is a multiple of ``LANES``, so half the width is a multiple of this."""
 
 
 @compiled
 def norm_rows(read: int, rows: int, width: int, weight: int, offset: Any, epsilon: Any, written: int) -> None:
-    """RMSNorm of ``rows`` contiguous float32 rows of ``width`` numbers."""
+    """Write the RMSNorm of ``rows`` contiguous float32 rows of ``width`` numbers; see ``norm_row``."""
     for row in range(rows):
         at = row * width * ITEM_SIZE
         norm_row(read + at, weight, offset, width, epsilon, written + at)

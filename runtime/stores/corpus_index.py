@@ -1,17 +1,17 @@
-"""The corpus index: sharded suffix arrays of a tokenized corpus, and the ranges that draft trees follow in them.
+"""The corpus index: sharded suffix arrays of a tokenized corpus, and the ranges of suffixes that draft trees track.
 
-A suffix array holds the positions of all tokens, sorted by the text from there on. All matches of a context are
-adjacent and sorted by their continuations, so one pass over them grows the tree of continuations with its counts.
+A suffix array holds the positions of all tokens, sorted by the text that starts there. All matches of a context are
+adjacent and sorted by continuation, so a single pass over them builds the tree of continuations with counts.
 
-For each node and n-gram order, the matches of the node's last tokens are a range of suffixes in each shard. A child's
-range lies within its parent's range of the next lower order, so only order 1 searches the heads table. Emitted tokens
-narrow the root's ranges.
+For each node of a draft tree and each n-gram order, the matches of the node's last tokens are one range of suffixes per
+shard. A child's range lies within its parent's range of the next lower order, so only order 1 reads the heads table.
+Emitted tokens narrow the ranges of the root.
 
-A node that needed no order but the longest leaves its children no lower range. They lie within its longest one if all
-of its followers were read, so text that the corpus holds verbatim is followed to its end.
+If only the longest order was looked up for a node, its children have no lower range to narrow. They narrow the node's
+longest range instead, provided that all followers were read. A verbatim quote is thus followed to its end.
 
-A few evenly spread followers of a range are sampled. They are sorted like the suffixes, so they give the range of each
-child, exactly or within a few suffixes.
+Only some followers of a range are read: samples at even distances. They are in suffix order, so they bound the range of
+each child exactly or to within a few suffixes.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from hdtool.runtime.tree import LARGEST_TREE
 LONGEST_RANGE = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
-"""The most followers that are sampled of a range, and the fewest of one that has as many."""
+"""Maximum number of followers sampled from a range, and minimum if the range has that many."""
 RANGE_ROWS = LARGEST_TREE + 1
 RANGE_LOW, RANGE_HIGH = range(2)
 
 RANGES = np.dtype(
     [
-        # By node, row 0 being the root, and order.
-        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; end tokens, too
-        ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # the number of samples; 0 before they are read
-        ("beyond", np.int64, RANGE_ROWS),  # tokens that the range of the longest order matches besides its order
-        ("lowest", np.int64, RANGE_ROWS),  # the ranges of lower orders were not worth a lookup
-        ("matches", np.int64, (2, MAX_SAMPLES)),  # of the range that is sampled
-        ("at", np.int64),  # address of the ranges of suffixes, by node, order and shard
-        ("shards", np.int64, (5, 3)),  # addresses of the index
+        # Indexed by node (row 0 is the root) and order.
+        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
+        ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # number of samples; 0 until they are read
+        ("beyond", np.int64, RANGE_ROWS),  # tokens that the longest range matches in addition to its order
+        ("lowest", np.int64, RANGE_ROWS),  # the lowest order that was looked up
+        ("matches", np.int64, (2, MAX_SAMPLES)),  # scratch space of ``read_samples``
+        ("at", np.int64),  # address of the ranges of suffixes by node, order and shard
+        ("shards", np.int64, (5, 3)),  # addresses and sizes of the index's arrays
     ],
     align=True,
 )
@@ -75,7 +75,7 @@ RANGES = np.dtype(
 
 @cache
 def no_shards() -> Shards:
-    """The shards of an empty corpus, which all drafters without an index share."""
+    """Return the shards of an empty corpus, shared by all drafters without an index."""
     tokens = np.empty(0, np.uint16)
     tokens.flags.writeable = False
     heads, sampled_prefixes = np.empty((0, 1), np.uint32), np.empty((0, PREFIX_TOKENS), np.uint16)
@@ -83,7 +83,10 @@ def no_shards() -> Shards:
 
 
 def range_record(shards: Shards) -> tuple[Ints, Ints]:
-    """Memory for the ranges of a tree and the places that it points to; these and the shards must outlive it."""
+    """Return a record for the ranges of a draft tree, and the array of ranges that it points to.
+
+    The record holds addresses, so the array and the shards must outlive it.
+    """
     record = np.zeros(1, RANGES)
     places = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
     record["lowest"] = 1
@@ -93,15 +96,16 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
 
 @compiled
 def places_of(ranges: Any) -> Ints:
-    """The ranges of suffixes by node, order and shard."""
+    """Return the ranges of suffixes ``[nodes, orders, shards, 2]``."""
     return array_at(ranges.at, (RANGE_ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
-    """The ranges of ``node``, whose last tokens are ``tail``, within those of its parent of the order below.
+    """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
 
-    If there is none, that of the longest order lies within its parent's longest.
+    ``above`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges of
+    the longest order instead if those are the only ones; see ``only_longest``.
     """
     shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
     token = tail[len(tail) - 1]
@@ -134,7 +138,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: 
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if a node has no range but that of the longest order, of which all followers were read."""
+    """Return True if a node has ranges only of the longest order, and all their followers were read."""
     if ranges.lowest[node] > LONGEST_RANGE:
         return False
     if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
@@ -145,7 +149,7 @@ def only_longest(ranges: Any, node: int) -> bool:
 
 @compiled
 def size_of(ranges: Any, node: int, order: int) -> int:
-    """The number of matches in a range, over all shards."""
+    """Return the number of matches of a node and order over all shards."""
     places, size = places_of(ranges), 0
     for shard in range(places.shape[2]):
         size += places[node, order, shard, RANGE_HIGH] - places[node, order, shard, RANGE_LOW]
@@ -156,11 +160,11 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, before: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Where in a shard's part of a range the samples allow ``token``: it begins from ``low`` to ``first``, and
-    ends from ``last`` to ``high``. The last value is the first sample of the next shard.
+    """Return bounds ``(low, first, last, high)`` of a shard's matches followed by ``token``, and the next sample.
 
-    The part begins ``before`` matches into the whole of ``num_matches``. If all matches were read,
-    low and high are exact.
+    These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
+    the shard's part of the range. That part has ``size`` matches, after ``before`` matches of earlier shards, and its
+    first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
@@ -174,14 +178,14 @@ def _bracket(
         else:
             first, last = min(first, at), at + 1
         sample += 1
-    # The samples of a damaged file are in no order, but a bracket never ends before it begins.
+    # Samples from a damaged file may be unsorted; still, the end must not precede the start.
     high = max(low, high)
     return low, min(max(low, first), high), min(max(low, last), high), high, sample
 
 
 @compiled
 def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
-    """Read up to ``max_samples`` followers of a range of ``num_matches`` matches."""
+    """Read up to ``max_samples`` followers of a node's range, which has ``num_matches`` matches."""
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
@@ -193,14 +197,17 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
 
 @compiled
 def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
-    """Count the samples of each token; the number of different tokens."""
+    """Write the distinct followers of a range and their sample counts; return how many there are.
+
+    End tokens are skipped.
+    """
     end, distinct, at = ranges.shards[2, 2] - 1, 0, 0
     for sample in range(ranges.read[node, order]):
         token = np.int64(ranges.samples[node, order, sample])
         if token == end:
             continue
         if distinct == 0 or tokens[at] != token:
-            # Within a shard equals stand together; an earlier shard may have had the token.
+            # Within a shard, equal tokens are adjacent; an earlier shard may also have the token.
             at = 0 if ranges.shards[4, 1] > 1 else distinct
             while at < distinct and tokens[at] != token:
                 at += 1
@@ -212,7 +219,7 @@ def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: In
 
 
 class CorpusSearch(Uncopyable):
-    """The ranges at the end of one context, as the hierarchy has them at the root of its trees."""
+    """Searches the ranges at the end of a context, as the hierarchy does at the root of its draft trees."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -220,17 +227,20 @@ class CorpusSearch(Uncopyable):
         self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
-        """Move to the end of a context."""
+        """Look up the ranges at the end of a context."""
         self._places[0], self._record["read"][0] = 0, 0
         for stop in range(max(1, len(context) - LONGEST_RANGE + 1), len(context) + 1):
             self.look_up(np.array(context[max(0, stop - LONGEST_RANGE) : stop], np.int64))
 
     def look_up(self, tail: Ints) -> None:
-        """Move on by the last token of ``tail``, and read the followers of all orders."""
+        """Advance by the last token of ``tail`` and read the followers of all orders."""
         look_up(self._shards.tokens, self._record, tail)
 
     def followers(self, order: int) -> tuple[int, dict[int, int]]:
-        """How often the last ``order`` tokens occur, and how often each token follows; estimated if many do."""
+        """Return how often the last ``order`` tokens occur, and the count of each token that follows them.
+
+        The counts are estimates if only a sample of the followers was read.
+        """
         ranges = self._record[0]
         num_matches, distinct = size_of(ranges, 0, order), count_followers(ranges, 0, order, self._tokens, self._counts)
         read = max(1, int(ranges["read"][0, order]))
@@ -240,7 +250,7 @@ class CorpusSearch(Uncopyable):
 
 @compiled
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
-    """Narrow the ranges of the root by the last token of ``tail``, in place, and read their followers."""
+    """Narrow the root's ranges in-place by the last token of ``tail``, and read their followers."""
     ranges = record[0]
     for order in range(LONGEST_RANGE, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)
@@ -255,18 +265,18 @@ LONGEST_CONTEXT = 16
 CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
-INT64 = np.dtype(np.int64)  # numpy takes a dtype four times as fast as a class
+INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a class
 
 
 class Continuations(NamedTuple):
-    """What follows the longest suffix of a context that the corpus holds: a tree with counts, most frequent first."""
+    """Tree of what follows the longest suffix of a context found in the corpus, most frequent nodes first."""
 
     matched: int
-    """Length of that suffix."""
+    """Length of the suffix in tokens."""
     num_matches: int
-    """Number of its matches."""
+    """Number of occurrences of the suffix."""
     nodes: Ints
-    """A column for each node; every parent stands before its children."""
+    """Array ``[3, nodes]`` of tokens, parents (-1 at the top level) and counts; parents precede their children."""
 
     @property
     def tokens(self) -> Any:
@@ -278,17 +288,17 @@ class Continuations(NamedTuple):
 
     @property
     def counts(self) -> Any:
-        """How often the path down to each node follows; estimated where the matches were sampled."""
+        """Number of matches that continue with the path to each node; estimated if the matches were sampled."""
         return self.nodes[NODE_COUNT]
 
 
 class CorpusIndex(Uncopyable):
-    """An index opened for lookups; its files are mapped, read only where they are touched."""
+    """A corpus index opened for lookups. Its files are memory-mapped, so only pages in use are read."""
 
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """``manifest`` is that of the folder, if it was read already."""
+        """Open the index, given its ``manifest`` if already read; raise StoreError if it can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -299,7 +309,7 @@ class CorpusIndex(Uncopyable):
         require_store(manifest, self.folder, KIND, tokenizer)
         self.manifest = manifest
         self.end = manifest.tokenizer.vocab_size
-        """The token that closes a document."""
+        """Id of the end token after each document, which is the size of the vocabulary."""
         self.shards = Shards(
             tokens=documents_of(self.folder, manifest),
             suffixes=self._part("suffixes", np.uint32).reshape(-1),
@@ -312,41 +322,41 @@ class CorpusIndex(Uncopyable):
 
     @property
     def documents(self) -> Ints:
-        """All documents, an end after each."""
+        """Tokens of all documents, with an end token after each."""
         return self.tokens
 
     def _part(self, part: str, kind: npt.DTypeLike, width: int = 1) -> Ints:
         return mapped_part(self.folder, self.manifest, part, kind, width)
 
     def _check_shards(self) -> None:
-        """The shards must lie one after the other and fill the files, or a lookup would leave them."""
+        """Raise StoreError unless the shards are consecutive and fill the files, so that lookups stay within them."""
         places = self.shards.places
         sizes = np.stack([places[:, TOKENS], places[:, SUFFIXES], sampled_prefixes_in(places[:, SUFFIXES])])
         starts = places[:, [TOKEN, SUFFIX, PREFIX]].T
         files = (len(self.shards.tokens), len(self.shards.suffixes), len(self.shards.sampled_prefixes))
-        # No suffix stands for an end, so a shard has fewer suffixes than tokens.
+        # End tokens have no suffix, so a shard has fewer suffixes than tokens.
         filled = (places[:, SUFFIXES] < places[:, TOKENS]).all()
         tiled = filled and places.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
         if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
-        """The continuations of the longest suffix of ``context`` that the corpus holds."""
+        """Return the continuations of the longest suffix of ``context`` that occurs in the corpus."""
         tail = np.asarray(context[-LONGEST_CONTEXT:], INT64)
-        # Made from a whole tuple: a named one costs a quarter of a microsecond more from its fields.
+        # Constructing it from a tuple instead of fields saves a quarter of a microsecond.
         return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
 
 
 @compiled
 def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) -> tuple[int, int, Ints]:
-    """The fields of ``Continuations``."""
+    """Return the fields of ``Continuations`` for the longest match of ``tail``, with at most ``max_nodes`` nodes."""
     shards = shards_at(tokens, addresses)
     matched, ranges = find_longest(shards, tail)
     num_matches = (ranges[:, 1] - ranges[:, 0]).sum()
     matches = np.empty((2, min(num_matches, MATCH_SAMPLES)), np.int64)
     sample_matches(shards, ranges, matched, num_matches, matches)
     continuations = np.empty((CONTINUATION_DEPTH, matches.shape[1]), np.int32)
-    # Depth by depth: the first one waits for memory, for all matches at once; the others find it in the cache.
+    # Depth by depth: the first depth waits for memory once for all matches, the others are cache hits.
     for depth in range(CONTINUATION_DEPTH):
         read_followers(shards, matches, depth, continuations[depth])
     if len(ranges) > 1:
@@ -360,7 +370,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """The columns, sorted by insertion: those of each shard are sorted already."""
+    """Return the columns in sorted order, by insertion sort, since each shard's are already sorted."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -387,17 +397,17 @@ def _precedes(continuations: Ints, left: int, right: int) -> bool:
 
 @compiled
 def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
-    """The ``max_nodes`` most frequent nodes of the tree of sorted continuations.
+    """Return the ``max_nodes`` most frequent nodes of the tree of sorted continuations.
 
-    Nodes that several continuations share are grown and sorted first. The nodes of one continuation alone
-    fill up the tree in the order of the continuations: they are the greater part, and few are accepted.
+    Nodes shared by several continuations are built and sorted by count first. Nodes of a single continuation, which are
+    the majority but rarely accepted, then fill the remaining space in the order of the continuations.
     """
     longest, samples = continuations.shape
     shared = _shared_lengths(continuations, end)
     grown = np.empty((3, samples * longest), np.int64)
-    path = np.empty(longest + 1, np.int64)  # nodes of the last continuation: the next one shares a start of it
+    path = np.empty(longest + 1, np.int64)  # nodes of the previous continuation, which shares a prefix with the next
     path[0] = -1
-    last = np.empty(samples, np.int64)  # the deepest shared node of each
+    last = np.empty(samples, np.int64)  # deepest shared node of each continuation
     size = 0
     for column in range(samples):
         for depth in range(shared[column]):
@@ -429,7 +439,7 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
-    """The length of the start that each continuation shares with the one before it; 0 at both ends."""
+    """Return how many leading tokens each continuation shares with the previous one; 0 at both ends."""
     longest, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
     for depth in range(longest):
@@ -442,13 +452,13 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 @compiled
 def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
-    """Fill ``nodes`` in the order of counts, none above ``highest``; the new place of each node, and -1 for -1.
+    """Write nodes to ``nodes`` sorted by count, which is at most ``highest``; return each node's new index.
 
-    A counting sort takes one pass and keeps equals in order: a parent, which counts no less than its
-    child and stands before it, stays before it.
+    The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a single pass and is stable: since a
+    parent's count is at least its child's, parents remain before their children.
     """
     size, max_nodes = grown.shape[1], nodes.shape[1]
-    starts = np.zeros(highest + 2, np.int32)  # for each count, where its nodes begin in the sorted tree
+    starts = np.zeros(highest + 2, np.int32)  # by count, the index of its first node in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
     place = 0

@@ -1,11 +1,11 @@
-"""The files of a history store: create, open, lengthen, and rebuild them with some of their conversations.
+"""Creates, opens, extends and rebuilds the files of a history store.
 
-The layout is that of a token log without blocks: conversations follow each other, each after an empty place and the
-tokens before it. Writers hold the conversations' lock. Places at or above the committed end come from an append that
-was killed; the next writer unlinks them from the chains.
+The ring has the layout of a token log without blocks. Conversations are consecutive, each preceded by an empty place
+and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. Places at or above the
+committed end were written by an append that was killed; the next writer unlinks them from their chains.
 
-A store is rebuilt when conversations are dropped or place numbers would overflow; to grow, its files are lengthened.
-The caller holds the lock meanwhile, so nothing is appended to files that are about to be replaced. Other processes find
+The files are extended to grow the store, and rebuilt when conversations are dropped or place numbers would overflow. To
+rebuild, the caller must hold the write lock, so that nobody appends to files about to be replaced. Other processes see
 the new manifest at their next append or refresh.
 """
 
@@ -58,18 +58,18 @@ from hdtool.runtime.stores.token_log import (
 )
 
 PLACES_PER_CHAIN = 2
-"""Two places share a chain if the ring is full, so that a place takes 10 bytes."""
+"""Average number of places per chain in a full ring, so that a place takes 10 bytes, chains included."""
 CHAINS_HEADER_BYTES = 64
-"""Bytes before the chains: the end of the places that a writer may have written, as a 64-bit number."""
+"""Size of the header before the chains. It holds an int64: the end of the places that may have been written."""
 ALLOCATION_PLACES = 1 << 16
-"""Places that get room on the disk at once: a write to a mapped file without room would end the process."""
+"""Number of places whose disk space is allocated at a time; writing to a mapped page without space kills a process."""
 ZERO_BLOCK = 1 << 20
 BYTES_PER_PLACE = 8
 BYTES_PER_CHAIN = 4
 
 
 class HistoryRing:
-    """The mapped ring and chains of one build of a history store."""
+    """The memory-mapped ring and chains of a build of a history store."""
 
     def __init__(self, folder: Path, manifest: HistoryManifest, *, writable: bool = True) -> None:
         self.size = manifest.size
@@ -89,19 +89,22 @@ class HistoryRing:
         return self.places.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
-        """Write the addresses of the ring to a record for compiled code."""
+        """Write the ring's addresses to a record for compiled code; ``end`` is the array that holds its end."""
         log["end_at"], log["owners"] = end.ctypes.data, 0
         log["places"], log["heads"] = self.places.ctypes.data, self.heads.ctypes.data
         log["size"], log["chains"] = self.size, self.chains
 
     def recover(self, end: int) -> None:
-        """Unlink what a killed writer appended at the committed end."""
+        """Unlink what a killed writer left after the committed end."""
         if end < (reserved := int(self._header[0])) <= end + self.size:
             unlink(self._log, end, reserved)
         self._header[0] = end
 
     def append(self, end: int, before: Ints, tokens: Ints) -> int:
-        """Write a conversation after the committed end, and return its end; it counts once that is committed."""
+        """Write a conversation after the committed end and return its own end, which the caller must commit.
+
+        ``before`` holds the tokens that precede the answer's ``tokens``.
+        """
         stop = end + 1 + len(before) + len(tokens)
         self.recover(end)
         self._allocate(end, stop)
@@ -110,9 +113,10 @@ class HistoryRing:
         return stop
 
     def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
-        """Write the conversations at these places of another ring, and return the end of the last one.
+        """Copy conversations from another ring into this empty one, and return the end of the last one.
 
-        A span is the place of its first answered token, and the numbers of tokens before it and from it on.
+        Each row of ``spans`` has the place of an answer's first token, the number of tokens kept from before it, and
+        the number of tokens in the answer.
         """
         stop = int(spans[:, 1:].sum()) + len(spans)
         self._allocate(0, stop)
@@ -121,10 +125,10 @@ class HistoryRing:
         return stop
 
     def lengthen(self, size: int) -> None:
-        """Make the files long enough for ``size`` places; those that map them now see no difference.
+        """Extend the files to ``size`` places; processes that already map them are unaffected.
 
-        Places keep their numbers, as the ring has not run over yet. A chain becomes several that begin alike, and
-        search compares tokens anyway, so no chain is built anew.
+        Places keep their numbers, as the ring has not wrapped around yet. Chains aren't rebuilt: the heads are
+        repeated, so several heads share a chain, and the search compares tokens anyway.
         """
         chains = self.heads.tobytes()
         with open(self._path, "r+b", buffering=0) as stream:
@@ -140,13 +144,13 @@ class HistoryRing:
                 stream.write(chains)
 
     def tokens(self, first: int, count: int) -> Ints:
-        """A copy of the tokens at some places."""
+        """Return a copy of ``count`` tokens from place ``first``."""
         places = np.arange(first, first + count) & (self.size - 1)
         ring_tokens: Ints = self.places[places, TOKEN]
         return ring_tokens
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Give places room on the disk, when the first of a portion is written for the first time."""
+        """Allocate disk space for each portion of places that is first written to in this range."""
         start, stop = (min(self.size, -(-place // ALLOCATION_PLACES) * ALLOCATION_PLACES) for place in (start, stop))
         if start < stop:
             with open(self._path, "r+b", buffering=0) as stream:
@@ -154,7 +158,7 @@ class HistoryRing:
 
 
 def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
-    """The files of an empty ring."""
+    """Create the files of an empty ring and return the ring."""
     ring, chains = manifest.path(folder, "ring"), manifest.path(folder, "chains")
     for path in (ring, chains):
         create_empty(path)
@@ -166,7 +170,7 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
 
 
 def compile_ring() -> None:
-    """Compile what appends, or load it from the cache, before the first answer ends."""
+    """Compile the functions that append, or load them from the cache, before the first answer ends."""
     log, none = TokenLog(size=LOG_BLOCK).memory, np.empty(0, np.int32)
     write(log, 0, none, none)
     unlink(log, 0, 0)
@@ -175,7 +179,7 @@ def compile_ring() -> None:
 def _mapped(path: Path, size: int, writable: bool) -> mmap.mmap:
     try:
         with open(path, "r+b" if writable else "rb") as stream:
-            # Longer than the manifest states, if a process was killed while it lengthened the files.
+            # Files may be longer than the manifest states if a process was killed while extending them.
             if (file_bytes := os.fstat(stream.fileno()).st_size) < size:
                 raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}")
             return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
@@ -191,7 +195,7 @@ def _write_zeros(stream: FileIO, start: int, stop: int) -> None:
 
 @compiled
 def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
-    """Write a conversation from a place on; the tokens before it are on no chain."""
+    """Write a conversation starting at ``place``; the tokens in ``before`` aren't linked to chains."""
     log = memory[0]
     places, mask = places_of(log), log.size - 1
     places[place & mask, TOKEN], places[place & mask, PREVIOUS] = NO_TOKEN, 0
@@ -207,7 +211,7 @@ def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
 
 @compiled
 def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
-    """Write conversations of another ring one after another."""
+    """Write conversations of another ring consecutively; see ``HistoryRing.append_spans``."""
     source, mask = places_of(source_ring[0]), source_ring[0].size - 1
     place = 0
     for number in range(len(spans)):
@@ -221,7 +225,7 @@ def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
 
 @compiled
 def unlink(memory: Ints, end: int, reserved: int) -> None:
-    """Undo the links of all places from the latest to the committed end, so that the chains are as before."""
+    """Unlink all places from ``reserved`` down to the committed ``end``, which restores the chains."""
     log = memory[0]
     places, heads, mask = places_of(log), heads_of(log), log.size - 1
     for place in range(reserved - 1, end - 1, -1):
@@ -235,21 +239,21 @@ def unlink(memory: Ints, end: int, reserved: int) -> None:
 
 
 MAX_STORE_BYTES = 256 << 20
-"""Bytes on the disk, unless another bound is given."""
+"""Default limit of a store's size in bytes."""
 DISK_BYTES_PER_PLACE = 12
-"""Bytes of a place on the disk: its token, its link, its share of the chains, and its share of the conversations."""
+"""Bytes per place on disk: token, link, and its share of the chains and the conversations."""
 NEW_STORE_PLACES, MIN_STORE_PLACES = 1 << 16, 1 << 8
-"""Places of a new store, and of a store with a smaller bound than those take."""
+"""Number of places in a new store, and minimum for stores with a small size limit."""
 MAX_FILLED_FRACTION = 0.875
-"""Part of the places that are used if a store is made anew with fewer of them."""
+"""Fraction of places to fill when a rebuild has to drop conversations to fit."""
 FOLDER_MODE = 0o700
-"""Mode of a new folder: a history holds text of conversations. A folder that is there keeps its mode."""
+"""Mode of a new folder, private because a history contains conversations. Existing folders keep their mode."""
 OPEN_ATTEMPTS = 10
-"""Attempts to open a store that is replaced again and again."""
+"""Attempts to open a store that keeps being replaced."""
 
 
 class OpenFiles(NamedTuple):
-    """A store whose files are open."""
+    """The open files of a history store."""
 
     manifest: HistoryManifest
     stamp: tuple[int, int]
@@ -258,13 +262,13 @@ class OpenFiles(NamedTuple):
 
 
 def places_within(most_bytes: int) -> int:
-    """The places of a store of this size."""
+    """Return the number of places of a store limited to ``most_bytes``: a power of two."""
     return max(MIN_STORE_PLACES, 1 << (most_bytes // DISK_BYTES_PER_PLACE).bit_length() - 1)
 
 
 @contextmanager
 def store_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the system and of LMDB as ``StoreError``."""
+    """Re-raise OSError and LMDB errors as StoreError with advice."""
     try:
         yield
     except lmdb.InvalidError as error:
@@ -285,7 +289,7 @@ def deletion_advice(folder: Path) -> str:
 
 
 def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, most_bytes: int) -> None:
-    """Create an empty store unless there is one; a folder of other files is refused."""
+    """Create an empty store unless one exists; raise StoreError if the folder has other files or the limit is bad."""
     if not 1 <= most_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
             f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
@@ -301,7 +305,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete leftovers of a killed rebuild, which may hold dropped conversations."""
+    """Delete leftovers of a killed rebuild, which may contain dropped conversations."""
     with store_errors(folder):
         if history_leftovers(folder, read_history_manifest(folder)):
             with history_lock(folder):
@@ -309,10 +313,10 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
-    """The files that the manifest names; opened again if it is replaced meanwhile."""
+    """Open the files that the manifest names, retrying if the manifest is replaced meanwhile."""
     for _ in range(OPEN_ATTEMPTS):
-        # Before the manifest is read: if it is replaced in between, the files are opened again at the next append.
-        # The other way round, what is appended would go into files that nobody reads any more.
+        # Taken before the manifest is read: if it is replaced in between, the next append reopens the files.
+        # In the other order, appends would go to files that are no longer read.
         stamp = _stamp(folder)
         manifest = read_history_manifest(folder)
         try:
@@ -331,11 +335,11 @@ def _stamp(folder: Path) -> tuple[int, int]:
     try:
         return manifest_stamp(folder / MANIFEST)
     except OSError:
-        return 0, 0  # reading the manifest says what is wrong
+        return 0, 0  # reading the manifest will report the error
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
-    """Extend a store to more places. Nothing is moved; files that are already longer are valid."""
+    """Extend a store to ``size`` places without moving anything; files that are already longer stay valid."""
     with history_lock(folder):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
@@ -351,14 +355,17 @@ def rebuild(
     size: int,
     most_bytes: int | None = None,
 ) -> None:
-    """Replace the files by new ones with these conversations, oldest first; if too many, the latest are kept."""
+    """Replace the files by new ones that contain the ``kept`` conversations, given oldest first.
+
+    If they don't fit in ``size`` places, only the latest are kept.
+    """
     manifest = replace(old.manifest, size=size, build=new_build(), most_bytes=most_bytes or old.manifest.most_bytes)
     with history_lock(folder):
         _write(folder, manifest, old.ring, _latest(kept, size))
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """The latest conversations that leave some places of a ring."""
+    """Return the conversations if they fit in ``size`` places, else the latest that fill most of them."""
     places = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
     if places[-1] <= size:
         return kept
@@ -368,7 +375,10 @@ def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredCon
 def _write(
     folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kept: Sequence[StoredConversation]
 ) -> None:
-    """Write the files of a manifest, then the manifest, then delete the files that it replaces."""
+    """Write a build's files and then its manifest, and delete the files that it replaces.
+
+    On an error, the new files are deleted and the old ones stay in use.
+    """
     try:
         ring, end = create_ring(folder, manifest), 0
         moved = []

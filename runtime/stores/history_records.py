@@ -1,12 +1,13 @@
-"""The conversations of a history store, as an LMDB file with msgpack values.
+"""Metadata of a history store's conversations, in an LMDB file with msgpack values.
 
-The key of a conversation is its number, as 64 big-endian bits, and its value ``{first, before, tokens, source, time,
-hash}``: the place of its first token in the ring, the numbers of tokens before it and from it on, the name of its
-source, the seconds since 1970, and a hash of the tokens. The key of one zero byte holds ``{end, next}``: the committed
-end of the ring and the number of the next conversation. A conversation counts once its transaction is committed.
+A conversation's key is its number, as a 64-bit big-endian integer. Its value is ``{first, before, tokens, source, time,
+hash}``: the place of the answer's first token in the ring, the number of tokens kept from before it, the number of
+tokens in the answer, the name of its source, a Unix timestamp, and a hash of the answer's tokens. A key of one zero
+byte stores ``{end, next}``: the committed end of the ring and the next conversation's number. A conversation exists
+once its transaction is committed.
 
-LMDB's write lock is the lock of the whole store. It blocks until it is free, is released if its holder is killed, and
-protects the ring until the transaction that commits the new end is done.
+LMDB's write lock locks the whole store, including the ring: writers hold it until the transaction with the new end is
+committed. It is released if its holder is killed.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.store_files import damage_of
 
 STATE_KEY = b"\0"
-"""The key of the state, which is less than that of any conversation."""
+"""Key of the state, which sorts before any conversation's."""
 PLACES_PER_CONVERSATION = 64
-"""So many places a conversation are needed at least: more conversations are not kept, however short they are."""
+"""Limits the number of conversations to one per this many places, however short they are."""
 BYTES_PER_CONVERSATION = 1024
-"""Room of the LMDB file for a conversation; the file has the size of its content."""
+"""LMDB map size per conversation; the file only grows as needed."""
 MIN_MAP_BYTES = 1 << 24
 MAX_READERS = 1024
 SYNC_SECONDS = 1.0
-"""Seconds after which an append waits for the disk; a kill loses nothing, a power failure what came since."""
+"""Minimum interval between syncs to disk. A kill loses nothing, a power failure the appends since the last sync."""
 DIGEST_BYTES = 8
 MAX_SOURCE_NAME = 200
-"""Characters of the name of a source."""
+"""Maximum length of a source's name in characters."""
 
 _opened: WeakValueDictionary[str, Records] = WeakValueDictionary()
-"""The open files by path: LMDB opens a file only once in a process."""
+"""Open files by path, because a process may open an LMDB file only once."""
 _opening = threading.Lock()
 
 
 class StoreState(NamedTuple):
-    """What is committed."""
+    """Committed end of the ring, and number of the next conversation."""
 
     end: int
     next: int
 
 
 class StoredConversation(NamedTuple):
-    """An answer in the ring."""
+    """An answer in the ring; the module docstring describes the fields."""
 
     number: int
     first: int
@@ -74,7 +75,7 @@ class StoredConversation(NamedTuple):
 
 
 class Records:
-    """An open LMDB file of conversations."""
+    """An open LMDB file of conversations; usable after a fork."""
 
     def __init__(self, path: Path, places: int) -> None:
         self.path = path
@@ -84,7 +85,7 @@ class Records:
 
     @classmethod
     def of(cls, path: Path, places: int) -> Records:
-        """The records in a file; a damaged file is a ``StoreError``."""
+        """Return the open records of a file, opening it if necessary; raise StoreError if it is missing or damaged."""
         name = os.path.realpath(path)
         with _opening:
             if (records := _opened.get(name)) is None:
@@ -99,7 +100,7 @@ class Records:
     def created(
         cls, path: Path, places: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> Records:
-        """A new file, which is on the disk when this returns."""
+        """Fill a new file with these conversations, and return it once it is synced to disk."""
         records = _opened[os.path.realpath(path)] = cls(path, places)
         with records.writing() as transaction:
             put_state(transaction, state)
@@ -115,12 +116,12 @@ class Records:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """A transaction under the lock of the store; an error in the block undoes it."""
+        """Yield a transaction that holds the store's lock and is rolled back if the block raises."""
         with self._current().begin(write=True) as transaction:
             yield transaction
 
     def sync(self) -> None:
-        """Have the committed transactions on the disk, at most once a second."""
+        """Sync committed transactions to disk, unless that was done within the last ``SYNC_SECONDS``."""
         if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
             self._synced = now
             self._current().sync(True)
@@ -130,7 +131,7 @@ class Records:
         return os.path.getsize(self.path)
 
     def _current(self) -> Any:
-        """The environment; a forked process opens its own."""
+        """Return the LMDB environment, reopened after a fork."""
         if self._process != os.getpid():
             self._environment.close()
             self._environment, self._process = self._open(), os.getpid()
@@ -142,15 +143,15 @@ class Records:
             subdir=False,
             map_size=self._room,
             max_readers=MAX_READERS,
-            max_spare_txns=0,  # a forked process would share them
+            max_spare_txns=0,  # spare ones would be shared with forked processes
             sync=False,
             create=True,
         )
-        environment.reader_check()  # releases what killed processes read
+        environment.reader_check()  # releases reader slots of killed processes
         return environment
 
     def _check(self) -> None:
-        """LMDB trusts its pages, so they are checked before it reads one."""
+        """Raise StoreError if the file is damaged; LMDB itself would crash on damaged pages."""
         with self._environment.begin() as transaction:
             if fault := damage_of(self.path, transaction.id()):
                 raise StoreError(f"{self.path} is damaged ({fault})")
@@ -169,7 +170,7 @@ def put_state(transaction: Any, state: StoreState) -> None:
 
 
 def count_of(transaction: Any) -> int:
-    """The number of conversations."""
+    """Return the number of conversations."""
     return max(0, int(transaction.stat()["entries"]) - 1)
 
 
@@ -182,7 +183,7 @@ def delete(transaction: Any, conversation: StoredConversation) -> None:
 
 
 def conversations(transaction: Any, path: Path, *, latest_first: bool = False) -> Iterator[StoredConversation]:
-    """All conversations, the oldest first or the latest."""
+    """Yield all conversations, oldest first unless ``latest_first``."""
     cursor = transaction.cursor()
     for key, value in cursor.iterprev() if latest_first else cursor.iternext():
         if key == STATE_KEY:

@@ -1,7 +1,7 @@
-"""The history: answers of this process in memory, and the store on disk that ``--history`` names.
+"""The history of earlier answers: in memory and, with ``--history``, in a store on disk that processes share.
 
-Any process may append, one conversation at a time, and all may read. A reader maps the ring and looks up what was
-committed at its last ``refresh``. Once the store has its full size, the oldest conversations are removed before their
+Any number of processes may read the store and append to it; appends are serialized. A reader maps the ring and sees
+what was committed at its last ``refresh``. Once the store is full, the oldest conversations are removed before their
 places are overwritten.
 """
 
@@ -59,25 +59,25 @@ from hdtool.runtime.stores.history_records import (
 from hdtool.runtime.stores.token_log import LOG, MAX_LOG_PLACES, OVERLAP_TOKENS, TokenLog
 
 EVICTION_PARTS = 64
-"""The ring is evicted in this many parts, so that few transactions remove conversations."""
+"""Evictions free this fraction of the ring, 1 / EVICTION_PARTS, so that most appends need none."""
 MAX_PLACE_NUMBER = 1 << 31
 RESERVED_DISK_BYTES = 16 << 20
-"""Bytes of the disk that a store leaves free."""
+"""Disk space in bytes that appends leave free."""
 ROOM_CHECK_SECONDS = 1.0
-"""Seconds after which the free room is looked up again."""
+"""Seconds between checks of the free disk space."""
 APPEND_ATTEMPTS = 100
-"""How often an append is retried after room was made or the store was replaced."""
+"""Maximum attempts to append, which is retried after conversations were removed or the store was replaced."""
 
 
 class HistoryStore(Uncopyable):
-    """A history store, open for look-ups and for new conversations."""
+    """A history store, open for lookups and, unless it is read-only, for appends."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Open the store in a folder, whatever model it is of; ``read_only``, nothing is appended or repaired."""
+        """Open the store in a folder, whatever its model. With ``read_only``, nothing is appended or repaired."""
         self.folder = Path(folder).expanduser()
         self._manifest_path = str(self.folder / MANIFEST)
         self.fault = ""
-        """Why the last append or refresh failed."""
+        """Error message of the last append or refresh; empty if it succeeded."""
         self._lock = threading.RLock()
         self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
         self._room_until = 0.0
@@ -101,7 +101,11 @@ class HistoryStore(Uncopyable):
         most_bytes: int | None = None,
         read_only: bool = False,
     ) -> HistoryStore:
-        """Open the store of a model, or create it unless it is only read; ``most_bytes`` changes the bound."""
+        """Open a model's store in a folder; unless ``read_only``, it is created if missing.
+
+        ``most_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
+        another model or tokenizer.
+        """
         folder = Path(folder).expanduser()
         if not read_only:
             create_if_new(folder, tokenizer, model, most_bytes or MAX_STORE_BYTES)
@@ -113,7 +117,7 @@ class HistoryStore(Uncopyable):
 
     @property
     def places(self) -> int:
-        """Places in use, as of the last refresh."""
+        """Number of places in use, as of the last refresh."""
         return int(min(self._end[0], self._open.ring.size))
 
     @property
@@ -122,16 +126,19 @@ class HistoryStore(Uncopyable):
 
     @property
     def log(self) -> Ints:
-        """The record that compiled code reads; it stays at its address. It changes in ``refresh`` and ``append``."""
+        """Record for compiled code, whose address never changes. ``refresh`` and ``append`` update it."""
         return self._log
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the disk."""
+        """Size on disk in bytes."""
         return self._open.ring.nbytes + self._open.records.nbytes
 
     def refresh(self) -> None:
-        """See what other processes appended, dropped or replaced; called between answers."""
+        """Load what other processes appended, dropped or replaced; to be called between answers.
+
+        On an error, the store appears empty and a warning is issued; see ``fault``.
+        """
         with self._lock:
             end = 0
             with self._faults_noted():
@@ -139,14 +146,14 @@ class HistoryStore(Uncopyable):
                     self._reopen()
                 end = self._committed().end
                 self.fault = ""
-            self._end[0] = end  # of a store that was deleted, nothing is looked up
+            self._end[0] = end  # on an error, e.g. a deleted store, nothing is found
 
     def append(
         self, tokens: Sequence[int] | Ints, prompt_tail: Sequence[int] | Ints, source: str = DEFAULT_SOURCE
     ) -> bool:
-        """Add an answer, after the last tokens of its prompt; whether that succeeded.
+        """Append an answer together with the last tokens of its prompt; return False on failure or if read-only.
 
-        A failure, such as a full disk, is a warning the first time, and nothing is changed by it.
+        A failure, such as a full disk, leaves the store unchanged and issues a warning, once for consecutive failures.
         """
         if self._read_only:
             return False
@@ -165,7 +172,10 @@ class HistoryStore(Uncopyable):
     def keep(
         self, wanted: Callable[[StoredConversation], bool], *, most_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Rebuild the store with the wanted conversations, and return the others, whose tokens no file holds."""
+        """Drop all but the wanted conversations and return the dropped ones; ``most_bytes`` changes the size limit.
+
+        The files are rebuilt, so that they no longer contain dropped tokens.
+        """
         with self._lock:
             while True:
                 with store_errors(self.folder), self._open.records.writing() as transaction:
@@ -183,7 +193,7 @@ class HistoryStore(Uncopyable):
             return [each for each in everything if not wanted(each)]
 
     def conversations(self) -> list[StoredConversation]:
-        """All conversations, the oldest first."""
+        """Return all conversations, oldest first."""
         with self._lock, store_errors(self.folder):
             if not self._is_current():
                 self._reopen()
@@ -191,13 +201,13 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """The tokens at some places; -1 where a conversation begins, and above the committed end."""
+        """Return ``count`` tokens from place ``first``; -1 between conversations and above the committed end."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
 
     def answers(self, chosen: Sequence[StoredConversation]) -> Iterator[tuple[StoredConversation, Ints]]:
-        """The tokens of conversations; those that were damaged or overwritten are left out."""
+        """Yield conversations with their tokens, skipping those that were damaged or overwritten."""
         ring = self._open.ring
         for each in chosen:
             tokens = ring.tokens(each.first, each.tokens)
@@ -220,7 +230,10 @@ class HistoryStore(Uncopyable):
         )
 
     def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
-        """The new end; 0 if the store was made anew, or if what was removed must be committed first."""
+        """Append a conversation and return the new end; 0 if the store was extended, rebuilt or evicted from instead.
+
+        In that case the caller commits the transaction and retries.
+        """
         ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
         stop = state.end + 1 + len(before) + len(tokens)
@@ -235,7 +248,7 @@ class HistoryStore(Uncopyable):
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Lengthen the store if its places are too few, make it anew if their numbers are too large; whether it was."""
+        """Extend the store if it lacks places, or rebuild it if place numbers would overflow; return True if so."""
         ring, largest = self._open.ring, places_within(self.manifest.most_bytes)
         size = ring.size
         if stop >= MAX_PLACE_NUMBER:
@@ -252,9 +265,9 @@ class HistoryStore(Uncopyable):
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
-        """Remove the conversations with places below this one, and the oldest of too many; whether there was one."""
+        """Remove conversations before place ``below``, and the oldest if there are too many; return True if any."""
         size, path = self._open.ring.size, self._open.records.path
-        # Of the largest ring, not of the one that may still grow.
+        # The limit is that of the full-size ring, even while it is smaller.
         max_conversations = places_within(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
@@ -273,7 +286,7 @@ class HistoryStore(Uncopyable):
         return bool(removed)
 
     def _check_room(self, needed: int = 0) -> None:
-        """Raise if the disk is full; asked once a second, and before the store is made anew."""
+        """Raise OSError unless the disk has space for ``needed`` bytes; checked at most once a second if that is 0."""
         if not needed and time.monotonic() < self._room_until:
             return
         self._room_until = 0.0
@@ -282,9 +295,9 @@ class HistoryStore(Uncopyable):
         self._room_until = time.monotonic() + ROOM_CHECK_SECONDS
 
     def _repair(self) -> None:
-        """After a power failure, remove the conversations whose tokens did not get to the disk.
+        """Remove conversations whose tokens were not synced to disk before a power failure.
 
-        Those were the latest ones, so the others need no check.
+        Only the latest conversations can be affected, so nothing else is checked if the latest one is intact.
         """
         with store_errors(self.folder):
             path = self._open.records.path
@@ -295,7 +308,7 @@ class HistoryStore(Uncopyable):
                 self.keep(lambda each: each.number in whole)
 
     def _is_current(self) -> bool:
-        """Return True if no other process has made the files anew."""
+        """Return True unless another process has replaced the files."""
         return manifest_stamp(self._manifest_path) == self._open.stamp
 
     def _committed(self) -> StoreState:
@@ -303,7 +316,7 @@ class HistoryStore(Uncopyable):
             return state_of(transaction, self._open.records.path)
 
     def _reopen(self) -> None:
-        """Open the files of the new manifest; they must be of the same model."""
+        """Open the files that the new manifest names; raise StoreError if they are of another model."""
         opened = open_files(self.folder, writable=not self._read_only)
         require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
         self._use(opened)
@@ -311,14 +324,14 @@ class HistoryStore(Uncopyable):
 
     def _use(self, opened: OpenFiles) -> None:
         if hasattr(self, "_open"):
-            self._was = self._open  # stays mapped until the next time, as compiled code may still read it
+            self._was = self._open  # stays mapped until the next call, as compiled code may still read it
         self._open: OpenFiles = opened
         self._end[0] = 0
         opened.ring.fill(self._log, self._end)
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
-        """Warn of an error of an append or refresh unless the last one failed, too; answers go on without the store."""
+        """Turn a StoreError into ``fault`` and, unless the previous call failed as well, into a warning."""
         try:
             with store_errors(self.folder):
                 yield
@@ -330,17 +343,17 @@ class HistoryStore(Uncopyable):
 
 
 class History:
-    """Answers of this process in memory and, if there is a store, on the disk; shared by all drafters of a model."""
+    """Earlier answers, in memory and, if there is a store, on disk; shared by all drafters of a model."""
 
     source = DEFAULT_SOURCE
-    """The name under which the store keeps the answers."""
+    """Name of the source under which the store records answers."""
 
     def __init__(
         self, max_tokens: int = MAX_LOG_PLACES, *, prompts: bool = False, store: HistoryStore | None = None
     ) -> None:
-        """At most ``max_tokens`` tokens are kept, the latest ones; with ``prompts``, those of prompts count too.
+        """Keep the latest ``max_tokens`` tokens in memory, with those of prompts if ``prompts`` is True.
 
-        An answer that is finished goes to the ``store``, and is matched there from then on.
+        Finished answers move to the ``store``, where they are matched from then on.
         """
         self.answers = TokenLog(max_tokens)
         self.store = store
@@ -348,11 +361,14 @@ class History:
 
     @property
     def stored_log(self) -> Ints | None:
-        """The record of the store's log for compiled code; it stays at its address."""
+        """The store's record for compiled code, whose address never changes; None without a store."""
         return self.store.log if self.store else None
 
     def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
-        """Begin an answer to a prompt, whose last ``new`` tokens are not of an earlier turn."""
+        """Begin an answer in a lane, finishing the previous one.
+
+        The last ``new`` tokens of ``prompt`` are those that were not part of an earlier turn.
+        """
         self.finish(lane)
         if self.store:
             self.store.refresh()
@@ -362,7 +378,7 @@ class History:
             self.answers.start(lane, prompt)
 
     def finish(self, lane: Ints) -> None:
-        """End the answer of a lane."""
+        """End the answer of a lane, and move it to the store if there is one."""
         owner = int(lane["owner"][0])
         before, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
         self.answers.finish(lane)
@@ -375,7 +391,7 @@ class History:
 
 
 def address_of(log: Ints | None) -> int:
-    """The address of the record of a log, for compiled code; 0 is none."""
+    """Return the address of a log's record for compiled code; 0 for None."""
     return int(log.ctypes.data) if log is not None else 0
 
 
@@ -388,9 +404,9 @@ def open_history(
     read_only: bool = False,
     created: bool = False,
 ) -> HistoryStore:
-    """The store of a model in a folder or at home; each tenant has a folder of its own there.
+    """Open the history store of a model and tenant, in the folder ``named`` or in hdtool's home.
 
-    A new store is created by those who append to it, and with ``created`` by those who only read it, too.
+    Each tenant has a separate folder. The store is created if missing, with ``read_only`` only if ``created``.
     """
     folder = (
         history_at_home(model, tokenizer, tenant or None)

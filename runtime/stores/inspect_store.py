@@ -1,6 +1,6 @@
-"""Describes a store or a history: its contents, what it drafts after a context, and its look-up latency.
+"""Describes a store or a history: its contents, the continuations it has for a context, and its lookup latency.
 
-It calls the compiled functions that the drafter calls.
+Uses the same compiled lookups as the drafter.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 MAX_SHOWN = 20
 MAX_PATH = 8
-"""Tokens that are shown at most of what follows."""
+"""Maximum number of tokens shown per continuation."""
 WARM_UP_LOOKUPS = 200
 TIMED_LOOKUPS = 4000
 CONTEXT_LENGTH = 16
 
 FoundContinuation = tuple[int, list[int], int]
-"""Length of the match, tokens that follow and how often."""
+"""Length of the match, the tokens that follow it, and their count."""
 
 
 def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
-    """The most frequent continuations of a context, those of the longest match first."""
+    """Yield the most frequent continuations of a context, those of the longest match first."""
     return _of_model(store, context) if isinstance(store, ModelStore) else _of_corpus(store, context)
 
 
@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """The token after a match, and those after it for as long as all places of the match have the same."""
+    """Return the token after a match and those that follow it, for as long as all its occurrences continue alike."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
@@ -70,10 +70,10 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Microseconds of a look-up at one node of a draft tree, of all lengths of context.
+    """Measure the latency of lookups at a draft node, for all context lengths; see ``latency`` for the result.
 
-    Contexts are parts of the store's own documents with one token exchanged within the last eight, so
-    that the longest match is as short as in text that the store does not hold.
+    Contexts are parts of the store's documents with one of the last eight tokens replaced at random, so that matches
+    are as short as in unseen text.
     """
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
@@ -84,7 +84,7 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
 
     def moved() -> Iterator[Ints]:
         for context in _perturbed_contexts(store.documents, vocabulary):
-            search.read(context[:-1])  # the ranges of the parent are known
+            search.read(context[:-1])  # a drafter already has the parent's ranges
             yield context
 
     return latency(search.look_up, moved())
@@ -100,7 +100,7 @@ def _perturbed_contexts(documents: Ints, vocabulary: int) -> Iterator[Ints]:
 
 
 def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict[str, float]:
-    """Microseconds of a look-up after each of these contexts, after a warm-up."""
+    """Time a lookup for each context, after a warm-up; return the median and 99th percentile in microseconds."""
     taken = []
     for context in islice(contexts, WARM_UP_LOOKUPS + TIMED_LOOKUPS):
         started = time.perf_counter()
@@ -111,7 +111,7 @@ def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict
 
 
 def description(store: HistoryStore) -> dict[str, Any]:
-    """A history store as ``inspect --json`` prints it."""
+    """Return the description of a history store that ``inspect --json`` prints."""
     manifest, held = store.manifest, store.conversations()
     names = sorted({each.source for each in held})
     tokens = sum(each.tokens for each in held)
@@ -150,7 +150,7 @@ def description(store: HistoryStore) -> dict[str, Any]:
 
 
 def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
-    """What followed the longest matches of a context, most frequent first."""
+    """Yield the continuations of a context's longest matches, most frequent first."""
     places, lengths = matches(store.log, np.array(context, np.int64))
     counts_by_path: dict[tuple[int, ...], int] = {}
     for place in places[lengths == lengths.max(initial=0)].tolist():
@@ -163,7 +163,7 @@ def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[F
 
 
 def history_latency(store: HistoryStore) -> dict[str, float]:
-    """Microseconds of a look-up at the root of a draft tree, after parts of the store's own conversations."""
+    """Measure the latency of lookups at the root of a draft tree; contexts are parts of the store's conversations."""
     return latency(partial(matches, store.log), _parts(store))
 
 

@@ -1,7 +1,7 @@
-"""Live tables: the tokens of one conversation with hash chains through them, and recycled rankings of the target.
+"""Tables updated while decoding: a conversation's tokens with hash chains, and recycled rankings of the target model.
 
-Recycled rankings are kept for each single token, and in hashed rows for several last tokens. A new ranking replaces the
-previous one after the same tokens.
+Recycled rankings are stored per last token, and in hashed rows for the last two to ``MAX_KEY_TOKENS`` tokens. A new
+ranking replaces the previous one after the same tokens.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from hdtool.runtime.kernels.compiled import Array, Ints, Uncopyable, array_at, c
 from hdtool.runtime.stores.model_store import mix_hash
 
 CONTEXT_WINDOW = 1 << 15
-"""Tokens of the conversation that are remembered; a power of two."""
+"""Number of latest tokens of the conversation that the table holds; a power of two."""
 CHAIN_HEADS = 1 << 15
 CHAIN_LENGTHS = (1, 3)
-"""How many last tokens the places of each chain of the conversation share."""
+"""Numbers of preceding tokens that define the two kinds of chains: all places in a chain follow the same tokens."""
 SHORT_CHAIN, LONG_CHAIN = range(2)
 MAX_LATEST_VISITS = 4
-"""Places that are visited for the latest one of a token, which other tokens of the same hash may precede."""
+"""Maximum number of chain entries to visit for a token's latest place, as tokens may share a hash."""
 COMPARED_AT_ONCE = 256
-"""Tokens that are compared at once; a power of two."""
+"""Number of tokens compared without a branch; a power of two."""
 
 CONTEXT_TABLE = np.dtype(
     [
-        ("end", np.int64),  # tokens ever added: the place of the next one
+        ("end", np.int64),  # number of tokens ever added, which is the place of the next
         ("ring", np.int32, CONTEXT_WINDOW),
-        ("before", np.int32, (2, CONTEXT_WINDOW)),  # by chain and place
-        ("heads", np.int32, (2, CHAIN_HEADS)),  # by chain and hash: the latest place
+        ("before", np.int32, (2, CONTEXT_WINDOW)),  # previous place in the chain, by kind of chain and place
+        ("heads", np.int32, (2, CHAIN_HEADS)),  # latest place, by kind of chain and hash
     ],
     align=True,
 )
 
 
 class ContextTable:
-    """A table in memory. Adding a token takes nanoseconds; the ring runs over what is too old."""
+    """The latest tokens of a conversation, with hash chains for prompt lookup. Old tokens are overwritten."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(1, CONTEXT_TABLE)
@@ -54,9 +54,10 @@ class ContextTable:
         clear(self.memory[0])
 
     def read(self, prompt: Sequence[int] | Ints) -> int:
-        """Make ``prompt`` the content of the table; returns how many of its tokens were added.
+        """Make ``prompt`` the content of the table, and return how many of its tokens were added.
 
-        The next turn of a conversation starts with the earlier ones, so that only its rest is new.
+        A prompt that starts with the current content, such as a conversation's next turn, is only extended; else the
+        table is rebuilt.
         """
         tokens = np.asarray(prompt, np.int64)
         known = len(self)
@@ -72,12 +73,12 @@ class ContextTable:
 
 @compiled
 def holds(table: Any, tokens: Ints) -> bool:
-    """Return True if ``tokens`` start with what the table holds."""
+    """Return True if ``tokens`` start with the content of the table."""
     if table.end > len(tokens):
         return False
     place = max(np.int64(0), table.end - CONTEXT_WINDOW)
     while place < table.end:
-        # Stretches without a branch or a turn of the ring are compared many tokens at a time.
+        # Compare runs that don't wrap around the ring, without branches.
         stop = min(table.end, (place | (COMPARED_AT_ONCE - 1)) + 1)
         start, differ = place & (CONTEXT_WINDOW - 1), np.int64(0)
         for offset in range(stop - place):
@@ -102,7 +103,7 @@ def _add_all(memory: Ints, tokens: Ints) -> None:
 
 @compiled
 def add(table: Any, token: Any) -> None:
-    """Add the token that follows the tokens so far."""
+    """Append a token and link its place to both kinds of chains."""
     place = table.end
     mark = np.uint64(0)
     for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], place) + 1):
@@ -118,7 +119,7 @@ def add(table: Any, token: Any) -> None:
 
 @compiled
 def latest_place(table: Any, token: Any) -> int:
-    """The latest place of a token, but for that of the last token; -1 if there is none."""
+    """Return a token's latest place other than the last place of the table; -1 if there is none."""
     oldest = max(np.int64(0), table.end - CONTEXT_WINDOW)
     after = np.int64(table.heads[SHORT_CHAIN, head_of(mix_hash(np.uint64(0), token))])
     for _ in range(MAX_LATEST_VISITS):
@@ -132,48 +133,48 @@ def latest_place(table: Any, token: Any) -> int:
 
 @compiled
 def head_of(mark: np.uint64) -> np.int64:
-    """Where the chain of a hash begins; the high bits are the well mixed ones."""
+    """Return the index of a hash's chain, taken from the high bits, which are mixed best."""
     return np.int64((mark >> np.uint64(40)) & np.uint64(CHAIN_HEADS - 1))
 
 
 RANKING_TOKENS = 8
-"""Tokens of a recycled ranking."""
+"""Number of tokens in a recycled ranking."""
 MAX_KEY_TOKENS = 5
-"""The most last tokens that rankings are kept by."""
+"""Maximum number of last tokens in the key of a ranking."""
 ROWS_PER_LENGTH = 1 << 15
-"""For each of the longer lengths."""
+"""Rows for each key length above 1."""
 SHARE_UNIT = 1000
-"""Shares of recycled rankings are in thousandths."""
+"""Shares in recycled rankings are stored as integers, in thousandths."""
 SHARE_SHARPNESS = 1.5
-"""Shares are of probabilities raised to this power: the best token is chosen more often than its probability."""
+"""Exponent applied to probabilities before they are normalized to shares; above 1, it favors the best token."""
 
 RANKING = np.dtype(
     [
         ("tokens", np.int32, RANKING_TOKENS),  # best first
         ("shares", np.int16, RANKING_TOKENS),
-        ("tag", np.uint32),  # the other half of the hash, which detects collisions
+        ("tag", np.uint32),  # upper half of the hash, to detect collisions
         ("unused", np.uint8, 12),
     ]
 )
-"""A row of the table of recycled rankings. It fills one cache line, so that it costs one cache miss."""
+"""A row of the table of recycled rankings; it fills exactly one cache line."""
 ROW_BYTES = RANKING.itemsize
 RECYCLED_TABLE = np.dtype(
     [
         ("rankings", np.int64),  # address of the rows; 0 before anything is kept
-        ("vocabulary", np.int64),  # rows for a single token
-        ("longest", np.int64),  # last tokens that rows are kept by; 0 before anything is kept
+        ("vocabulary", np.int64),  # number of rows for single tokens
+        ("longest", np.int64),  # maximum key length; 0 before anything is kept
     ],
     align=True,
 )
 
 
 class RecycledRankings(Uncopyable):
-    """A table, which is allocated when the first ranking arrives."""
+    """Table of recycled rankings, allocated when the first ranking is kept."""
 
     def __init__(self) -> None:
         self.record = np.zeros(1, RECYCLED_TABLE)
         self._lines: Array | None = None
-        none = np.zeros((0, RANKING_TOKENS), np.int64)  # compiled, or loaded from the cache, before a step needs it
+        none = np.zeros((0, RANKING_TOKENS), np.int64)  # for compilation before a step needs it
         _keep(self.record, none, none, none.astype(np.float32))
 
     def clear(self) -> None:
@@ -181,18 +182,18 @@ class RecycledRankings(Uncopyable):
         self.record[:] = np.zeros(1, RECYCLED_TABLE)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Keep rankings of a model with so many tokens: the ``tokens`` with these logits after each of the ``tails``.
+        """Keep a ranking for each row of ``tails``, the last tokens of a node; the most probable node comes first.
 
-        The most probable tail comes first.
+        ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the model's size.
         """
         if self._lines is None:
             self._allocate(vocabulary, MAX_KEY_TOKENS)
         _keep(self.record, tails, tokens, scores)
 
     def begin_with(self, known: Array, *, alone: bool) -> None:
-        """Begin with rankings of single tokens: rows of tokens and of their probabilities in millionths.
+        """Initialize the table with a ranking for each token: rows of tokens, then their probabilities in millionths.
 
-        Unless they stay ``alone``, the table has room for more, which replace these.
+        Later rankings replace these. With ``alone``, the table has no room for keys of several tokens.
         """
         longest = 1 if alone else MAX_KEY_TOKENS
         self._allocate(len(known), longest)
@@ -204,19 +205,19 @@ class RecycledRankings(Uncopyable):
 
     def _allocate(self, vocabulary: int, longest: int) -> None:
         rows = vocabulary + (longest - 1) * ROWS_PER_LENGTH
-        self._lines = np.zeros((rows + 1) * ROW_BYTES, np.uint8)  # one more, for alignment
+        self._lines = np.zeros((rows + 1) * ROW_BYTES, np.uint8)  # one extra row for alignment
         self.record["rankings"] = -(-self._lines.ctypes.data // ROW_BYTES) * ROW_BYTES
         self.record["vocabulary"], self.record["longest"] = vocabulary, longest
 
 
 @compiled
 def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
-    """Keep the rankings of nodes with these last tokens, a row each; the most probable node comes first."""
+    """Write a ranking for each node and key length; see ``RecycledRankings.keep``."""
     table = memory[0]
     rankings = rankings_of(table)
     shares = np.empty(RANKING_TOKENS)
     marks = np.zeros(MAX_KEY_TOKENS + 1, np.uint64)
-    for node in range(len(tails) - 1, -1, -1):  # the most probable node last: its ranking stays
+    for node in range(len(tails) - 1, -1, -1):  # write the most probable node last, so that its ranking stays
         if not np.isfinite(scores[node, 0]):
             continue
         for length in range(1, table.longest + 1):
@@ -236,7 +237,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
 
 @compiled
 def prefetch_rankings(table: Any, last: Any, marks: Array) -> None:
-    """Prefetch the rankings after the last tokens with these hashes, all at once."""
+    """Prefetch the rankings for all key lengths; ``marks`` holds the hash of the last tokens by length."""
     rankings = rankings_of(table)
     for length in range(1, table.longest + 1):
         row = row_of(table, last, marks[length], length)
@@ -246,13 +247,13 @@ def prefetch_rankings(table: Any, last: Any, marks: Array) -> None:
 
 @compiled
 def tag_of(mark: np.uint64) -> Any:
-    """The half of a hash that does not select the row, to detect collisions."""
+    """Return the upper half of a hash, which doesn't select the row and thus detects collisions."""
     return np.uint32(mark >> np.uint64(32))
 
 
 @compiled
 def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
-    """The row of the table after ``length`` tokens of this hash, which end with ``last``; or -1."""
+    """Return the row for ``length`` tokens with this hash, the last of which is ``last``; -1 if there is none."""
     if length > table.longest or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:
@@ -262,13 +263,13 @@ def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
 
 @compiled
 def rankings_of(table: Any) -> Array:
-    """All rows of the table of recycled rankings."""
+    """Return all rows of the table as an array."""
     return array_at(table.rankings, table.vocabulary + (table.longest - 1) * ROWS_PER_LENGTH, RANKING)
 
 
 @compiled
 def kept_row(table: Any, last: Any, mark: np.uint64, length: int) -> int:
-    """The row of the ranking that is kept after ``length`` tokens of this hash, or -1."""
+    """Like ``row_of``, but return -1 unless a ranking is kept for these tokens."""
     row = row_of(table, last, mark, length)
     if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(mark):
         return row

@@ -1,17 +1,17 @@
-"""The model store: what often follows the last one to four tokens in the model's own answers.
+"""The model store: frequent continuations of the last one to four tokens in the model's own answers.
 
-Look-ups read a hash table of prefixes, each with its most frequent next tokens, and for each token the most frequent
-phrases of four tokens after it. The record, an LMDB file, holds the documents and the n-grams with the tokens of their
-prefixes; the table is compiled from it, and stores are extended, merged and split by its documents.
+Lookups read a hash table that maps each prefix to its most frequent next tokens, and an array of the most frequent
+four-token phrases after each token. Both are built from the record, an LMDB file with the documents and n-grams. Stores
+are extended, merged and split by the record's documents.
 
-The first byte of a record's key is the kind of its entry, and big-endian 32-bit numbers follow:
+A key of the record is a byte with the kind of the entry, followed by big-endian 32-bit numbers:
 
-- 0, a document: its number. The value is its tokens.
-- 1 to 4, what comes next after a prefix of as many tokens, and 5, the phrases after one token: the tokens of the
-  prefix. The value is ``[total, distinct, tokens, counts]``; ``tokens`` are all continuations, one after another.
+- Kind 0, a document: its number. The value is its tokens.
+- Kinds 1 to 4, the tokens after a prefix of that length, and kind 5, the phrases after a token: the tokens of the
+  prefix. The value is ``[total, distinct, tokens, counts]``, where ``tokens`` concatenates all continuations.
 
-Tokens and counts in values are little-endian: tokens have two bytes, or four if the vocabulary needs them, and counts
-four. The file is written once and never changed, so it needs no lock.
+In values, tokens and counts are little-endian. Tokens have two bytes, or four for large vocabularies; counts have four.
+The file never changes once it is written, so it is opened without a lock.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from hdtool.runtime.stores.store_files import mapped_part
 KIND = "model"
 LONGEST_PREFIX = 4
 PHRASE_TOKENS = 4
-"""Tokens of a phrase, after the token that it follows."""
+"""Number of tokens in a phrase, without the token before it."""
 
 MAX_PROBES = 256
-"""Slots that a search reads at most. In 2**31 slots, half of them free, at most about 100 in a row are used."""
+"""Maximum number of slots probed. Even among 2**31 half-full slots, runs of used slots have at most about 100."""
 MAX_ROWS_READ = 64
-"""Next tokens that a lookup reads of an entry, the most frequent ones."""
+"""Maximum number of next tokens returned by a lookup, most frequent first."""
 
 VOCABULARY_RANKING_TOKENS = 8
-"""Tokens of a ranking of the vocabulary: rows hold them, best first, and then their probabilities in millionths."""
+"""Number of tokens ranked per vocabulary entry. A row has their ids, best first, then probabilities in millionths."""
 
 HASH_LOW, HASH_HIGH, KEY_START, KEY_STOP, KEY_TOTAL, KEY_DISTINCT = range(6)
 KEY_WIDTH = 6
-"""A key is the hash of its prefix, the range of its rows, and the counts of all that follows the prefix."""
+"""Fields of a key: hash of the prefix, range of its rows, total count, and number of distinct next tokens."""
 ROW_TOKEN, ROW_COUNT = range(2)
 
 MODEL_RECORD = np.dtype(
     [
-        ("slots", np.int64, 2),  # address and length, as of all arrays
+        ("slots", np.int64, 2),  # address and length of the array, as below
         ("keys", np.int64, 2),
         ("rows", np.int64, 2),
         ("vocabulary", np.int64),
@@ -67,26 +67,26 @@ MODEL_RECORD = np.dtype(
 
 
 class StoreEntry(NamedTuple):
-    """What comes next after a prefix."""
+    """The next tokens after a prefix."""
 
     length: int
-    """Tokens of the prefix."""
+    """Length of the prefix in tokens."""
     total: int
-    """The counts of all tokens that follow the prefix, also of those that the build left out."""
+    """Number of occurrences of the prefix with a next token, including tokens that the build left out."""
     distinct: int
-    """How many different tokens follow it."""
+    """Number of distinct next tokens, including those left out."""
     tokens: Ints
-    """Next tokens, the most frequent first."""
+    """Next tokens, most frequent first."""
     counts: Ints
 
 
 class ModelStore(Uncopyable):
-    """A store opened for lookups; its files are mapped, read only where they are touched."""
+    """A model store opened for lookups. Its files are memory-mapped, so only pages in use are read."""
 
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """``manifest`` is that of the folder, if it was read already."""
+        """Open the store, given its ``manifest`` if already read; raise StoreError if it can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -103,19 +103,19 @@ class ModelStore(Uncopyable):
         self._heads = self._part("heads", 1).reshape(-1)
         self._phrases = self._part("phrases", PHRASE_TOKENS + 1)
         self.rankings = self._part("rankings", 2 * VOCABULARY_RANKING_TOKENS) if "rankings" in manifest.files else None
-        """The model's own ranking after each token of the vocabulary, if the store was built with them."""
+        """The model's top tokens after each token of the vocabulary; None if the store was built without them."""
         self.record = model_record(self)
-        """The addresses of its arrays, for compiled code."""
+        """Addresses of the store's arrays, for compiled code."""
         fits = self.rankings is None or len(self.rankings) == self.vocabulary
         if len(self.slots) & (len(self.slots) - 1) or len(self._heads) != self.vocabulary + 1 or not fits:
             raise StoreError(f"{self.folder} is damaged (its tables do not have the sizes they need): build it again")
 
     def _part(self, part: str, width: int) -> Ints:
-        # Compiled code takes writable arrays fastest; what is written to a "c" mapping stays in memory.
+        # Passing writable arrays to compiled code is fastest; "c" is copy-on-write, so the file is protected.
         return mapped_part(self.folder, self.manifest, part, np.int32, width, "c")
 
     def after(self, context: Sequence[int] | Ints) -> list[StoreEntry]:
-        """The entries of the suffixes of ``context`` that are prefixes in the store, the longest first."""
+        """Return the entries for the suffixes of ``context`` that the store has as prefixes, longest first."""
         entries = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
         return [
             StoreEntry(length, total, distinct, *self._valid(self.rows[start:stop]))
@@ -123,16 +123,16 @@ class ModelStore(Uncopyable):
         ]
 
     def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Tokens and counts; a damaged file must not give a token that no model has."""
+        """Return tokens and counts without ids outside the vocabulary, which a damaged file may contain."""
         rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
         return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
     def phrases_after(self, token: int, max_phrases: int = 64) -> tuple[Ints, Ints]:
-        """At most ``max_phrases`` phrases that follow a token, a row each, and their counts; most frequent first."""
+        """Return up to ``max_phrases`` phrases after a token, one per row, and their counts, most frequent first."""
         if not 0 <= token < self.vocabulary:
             return self._phrases[:0, :PHRASE_TOKENS], self._phrases[:0, PHRASE_TOKENS]
         start, stop = self._heads[token : token + 2].tolist()
-        # A damaged file must not give a token that no model has.
+        # Guard against a damaged file: bad offsets, and ids outside the vocabulary.
         start = max(start, 0)
         rows = self._phrases[start : max(start, min(stop, start + max_phrases))]
         rows = rows[(rows[:, :PHRASE_TOKENS] >= 0).all(1) & (rows[:, :PHRASE_TOKENS] < self.vocabulary).all(1)]
@@ -140,14 +140,14 @@ class ModelStore(Uncopyable):
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
-    """A copy of the rankings of the vocabulary in a store, if it has any."""
+    """Return a copy of the vocabulary's rankings in a store; None if it has none."""
     if "rankings" not in manifest.files:
         return None
     return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * VOCABULARY_RANKING_TOKENS))
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """The addresses of the arrays of a store, which must outlive them; without a store, no entry is found."""
+    """Return a record of a store's array addresses; the store must outlive it. With None, lookups find nothing."""
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -160,13 +160,13 @@ def model_record(store: ModelStore | None) -> Ints:
 
 @compiled
 def rows_of(model: Any) -> Ints:
-    """Tokens and counts of all prefixes."""
+    """Return the rows of all prefixes: next tokens and counts."""
     return array_at(model.rows[0], (model.rows[1], 2), np.int32)
 
 
 @compiled
 def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """The entry of the prefix with this hash, as ``entry_of`` gives it."""
+    """Look up the prefix with a hash; see ``entry_of`` for the result."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
     return entry_of(slots, keys, model.rows[1], prefix_hash)
@@ -174,7 +174,7 @@ def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]
 
 @compiled
 def prefetch_entries(model: Any, hashes: Ints, longest: int) -> None:
-    """Prefetch the entries of prefixes up to a length, all at once and not one after the other."""
+    """Prefetch the entries of prefixes of 1 to ``longest`` tokens, so that their cache misses overlap."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
     mask = len(slots) - 1
@@ -188,7 +188,7 @@ def prefetch_entries(model: Any, hashes: Ints, longest: int) -> None:
 
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
-    """A row for each suffix of ``tail`` that has an entry, the longest first: its length and its ``lookup_hash``."""
+    """Return a row for each suffix of ``tail`` with an entry, longest first: its length, then the entry's fields."""
     model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
@@ -205,16 +205,16 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 
 @compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """The entry of the prefix with this hash: its first of ``rows``, the one after its last, total and distinct.
+    """Return the entry of the prefix with a hash: start and stop among ``rows``, total and distinct.
 
-    The total is 0 if there is no entry.
+    At most ``MAX_ROWS_READ`` rows are returned. All values are 0 if there is no entry.
     """
     key = find_key(slots, keys, prefix_hash)
     if key < 0:
         return 0, 0, 0, 0
     start, stop = np.int64(keys[key, KEY_START]), np.int64(keys[key, KEY_STOP])
     total, distinct = np.int64(keys[key, KEY_TOTAL]), np.int64(keys[key, KEY_DISTINCT])
-    # A damaged file must not lead out of the arrays.
+    # A damaged file must not cause reads outside the arrays.
     if not 0 <= start <= stop <= rows or total <= 0:
         return 0, 0, 0, 0
     return start, min(stop, start + MAX_ROWS_READ), total, distinct
@@ -222,9 +222,9 @@ def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tupl
 
 @compiled
 def find_key(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
-    """The number of the key of a prefix with this hash, or -1.
+    """Return the index of the key with a hash, or -1 if there is none.
 
-    The search is linear probing, bounded: a damaged table without a free slot must not be read to its end.
+    Linear probing is limited to ``MAX_PROBES``, because a damaged table may have no free slot.
     """
     mask = len(slots) - 1
     slot = slot_of(prefix_hash, mask)
@@ -241,23 +241,23 @@ def find_key(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
 
 @compiled
 def slot_of(prefix_hash: np.uint64, mask: int) -> int:
-    """Where the search for a hash begins."""
+    """Return the first slot to probe for a hash."""
     return int(np.int64(prefix_hash >> np.uint64(7)) & mask)
 
 
 @compiled
 def split_hash(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
-    """A hash as two numbers that fit into the keys."""
+    """Split a hash into its lower and upper 32 bits, as stored in keys."""
     low, high = prefix_hash & np.uint64(0xFFFFFFFF), prefix_hash >> np.uint64(32)
     return np.int32(np.uint32(low)), np.int32(np.uint32(high))
 
 
 @compiled
 def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
-    """The hash of a sequence, from that of the sequence without its first token, ``token``; 0 is that of none.
+    """Return the hash of a sequence from its first token and the hash of the remaining ones; the empty sequence has 0.
 
-    Lookups compare hashes alone. Of a million keys, one in ten million sequences that are not in the
-    store would be taken for one of them, which costs a draft.
+    Lookups compare only hashes. With a million keys, about one in ten million unknown sequences collides with a key,
+    which costs a rejected draft.
     """
     mixture = (suffix_hash ^ np.uint64(np.int64(token) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     return mixture ^ (mixture >> np.uint64(29))
@@ -265,7 +265,7 @@ def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
 
 @compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
-    """The hash of tokens, mixed from the last to the first."""
+    """Return the hash of ``length`` tokens from ``start``, mixed from last to first."""
     mixed_hash = np.uint64(0)
     for offset in range(length - 1, -1, -1):
         mixed_hash = mix_hash(mixed_hash, np.int64(tokens[start + offset]))
@@ -278,19 +278,19 @@ NGRAM_KINDS = range(1, LONGEST_PREFIX + 2)
 PHRASE_KIND = NGRAM_KINDS[-1]
 KEY_DTYPE, COUNT_DTYPE = np.dtype(">u4"), np.dtype("<u4")
 ENTRIES_PER_TRANSACTION = 1 << 14
-"""Entries of a transaction."""
+"""Number of entries written per transaction, which keeps its pages in memory."""
 MAX_ENTRY_OVERHEAD = 1 << 13
-"""Bytes that LMDB may need for an entry beside its value, as pages are not full."""
+"""Upper bound of LMDB's overhead per entry in bytes, including unused space in pages."""
 
 _opened: WeakValueDictionary[str, ModelRecord] = WeakValueDictionary()
-"""The open files by path: LMDB opens a file only once in a process."""
+"""Open files by path, because a process may open an LMDB file only once."""
 _opening = threading.Lock()
 
 T = TypeVar("T")
 
 
 class Ngrams(NamedTuple):
-    """A prefix, and what the store has of what follows it."""
+    """A prefix with its continuations in the store and their counts."""
 
     prefix: list[int]
     total: int
@@ -300,16 +300,16 @@ class Ngrams(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramGroup:
-    """N-grams of one kind in the order of their prefixes, the most frequent continuation first within each."""
+    """N-grams of one kind as arrays, sorted by prefix, then by the continuation's count in descending order."""
 
     heads: Ints
-    """The tokens of a prefix in each row."""
+    """Prefixes ``[prefixes, tokens]``."""
     totals: Ints
     distinct: Ints
     stops: Ints
-    """Where the continuations of each prefix end."""
+    """End of each prefix's continuations, as an index into ``tokens`` and ``counts``."""
     tokens: Ints
-    """A continuation in each row."""
+    """Continuations ``[continuations, tokens]``."""
     counts: Ints
 
     @property
@@ -318,10 +318,10 @@ class NgramGroup:
 
 
 class ModelRecord:
-    """A record opened for reading."""
+    """A record opened for reading; see the module docstring for its format."""
 
     def __init__(self, path: Path, end: int) -> None:
-        """``end`` is the number after the last token of the vocabulary."""
+        """``end`` is the size of the vocabulary, which is also the id of the end token."""
         self.path = path
         self.end = end
         self._width = _width(end)
@@ -332,7 +332,7 @@ class ModelRecord:
 
     @classmethod
     def opened(cls, path: Path, end: int) -> ModelRecord:
-        """The record in a file, which is opened if it is not open in this process."""
+        """Return the open record of a file, opening it if necessary."""
         name = os.path.realpath(path)
         with _opening:
             if (record := _opened.get(name)) is None:
@@ -341,14 +341,17 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """The record of a store. LMDB trusts its pages, so the checksum of the file is compared first."""
+        """Return the record of a store, after comparing its checksum: LMDB may crash on a damaged file.
+
+        Raises StoreError if the checksum is wrong.
+        """
         file = manifest.files[RECORD_PART]
         if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):
             raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
         return cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
 
     def documents(self) -> Iterator[Tokens]:
-        """The tokens of all documents, in the order of their inputs."""
+        """Yield the tokens of each document, in input order."""
         for _, value in self._entries(_start(DOCUMENT_KIND, [])):
             ids = np.frombuffer(value, self._width)
             if ids.max(initial=0) >= self.end:
@@ -356,12 +359,12 @@ class ModelRecord:
             yield ids
 
     def text(self) -> Tokens:
-        """All documents in one array, an end after each."""
+        """Return all documents as one array, with an end token after each."""
         end = np.array([self.end], self._width)
         return np.concatenate([end[:0], *(part for ids in self.documents() for part in (ids, end))])
 
     def ngrams(self, prefix: Sequence[int] = ()) -> Iterator[Ngrams]:
-        """All n-grams whose prefix starts with these tokens, in the order of the record."""
+        """Yield all n-grams whose prefix starts with these tokens, by kind and prefix."""
         for kind in NGRAM_KINDS:
             for key, (total, distinct, tokens, counts) in self._entries(_start(kind, prefix)):
                 followers = np.frombuffer(tokens, self._width).reshape(-1, PHRASE_TOKENS if kind == PHRASE_KIND else 1)
@@ -369,7 +372,7 @@ class ModelRecord:
                 yield Ngrams(np.frombuffer(key[1:], KEY_DTYPE).tolist(), total, distinct, list(rows))
 
     def group(self, kind: int) -> NgramGroup:
-        """All n-grams of a kind."""
+        """Return all n-grams of a kind."""
         length, width = (1, PHRASE_TOKENS) if kind == PHRASE_KIND else (kind, 1)
         entries = [(key[1:], *value) for key, value in self._entries(_start(kind, []))]
         keys, totals, distinct, tokens, counts = zip(*entries, strict=True) if entries else [()] * 5
@@ -383,7 +386,7 @@ class ModelRecord:
         )
 
     def _entries(self, start: bytes) -> Iterator[tuple[bytes, Any]]:
-        """The entries whose keys begin with ``start``."""
+        """Yield the keys and unpacked values whose key begins with ``start``."""
         try:
             with self._environment.begin() as transaction:
                 cursor = transaction.cursor()
@@ -399,7 +402,7 @@ class ModelRecord:
 
 
 class RecordWriter:
-    """A new record, written in the order of its keys: the documents, then the n-grams by kind."""
+    """Writes a new record, which must be done in key order: documents, then n-grams by ascending kind."""
 
     def __init__(self, environment: Any, end: int) -> None:
         self._environment = environment
@@ -429,7 +432,7 @@ class RecordWriter:
         )
 
     def _put(self, entries: Iterator[tuple[bytes, bytes]]) -> None:
-        # A transaction keeps its pages in memory.
+        # In batches, because a transaction keeps its pages in memory.
         for batch in _batches(entries):
             with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
                 cursor.putmulti(batch, append=True)
@@ -437,8 +440,11 @@ class RecordWriter:
 
 @contextmanager
 def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[RecordWriter]:
-    """Write a record of so many entries, whose values have so many bytes, to a file that is empty."""
-    # LMDB needs a limit; the file has the size of its content.
+    """Open an empty file for writing a record, and yield the writer.
+
+    The record must not exceed ``entries`` entries or ``value_bytes`` bytes of values.
+    """
+    # LMDB needs a size limit; the file only grows as needed.
     size = value_bytes + MAX_ENTRY_OVERHEAD * entries + (1 << 24)
     try:
         with lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=size) as environment:
@@ -448,7 +454,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, numbers: Sequence[int]) -> bytes:
-    """The start of keys of a kind."""
+    """Return the key of a kind and numbers, or the start of keys if there are more numbers."""
     return bytes([kind]) + np.asarray(numbers, KEY_DTYPE).tobytes()
 
 

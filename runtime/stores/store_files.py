@@ -1,7 +1,7 @@
-"""Maps the parts of stores into memory, and checks LMDB's pages, since a damaged one would crash the process.
+"""Memory-maps the files of stores, and checks LMDB's pages, because a damaged page would crash the process.
 
-The two trees of a snapshot, of the data and of the free pages, are followed from their roots. Every page must lie in
-the file, have its own number and a valid kind, and hold its nodes. The layout is that of LMDB 0.9, little-endian.
+The check follows both trees of a snapshot, of data and of free pages, from their roots. Every page must lie in the
+file, store the right page number and a valid kind, and contain its nodes. The layout is LMDB 0.9's, little-endian.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from hdtool.data.stores.store import BUILD_COMMANDS
 from hdtool.runtime.kernels.compiled import compiled
 
 Mode = Literal["r", "c"]
-"""Read-only, or writable in this process's memory alone."""
+"""Read-only, or copy-on-write: writes stay in this process's memory."""
 
 
 def mapped_part(
     folder: Path, manifest: Manifest, part: str, kind: npt.DTypeLike, width: int = 1, mode: Mode = "r"
 ) -> npt.NDArray[Any]:
-    """A part as rows of ``width`` numbers; a file of another size than the manifest's is an error."""
+    """Map a part of a store as rows of ``width`` numbers.
+
+    Raises StoreError if the file can't be mapped or its size differs from the manifest's.
+    """
     path, size, row = folder / manifest.files[part].name, manifest.files[part].bytes, np.dtype(kind).itemsize * width
     again = f"build the store again with {BUILD_COMMANDS[manifest.kind]}"
     try:
         with open(path, "rb") as stream:
-            # Of the file that was opened: another may have the name by now.
+            # Ask for the open file's size: the path may have been replaced.
             file_bytes = os.fstat(stream.fileno()).st_size
             if file_bytes != size:
                 raise StoreError(f"{path} has {file_bytes:,} bytes instead of {size:,}: {again}")
@@ -41,14 +44,14 @@ def mapped_part(
             if not size:
                 return np.empty((0, width), kind)
             mapped = np.memmap(stream, kind, mode, shape=(size // row, width))
-    except (OSError, ValueError) as error:  # such as no memory to map it
+    except (OSError, ValueError) as error:  # e.g. too little memory to map it
         raise StoreError(f"{path} cannot be opened ({error}): {again}") from None
-    # A plain array on the map: slices of np.memmap itself cost microseconds each.
+    # Return a plain array, since each slice of an np.memmap costs microseconds.
     return np.asarray(mapped)
 
 
 def documents_of(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
-    """All documents of a store, mapped."""
+    """Map the documents of a store as one array of tokens."""
     return mapped_part(folder, manifest, "documents", token_type(manifest.tokenizer.vocab_size)).reshape(-1)
 
 
@@ -57,7 +60,7 @@ PAGE_HEADER_BYTES = 16
 BRANCH_PAGE, LEAF_PAGE, OVERFLOW_PAGE = 1, 2, 4
 NODE_HEADER_BYTES = 8
 OVERFLOW_VALUE, INLINE_VALUE = 1, 0
-"""Flags of a node: its value lies in pages of its own, or in the node."""
+"""Flags of a node whose value is in overflow pages or in the node itself."""
 TREE_RECORD = np.dtype(
     [
         ("page_size", "<u4"),
@@ -88,7 +91,10 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """What is wrong with the snapshot of this number; empty if nothing is. The caller keeps it from being reused."""
+    """Describe the damage of an LMDB file's snapshot, by transaction number; empty if it is intact.
+
+    The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
+    """
     with open(path, "rb") as stream:
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     data = np.frombuffer(content, np.uint8)
@@ -100,7 +106,7 @@ def damage_of(path: Path, number: int) -> str:
         trees = snapshot["trees"]
         if snapshot["magic"] == LMDB_MAGIC and int(trees[0]["page_size"]) == page_size:
             if int(snapshot["number"]) > number:
-                return ""  # replaced meanwhile by a process that works with the file
+                return ""  # replaced meanwhile by another process, for which the file is fine
             pages, entries = len(data) // page_size, 0
             for tree in trees:
                 if int(tree["root"]) == NO_PAGE:
@@ -123,13 +129,13 @@ def _number(data: ByteArray, at: Any, width: int) -> Any:
 
 @compiled
 def _entries_below(data: ByteArray, page_size: int, pages: int, root: int, depth: int) -> int:
-    """The entries in the leaves of a tree; a negative result is the number of the damaged page."""
+    """Count the entries in a tree's leaves; return ``-1 - page`` if a page is damaged."""
     waiting, levels = [root], [1]
     entries = visited = 0
     while waiting:
         page, level = waiting.pop(), levels.pop()
         visited += 1
-        # A page that is reached again and again would never end the search.
+        # Without the limit on visits, a cycle of pages would never end.
         if not 0 < page < pages or visited > pages or level > depth:
             return -1 - max(page, 0)
         start = page * page_size

@@ -1,4 +1,4 @@
-"""The stores that an answer is drafted from: those that were named, else those that fit the model."""
+"""Chooses and opens the stores to draft from: those named in the settings, else those that fit the model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
-    """The corpus index or model store in a folder; anything else there raises a ``StoreError``."""
+    """Open the corpus index or model store in a folder; raise StoreError if it contains neither."""
     place = Path(folder).expanduser()
     return read_store(place, lambda manifest: store_of(place, manifest))
 
 
 def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
-    """The store with this manifest, which was read already."""
+    """Open the store in a folder whose manifest has already been read."""
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
 
@@ -47,20 +47,20 @@ AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 @dataclass(frozen=True)
 class StoreSet:
-    """A model store and a corpus index, as far as there are any."""
+    """The stores that a model drafts from; a store that doesn't exist is None."""
 
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None
     databases: str = SOURCE_LETTERS
-    """The letters of those that are drafted from; for others no store is opened."""
+    """Letters of the databases to draft from; stores of others are not opened."""
     history: History | None = None
-    """Earlier answers; without it, the drafters of a model begin with an empty one."""
+    """Earlier answers; if None, the model's drafters start with an empty history."""
     tokenizer: TokenizerFingerprint | None = None
-    """The tokenizer's fingerprint, if a store was opened or the caller requested it."""
+    """Fingerprint of the tokenizer; None if no store needed it and the caller didn't request it."""
     checkpoint: Checkpoint | None = None
-    """The model's checkpoint, if its files are known."""
+    """The model's checkpoint; None if its files are unknown."""
     namespace: str | None = None
-    """Whose stores these are; a history that lasts is kept apart by it, too."""
+    """Tenant that the stores belong to, which also separates histories on disk."""
 
     @classmethod
     def for_tokenizer(
@@ -72,10 +72,10 @@ class StoreSet:
         model: Checkpoint | None = None,
         identified: bool = False,
     ) -> StoreSet:
-        """The stores that ``config`` names, else those at home; a store of another tokenizer is refused.
+        """Open the stores that ``config`` names, else those in hdtool's home.
 
-        ``model`` is that of the loaded model: only its own model store is taken from home. With ``identified``, the
-        fingerprint of the tokenizer is computed even if no store is opened.
+        From there, the model store is only used if it is that of ``model``. With ``identified``, the fingerprint of
+        the tokenizer is computed even if no store is opened. Raises StoreError if a store has another tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
         corpus_db = config.corpus_db if "S" in databases else NO_STORE
@@ -88,7 +88,7 @@ class StoreSet:
         return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
-        """Sent to another process, it opens its stores anew: they are mapped, not copied."""
+        """Pickle the folders only, so that another process reopens and maps the stores instead of copying them."""
         places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
         return _reopened, (*places, self.databases)
 
@@ -120,9 +120,9 @@ def _open(
 def model_store_for(
     model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> Path | None:
-    """The model store at home of a model, else the embedded one if it is the demo's.
+    """Return the folder of a model's store in hdtool's home, or of the embedded store for the demo model.
 
-    Answers to one tenant are never mixed with answers to others.
+    With a ``namespace``, only that tenant's store is considered: answers are never shared between tenants.
     """
     if model is None:
         return None
@@ -135,7 +135,10 @@ def model_store_for(
 
 
 def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
-    """The corpus index at home of a tokenizer, a tenant's before the common one, else the embedded one."""
+    """Return the folder of a tokenizer's corpus index: in hdtool's home the tenant's or the common one, else embedded.
+
+    Returns None if there is none for the tokenizer.
+    """
     for owner in {namespace: None, None: None}:
         if ((at_home := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
             return at_home
@@ -150,7 +153,7 @@ def _note_other_models(
     tokenizer: TokenizerFingerprint,
     namespace: str | None,
 ) -> None:
-    """Print that the model store is of another model, or that those at home are."""
+    """Print a note if the named model store is of another model, or if hdtool's home only has stores of others."""
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:
@@ -176,7 +179,7 @@ def _size(manifest: Manifest) -> str:
 def lasting_history(
     named: str, store_set: StoreSet, model: str, tenant: str, *, read_only: bool = False
 ) -> HistoryStore:
-    """The store that ``named`` stands for, created unless it exists; a StoreError if it cannot be used."""
+    """Open the history store ``named`` in the settings, created if missing; raise StoreError if it can't be used."""
     if store_set.checkpoint is None or store_set.tokenizer is None:
         raise StoreError(
             f"the history of {model} cannot be kept in {named}, because its weights are not on this machine and a "
@@ -187,8 +190,8 @@ def lasting_history(
 
 
 def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Whose answers a server of these names keeps: those of its namespace, else of its first name; empty is nobody.
+    """Return the tenant whose answers a server keeps: the first of its model names with stores, else its first name.
 
-    A model that is served under its own name has no tenant unless there are stores of that name.
+    A model served only under its own name has no tenant, "", unless there are stores of that name.
     """
     return namespace_among([*served_as, model]) or next((name for name in served_as if name != model), "")

@@ -1,13 +1,13 @@
-"""Search in suffix-array shards: the range of suffixes that start with given tokens, and what follows them.
+"""Search in suffix-array shards: finds the suffixes that start with given tokens, and reads the tokens after them.
 
-Every look-up in the corpus index uses these functions. ``find_longest`` starts from the heads table with a context
-alone; ``narrow_range`` starts from the range of the tokens without the last one, which a node has from its parent.
-``sample_matches`` and ``read_followers`` read what follows a range.
+``find_longest`` searches for a context, starting from the heads table. ``narrow_range`` extends a match by one token,
+starting from the range of the match, which a draft node has from its parent. ``sample_matches`` and ``read_followers``
+read the tokens that follow a range.
 
-Memory latency is most of the cost: every bisection step reads a suffix and then the text at its position, far apart.
-So ``find_boundary`` has three rounds. The first bisects the sampled prefixes, a copy of the text after every 256th
-suffix's first token that is small enough to stay in the cache; the other two prefetch all that they may read, so that
-they wait once and not at every step.
+Most of the time is memory latency: each bisection step reads a suffix and then the text at its position, which are far
+apart. ``find_boundary`` therefore has three rounds. The first bisects the sampled prefixes: the tokens after the first
+one of every 256th suffix, which are few enough to stay in the cache. The other two prefetch everything that they may
+read, so that each waits for memory only once.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hdtool.runtime.kernels.compiled import Ints, array_at, compiled, prefetch
 
 PREFIX_EVERY = 256
 PREFIX_TOKENS = 4
-"""Tokens of a sampled prefix. They follow the suffix's first token, which the heads table gives."""
+"""Number of tokens in a sampled prefix, without the suffix's first token, which is known from the heads table."""
 BISECTION_STRIDES = (16, 1)
-"""Distance between the suffixes that the second and the third round bisect."""
+"""Distance between the suffixes that the second and third round bisect."""
 FIRST_LENGTH = 3
-"""The first length that is searched: matches of text that is new to a corpus are mostly about as long."""
+"""First match length to try, about the usual one for text that isn't in the corpus."""
 MIN_WIDE_BRACKET = 1024
-"""``narrow_range`` uses the sampled prefixes in brackets wider than this."""
+"""Number of suffixes above which ``narrow_range`` uses the sampled prefixes."""
 FIRST_LENGTH_STRIDE = 8
 
 Int = Any
-"""A number of numpy's or Python's: compiled code takes either."""
+"""An integer of NumPy or Python; compiled code accepts both."""
 
 
 class ShardPlace(NamedTuple):
-    """Where a shard lies in the files of tokens, suffixes and sampled prefixes."""
+    """A shard's first token and suffix, their numbers, and its first sampled prefix, in the files of the index."""
 
     token: int
     tokens: int
@@ -47,31 +47,31 @@ TOKEN, TOKENS, SUFFIX, SUFFIXES, PREFIX = range(5)
 
 
 class Shards(NamedTuple):
-    """The arrays of an index."""
+    """The arrays of a corpus index."""
 
     tokens: Ints
-    """The documents, an end token after each."""
+    """Documents, each followed by an end token."""
     suffixes: Ints
-    """For each shard, positions in it in the order of the text from there on."""
+    """Suffix arrays of all shards: positions within the shard, sorted by the text that starts there."""
     heads: Ints
-    """For each shard and token, the first suffix that starts with it."""
+    """Index of the first suffix that starts with a token ``[shards, vocabulary + 1]``."""
     sampled_prefixes: Ints
     places: Ints
-    """A row for each shard: the fields of ``ShardPlace``."""
+    """Fields of ``ShardPlace`` ``[shards, 5]``."""
 
     def addresses(self) -> Ints:
-        """Where the arrays are and their sizes, for ``shards_at``; they must outlive it."""
+        """Return the arrays' addresses and sizes for ``shards_at``; the arrays must outlive it."""
         return np.array([(array.ctypes.data, array.shape[0], array.shape[-1]) for array in self], np.int64)
 
 
 def sampled_prefixes_in(suffixes: Any) -> Any:
-    """The number of sampled prefixes of a shard, or of each of some shards, from its number of suffixes."""
+    """Return the number of sampled prefixes for a number of suffixes, elementwise for an array."""
     return -(-suffixes // PREFIX_EVERY)
 
 
 @compiled
 def shards_at(tokens: Ints, at: Ints) -> Shards:
-    """The shards of these addresses: every array that Python hands to compiled code costs a tenth of a microsecond."""
+    """Return the shards at ``Shards.addresses``; passing each array from Python would cost a tenth of a microsecond."""
     return Shards(
         tokens,
         array_at(at[1, 0], at[1, 1], np.uint32),
@@ -83,12 +83,12 @@ def shards_at(tokens: Ints, at: Ints) -> Shards:
 
 @compiled
 def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
-    """The longest suffix of ``tail`` that occurs anywhere, and its range of suffixes in each shard.
+    """Return the length of the longest suffix of ``tail`` that occurs, and its range in each shard.
 
-    If a suffix occurs, so does every shorter one: lengths are tried in growing strides until one
-    does not occur, then those between.
+    If a suffix occurs, so do all shorter ones. Lengths are therefore tried in growing strides until one doesn't occur,
+    and then by bisection.
     """
-    ranges = np.zeros((2, len(shards.places), 2), np.int64)  # of the longest so far, and of the one that is tried
+    ranges = np.zeros((2, len(shards.places), 2), np.int64)  # of the longest match so far, and of the current attempt
     matched, missing = 0, _usable(tail, shards.heads.shape[1] - 1) + 1
     stride = FIRST_LENGTH
     while matched + 1 < missing:
@@ -106,7 +106,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """The number of last tokens that are in the vocabulary; no document holds an end or any other token."""
+    """Return how many of the last tokens are in the vocabulary; no match can contain any other token."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -115,7 +115,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Return True if the last ``length`` tokens occur; the ranges begin where they do, and end too late."""
+    """Return True if the last ``length`` tokens occur; write ranges whose starts are exact but ends may be too late."""
     occurs = False
     for shard in range(len(shards.places)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
@@ -130,7 +130,7 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
 
 @compiled
 def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
-    """Narrow the ranges from ``_find`` to end where their tokens do."""
+    """Make the ends of ranges from ``_find`` exact."""
     for shard in range(len(ranges)):
         low, high = ranges[shard]
         if low < high:
@@ -139,14 +139,17 @@ def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
 
 @compiled
 def head_range(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
-    """The range of suffixes that start with a token; in a damaged file it still ends within the suffixes."""
+    """Return the range of suffixes that start with a token, within the shard even if the file is damaged."""
     low = min(np.int64(shards.heads[shard, token]), shards.places[shard, SUFFIXES])
     return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.places[shard, SUFFIXES]))
 
 
 @compiled
 def find_boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
-    """The first suffix of a head's range that sorts at or after the tokens or, with ``past``, after them."""
+    """Return the first suffix between ``low`` and ``high`` that starts with or sorts after the last ``length`` tokens.
+
+    With ``past``, return the first that sorts after them. All suffixes must start with the first of these tokens.
+    """
     low, high = _between_sampled(shards, shard, tail, length, low, high, past)
     for stride in BISECTION_STRIDES:
         probes = (high - low + stride - 1) // stride
@@ -171,7 +174,7 @@ def find_boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int,
 def _between_sampled(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool
 ) -> tuple[Int, Int]:
-    """A range between two sampled prefixes that holds the boundary."""
+    """Narrow the search for a boundary to the suffixes between two sampled prefixes."""
     first = (low + PREFIX_EVERY - 1) // PREFIX_EVERY
     last = (high + PREFIX_EVERY - 1) // PREFIX_EVERY
     left, right = first, last
@@ -199,7 +202,7 @@ def _between_sampled(
 
 @compiled
 def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
-    """Prefetch the texts of every ``stride``-th suffix."""
+    """Prefetch the text of every ``stride``-th suffix between ``low`` and ``high``."""
     for at in range(low, high, stride):
         place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + at])
         prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
@@ -207,7 +210,10 @@ def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int
 
 @compiled
 def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> int:
-    """A suffix compared with tokens of the same head: -1 before them, 0 if it starts with them, 1 after."""
+    """Compare a suffix with the last ``length`` tokens, assuming that both start with the same token.
+
+    Returns -1 if the suffix sorts before them, 0 if it starts with them, and 1 if it sorts after them.
+    """
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix])
     start, first = shards.places[shard, TOKEN] + place, len(tail) - length
     room = shards.places[shard, TOKENS] - place
@@ -224,9 +230,10 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
 def narrow_range(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
 ) -> tuple[Int, Int]:
-    """The part of a range of ``length - 1`` tokens that continues with the last token of ``tail``.
+    """Return the part of a range that matches one token more, the last one of ``tail``.
 
-    It begins between ``low`` and ``first`` and ends between ``last`` and ``high``.
+    The suffixes of the range share the ``length - 1`` tokens before it. The part must be known to start between ``low``
+    and ``first`` and to end between ``last`` and ``high``.
     """
     token = tail[len(tail) - 1]
     if first - low > MIN_WIDE_BRACKET:
@@ -234,7 +241,7 @@ def narrow_range(
     else:
         low = _bisect(shards, shard, length - 1, low, first, token)
     if last <= low:
-        # The bracket's samples do not hold the token, so it is rare if it occurs: gallop to its end.
+        # No sample has the token, so it is rare or missing: gallop to its end.
         if low >= high or _follower_of(shards, shard, low, length - 1) != token:
             return low, low
         stride, last = FIRST_LENGTH_STRIDE, low + 1
@@ -247,7 +254,7 @@ def narrow_range(
 
 @compiled
 def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token: Int) -> Int:
-    """The first suffix of a range whose first ``length`` tokens ``token`` or a larger one follows."""
+    """Return the first suffix of a range whose token after the first ``length`` is ``token`` or larger."""
     while low < high:
         middle = (low + high) >> 1
         if _follower_of(shards, shard, middle, length) < token:
@@ -259,28 +266,31 @@ def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token:
 
 @compiled
 def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
-    """The token after the first ``length`` of a suffix; in a damaged file at worst the last of the shard."""
+    """Return the token after the first ``length`` of a suffix, within the shard even if the file is damaged."""
     place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + length
     return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
 
 
 @compiled
 def sample_step(num_matches: int, samples: int) -> int:
-    """The distance between samples that are spread evenly over a range, in 65536ths; see ``sample_index``."""
+    """Return the distance between evenly spread samples of a range, in units of 1/65536 matches."""
     return (num_matches << 16) // samples if samples else 0
 
 
 @compiled
 def sample_index(sample: int, step: int) -> int:
-    """Which match of a range a sample is. The first samples of a sorted range would all have small token ids."""
+    """Return the index of the match that a sample reads.
+
+    Samples are evenly spread, because the first matches of a sorted range all have followers with small ids.
+    """
     return sample * step >> 16
 
 
 @compiled
 def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
-    """Where the text goes on after matches of ``length`` tokens, evenly spread over all ``num_matches``.
+    """Write where the text continues after evenly spread samples of a range of ``length`` tokens.
 
-    A column of ``matches`` for each: the place of the next token, and the end of the shard.
+    Each column of ``matches`` ``[2, samples]`` gets the place of the next token and the end of its shard.
     """
     samples = matches.shape[1]
     step, sample, before = sample_step(num_matches, samples), 0, 0
@@ -288,7 +298,7 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, 
         low, high = ranges[shard, 0], ranges[shard, 1]
         first, start = shards.places[shard, SUFFIX] + low - before, shards.places[shard, TOKEN]
         before += high - low
-        # Only loads, which all miss the caches: without branches they wait together.
+        # These loads all miss the cache; without branches in between, the misses overlap.
         while sample < samples and sample_index(sample, step) < before:
             matches[0, sample] = start + length + np.int64(shards.suffixes[first + sample_index(sample, step)])
             matches[1, sample] = start + shards.places[shard, TOKENS]
@@ -297,10 +307,10 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, 
 
 @compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
-    """The token ``depth`` places after each match's next one, or an end token where the shard has ended."""
+    """Write the token ``depth`` places after each match's next token, or an end token beyond the end of its shard."""
     end = shards.heads.shape[1] - 1
     for sample in range(matches.shape[1]):
         at = matches[0, sample] + depth
-        # A damaged file must not lead out of the shard or to a token that no model has.
+        # A damaged file must not cause reads outside the shard, or ids outside the vocabulary.
         token = np.int64(shards.tokens[at] if at < matches[1, sample] else end)
         followers[sample] = token if token < end else end

@@ -1,10 +1,10 @@
-"""Token logs: rings of tokens with hash chains, and the search for the latest matches of a context.
+"""Token logs: ring buffers of tokens with hash chains, and the search for the latest matches of a context.
 
-Each place holds a token and the previous place that follows the same two tokens, so the places after a pair form a
-chain, latest first, as in LZ compressors. Several answers are appended at once, each in its own blocks; once the ring
-is full, the oldest tokens are overwritten.
+Each place holds a token and the previous place that follows the same two tokens. The places after a token pair thus
+form a chain, latest first, as in LZ compressors. Concurrent answers are appended in separate blocks. Once the ring is
+full, the oldest tokens are overwritten.
 
-The drafter searches the history and predictions with it, and ``inspect`` shows and times this search.
+The drafter uses this search for the history and for predictions, and ``inspect`` shows and times it.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash
 
 CHAIN_KEY_TOKENS = 2
-"""How many last tokens the places of a chain follow."""
+"""Number of preceding tokens that the places of a chain share."""
 LOG_BLOCK = 64
-"""Places that an answer reserves at once; a power of two."""
+"""Number of places that an answer reserves at a time; a power of two."""
 OVERLAP_TOKENS = 8
-"""Tokens before an answer, or before a block elsewhere, that are copied so that matches do not begin at its start."""
+"""Number of preceding tokens copied to the start of an answer or non-adjacent block, so that matches can span it."""
 INITIAL_LOG_PLACES, MAX_LOG_PLACES = 1 << 16, 1 << 20
-"""Places of a ring when it is created, and after it has grown."""
+"""Initial and default maximum number of places in a ring."""
 MAX_LOG_PLACE_NUMBER = (1 << 31) - (1 << 24)
-"""Numbers of places have 32 bits: after so many tokens, a ring in memory begins anew."""
+"""Place number after which a ring in memory is cleared, since place numbers have 32 bits."""
 NO_TOKEN = -1
-"""Between answers."""
+"""Marks empty places between answers."""
 NOBODY = -1
-"""The owner of blocks that are never matched."""
+"""Owner of blocks that are never matched."""
 TOKEN, PREVIOUS = range(2)
 MAX_STALE_PLACES = 64
-"""Places in a row, of tokens that other processes appended since ``end`` was read, that a look-up skips."""
+"""Maximum number of places on a chain that a lookup skips because other processes appended them after ``end``."""
 
 LOG = np.dtype(
     [
-        ("end_at", np.int64),  # address of the number of places ever reserved
-        ("places", np.int64),  # address of the ring: a token, and the place before it on its chain
-        ("heads", np.int64),  # address of the latest place of each chain, by hash
-        ("owners", np.int64),  # address of the answer that each block belongs to, or 0
-        ("size", np.int64),  # places in the ring, a power of two
-        ("chains", np.int64),  # a power of two
+        ("end_at", np.int64),  # address of the end: the number of places ever reserved
+        ("places", np.int64),  # address of the ring: a token and the previous place on its chain
+        ("heads", np.int64),  # address of the latest place of each chain
+        ("owners", np.int64),  # address of the owners of blocks, or 0
+        ("size", np.int64),  # number of places in the ring, a power of two
+        ("chains", np.int64),  # number of chains, a power of two
     ],
     align=True,
 )
 LANE = np.dtype(
     [
-        ("owner", np.int64),  # the answer that is appended
-        ("place", np.int64),  # of its next token
-        ("stop", np.int64),  # of its block
-        ("first", np.int64),  # place of its first block
-        ("before", np.int64),  # tokens before the answer, which are on no chain
+        ("owner", np.int64),  # number of the answer
+        ("place", np.int64),  # place of its next token
+        ("stop", np.int64),  # end of its current block
+        ("first", np.int64),  # start of its first block
+        ("before", np.int64),  # number of tokens before the answer, which are on no chain
     ],
     align=True,
 )
 
 
 class TokenLog(Uncopyable):
-    """A ring in memory, which grows up to ``most`` places; 12 bytes for each."""
+    """A token log in memory that grows up to ``max_places``, at 12 bytes per place."""
 
     def __init__(self, max_places: int = MAX_LOG_PLACES, size: int = INITIAL_LOG_PLACES) -> None:
         self.max_places = max_places
@@ -70,15 +70,15 @@ class TokenLog(Uncopyable):
         self._allocate(min(size, max_places))
 
     def __len__(self) -> int:
-        """Places in use."""
+        """Return the number of places in use."""
         return min(int(self._end[0]), len(self._places))
 
     def lane(self) -> Ints:
-        """A record with which one answer after another is appended."""
+        """Return a record that tracks the answer being appended; it can be reused for the next answer."""
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer after these tokens, of which the last few are copied; if ``learned``, all are appended."""
+        """Begin an answer after ``tokens``, the last few of which are copied; if ``learned``, append and match all."""
         self.grow()
         self._answers += 1
         ids = np.asarray(tokens if learned else tokens[-OVERLAP_TOKENS:], np.int64)
@@ -88,11 +88,11 @@ class TokenLog(Uncopyable):
         append_all(self.memory, lane, np.asarray(tokens, np.int64))
 
     def finish(self, lane: Ints) -> None:
-        """End an answer; what is left of its block is given back if nothing was reserved after it."""
+        """End an answer, and free the rest of its block if nothing was reserved after it."""
         finish(self.memory, lane)
 
     def answer(self, lane: Ints) -> tuple[Ints, Ints]:
-        """The tokens before the answer of a lane, and its own, as far as they are kept."""
+        """Return the tokens before a lane's answer and those of the answer, unless they were overwritten."""
         tokens, before = answer_of(self.memory, lane)
         return tokens[:before], tokens[before:]
 
@@ -113,7 +113,7 @@ class TokenLog(Uncopyable):
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Double the ring once it is half full; places keep their numbers."""
+        """Double the ring if it is over half full, keeping place numbers; clear it if they would overflow."""
         size, end = len(self._places), int(self._end[0])
         if end > MAX_LOG_PLACE_NUMBER:
             self.clear()
@@ -121,7 +121,7 @@ class TokenLog(Uncopyable):
         if size >= self.max_places or 2 * end <= size:
             return
         places, owners = self._places, self._owners
-        kept = np.arange(max(0, end - size), end)  # others may have appended more than half a ring since the last start
+        kept = np.arange(max(0, end - size), end)  # other lanes may have wrapped around since the last start
         while size < self.max_places and 2 * end > size:
             size *= 2
         self._allocate(size)
@@ -153,13 +153,13 @@ def end_of(log: Any) -> np.int64:
 
 @compiled
 def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
-    """Which chain a pair of tokens has; the high bits of a hash are the well mixed ones."""
+    """Return the chain of a token pair, taken from the high bits of its hash, which are mixed best."""
     return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.chains - 1))
 
 
 @compiled
 def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
-    """The latest place of a chain below ``end``."""
+    """Return the latest place of a pair's chain below ``end``; -1 if none is found."""
     places, place = places_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
     for _ in range(MAX_STALE_PLACES):
         if place < end:
@@ -170,7 +170,7 @@ def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
 
 @compiled
 def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
-    """Reserve a block for an answer and append the tokens before it; the first ``unlinked`` ones are on no chain."""
+    """Begin an answer by appending the tokens before it; the first ``unlinked`` of them are not linked to chains."""
     lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
     lane[0].first, lane[0].before = 0, unlinked
     for at in range(len(tokens)):
@@ -187,13 +187,13 @@ def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
 def finish(memory: Ints, lane: Ints) -> None:
     end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
-        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # owners are kept by whole blocks
+        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # a block has a single owner
     lane[0].stop = lane[0].place = 0
 
 
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
-    """The tokens in the blocks of an answer, without copies, and how many of them are before it."""
+    """Return the tokens in an answer's blocks, without overlaps, and how many of them precede the answer."""
     log, lane_record = memory[0], lane[0]
     places, owners, mask, end = places_of(log), owners_of(log), log.size - 1, end_of(log)
     if lane_record.stop == 0:
@@ -217,7 +217,7 @@ def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
 
 @compiled
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
-    """Append a token to the answer of a lane."""
+    """Append a token to a lane's answer; if ``linked``, also to its chain."""
     if lane.place + 1 >= lane.stop or lane.stop - LOG_BLOCK < end_of(log) - log.size:
         _reserve(log, lane)
     places, place = places_of(log), lane.place
@@ -229,7 +229,10 @@ def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
 
 @compiled
 def _reserve(log: Any, lane: Any) -> None:
-    """Reserve the next block; the last place of a block stays empty unless the next one continues it."""
+    """Reserve the next block of a lane, and copy the overlap unless it is adjacent to the previous one.
+
+    The last place of a block is only used if the next block is adjacent.
+    """
     places, owners, end = places_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
     mask, first = log.size - 1, end[0]
     for place in range(first, first + LOG_BLOCK):
@@ -251,7 +254,7 @@ def _reserve(log: Any, lane: Any) -> None:
 
 @compiled
 def link(log: Any, place: Any) -> None:
-    """Put a place on the chain of the two tokens before it, if they are there."""
+    """Link a place to the chain of the two tokens before it, if both exist."""
     places, mask = places_of(log), log.size - 1
     pair_hash = np.uint64(0)
     for length in range(1, CHAIN_KEY_TOKENS + 1):
@@ -265,7 +268,7 @@ def link(log: Any, place: Any) -> None:
 
 @compiled
 def link_all(memory: Ints, end: int) -> None:
-    """Build the chains of a ring whose tokens are there already."""
+    """Build the chains of a ring from its tokens."""
     log = memory[0]
     places, mask = places_of(log), log.size - 1
     for place in range(max(0, end - log.size), end):
@@ -275,16 +278,16 @@ def link_all(memory: Ints, end: int) -> None:
 
 
 MAX_MATCH_TOKENS = 32
-"""Tokens that a place is compared with."""
+"""Maximum match length in tokens."""
 MAX_MATCHES = 32
-"""Places that are found at most after a context."""
+"""Maximum number of places found for a context."""
 
 
 @compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_places: Ints, lengths: Ints) -> int:
-    """Fill in the latest places of a chain that match ``tail``, and how many tokens match; return how many there are.
+    """Write the latest places of a chain that match the end of ``tail``, and their match lengths; return their number.
 
-    Twice as many places are visited at most. Those of the answer ``owner`` are skipped.
+    At most twice as many places are visited as ``matched_places`` can hold. Places of the answer ``owner`` are skipped.
     """
     places, end, owners = places_of(log), end_of(log), np.empty(0, np.int32)
     if log.owners:
@@ -324,11 +327,12 @@ def follow_chain(
     lengths: Ints,
     count: int,
 ) -> int:
-    """Follow a chain of places back from ``start``, and add those that match the end of ``tail`` to ``count`` others.
+    """Follow a chain back from ``start`` and append places that match the end of ``tail`` to the first ``count`` ones.
 
-    ``tokens`` is a ring, and ``before`` has the place before each on its chain. ``limits`` are the fewest tokens that
-    match, and how many do at most of a place that is added. At most so many places match and are visited. Where blocks
-    have ``owners``, those of nobody and of ``owner`` are skipped. Returns the number of all places.
+    ``tokens`` is the ring and ``before`` the previous place on each place's chain. ``limits`` are the minimum match
+    length, and the maximum: longer matches count, but aren't appended. The search stops after ``max_matches`` matches,
+    after ``visits`` places, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are
+    skipped. Returns the new number of places.
     """
     (min_length, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
@@ -350,14 +354,14 @@ def follow_chain(
                     count += 1
         earlier = np.int64(before[place & mask])
         if earlier >= place:
-            break  # of a damaged file, or of one that another process writes
+            break  # the file is damaged, or being written by another process
         place = earlier
     return count
 
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """The places that a draft after this context begins with, and how many tokens match there."""
+    """Return the places of tokens that followed the end of a context before, and the match lengths."""
     matched_places, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:
         return matched_places[:0], lengths[:0]
