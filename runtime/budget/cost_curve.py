@@ -64,7 +64,7 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Read a curve from the value of an option: a file name, or the figures themselves."""
+        """Read a curve from the value of an option: ``nodes:milliseconds`` pairs, or the name of a file."""
         return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
@@ -175,25 +175,24 @@ so a captured step costs as much as the next larger size; the cost of any other 
 MAX_CHOSEN_NODES = PASS_SIZES[-1] - 1
 """Most nodes that a budget chooses by cost: with the root, they fill a tile of 64 rows."""
 COST_LEARNING_RATE, OTHER_SIZES_LEARNING_RATE = 0.05, 0.01
-"""Learning rates by which a measured pass corrects the cost of its own size, and the costs of all other sizes."""
+"""Learning rates: how far one measured pass moves the cost of its own size, and the costs of all other sizes."""
 MAX_COST_RATIO, MIN_COST_RATIO = 2.0, 0.5
-"""Bounds to which the ratio of measured to estimated seconds is clipped before a pass corrects the costs."""
+"""The ratio of measured to estimated seconds is clipped to these bounds before a pass corrects the costs."""
 ESTIMATE_WEIGHT = 4
 """Number of measured passes that weigh as much as the initial estimate."""
 UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
-"""A pass that deviates from its estimate by more than the first fraction counts only as the second, not as 1, among
-the passes that confirm a cost."""
+"""Relative error beyond which a pass confirms a cost only in part, and the weight that it then has."""
 CONTEXT_STEP = 64
 """Number of tokens by which the context length must change before the costs are computed again."""
 
 OWN_SIZE_INDEX = np.arange(LARGEST_BUDGET + 1)
-"""Index of the cost of each number of nodes, if each has its own."""
+"""For each number of nodes, the index of its cost if each number has its own cost."""
 NEXT_SIZE_INDEX = np.minimum(np.searchsorted(PASS_SIZES, OWN_SIZE_INDEX + 1), len(PASS_SIZES) - 1)
-"""Index in ``PASS_SIZES`` of the smallest size that holds each number of nodes and the root, or of the largest size."""
+"""For each number of nodes, the index in ``PASS_SIZES`` of the smallest size that fits, or else of the largest size."""
 WHOLE_SHARES = np.ones(LARGEST_BUDGET + 1)
-"""Shares with which a pass costs as much as one of the next larger size."""
+"""Interpolation weights with which a pass costs as much as one of the next larger size."""
 INTERPOLATED_SHARES = np.interp(OWN_SIZE_INDEX + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - NEXT_SIZE_INDEX + 1
-"""Shares of the next larger size with which costs are interpolated between sizes."""
+"""Interpolation weights of the next larger size; the next smaller size has the rest."""
 
 Seconds = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
@@ -217,9 +216,9 @@ class PassCosts(Uncopyable):
     """Known costs of passes over 0, 1, 2 … nodes, in a record that compiled code reads at ``address``."""
 
     def __init__(self, sizes: Sizes = OWN_SIZE_INDEX, shares: Shares = WHOLE_SHARES, passes: float = np.inf) -> None:
-        """``sizes`` and ``shares`` say how each number of nodes gets its cost from the seconds that ``set`` stores.
+        """``sizes`` and ``shares`` determine how the cost of each number of nodes is interpolated; see ``COSTS``.
 
-        ``passes`` is the number of passes that count as having confirmed each cost. See ``COSTS`` for the formula.
+        ``passes`` is the number of passes by which each cost counts as confirmed.
         """
         self._record = np.zeros(1, COSTS)
         self._own: Any = self._record[0]
@@ -249,7 +248,7 @@ class MeasuredCosts(PassCosts):
         self._set_context(0)
 
     def update(self) -> None:
-        """Learn from the last pass, and recompute the costs if its context length has changed much."""
+        """Learn from the last pass; recompute the costs if the context length has changed by ``CONTEXT_STEP``."""
         log = self._log
         if log.passes != self._passes:
             self._passes, nodes = log.passes, log.nodes

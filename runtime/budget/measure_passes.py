@@ -28,20 +28,20 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0
-"""Number of passes whose median is taken for each size, and the seconds after which a context gets no further ones."""
+"""Number of passes per size, whose median is taken, and the time limit per context in seconds."""
 QUICK_REPETITIONS, QUICK_MAX_SECONDS = 4, 1.0
-"""Both limits for the quick measurement before an answer."""
+"""Number of passes and time limit of the quick measurement before an answer."""
 SHORT_CONTEXT = 4
-"""Number of tokens in a context that hardly affects the latency of a pass."""
+"""Length of a context that hardly affects the latency of a pass."""
 LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
-"""Number of tokens in the long context of the quick measurement, their minimum, and the largest KV cache of all
-sequences in bytes. A larger KV cache shortens the context; below the minimum, no long context is timed."""
+"""Length of the long context in the quick measurement, its minimum, and a limit on the KV cache of all sequences in
+bytes. The limit shortens the context; below the minimum, no long context is timed."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes whose passes are timed after the long context."""
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
-    """Return the context lengths to measure, root included; the model's context has room for one more token."""
+    """Return the context lengths to measure, root included; each leaves room for one more token."""
     return lengths_within(loaded.target.context_limit, loaded.name, config)
 
 
@@ -179,7 +179,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """Time passes after each context: after the first all sizes, after others a few, between which to interpolate."""
+    """Time passes of all sizes after the first context; after others, time a few sizes and interpolate the rest."""
     short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
     rows = [short]
     for length in contexts[1:]:

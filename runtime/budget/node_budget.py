@@ -40,10 +40,10 @@ RETRY_SHARE = 0.01
 CONFIRMED_PASSES = 3.0
 """Number of passes that must confirm a cost before it can rule drafting in or out without a trial."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
-"""Thresholds for trying a pass whose cost is unconfirmed: drafts that seem not to pay are tried if they multiply the
-expected tokens of a step by the first; a plain pass is tried unless drafts seem faster by the second factor."""
+"""Thresholds for trying a pass whose cost is unconfirmed. Drafts that do not seem to pay are tried if they multiply the
+expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
-"""Lower bound on ``max_nodes`` of a budget that chooses by cost, unless drafting is paused."""
+"""Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
 Probs = npt.NDArray[np.floating[Any]]
 
 
@@ -223,13 +223,13 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """Return how many plain steps of ``plain`` seconds must pass for a retry to stay within ``RETRY_SHARE``."""
+    """Return the number of plain steps, ``plain`` seconds each, after which a retry takes only ``RETRY_SHARE``."""
     return int(choice.drafting / (RETRY_SHARE * plain))
 
 
 @compiled
 def useful_tree(chosen: int, max_nodes: int) -> int:
-    """Return how many nodes to draft at most in the next steps, so that few are drafted but never verified."""
+    """Return the most nodes worth drafting in the next steps: drafting nodes that are never verified wastes time."""
     return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
 
@@ -238,7 +238,7 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     """Return the number of nodes with the most expected tokens per second, where n nodes yield ``gain[n]`` tokens.
 
     A pass without nodes has ``first`` rows besides the first root. Also return whether drafts pay; whether the opposite
-    was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of one without nodes.
+    was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of a plain pass.
     """
     plain = estimated_cost(costs, first)
     best, highest, cost = 0, 0.0, plain

@@ -40,7 +40,7 @@ DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None]
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
-    """Return a drafter for ``config.method``, which can be kept as long as the target and learns over conversations."""
+    """Return a drafter for ``config.method``. It learns across conversations and can be kept as long as the target."""
     return drafters_for(replace(config, batch_size=1), target, store_set)[0]
 
 

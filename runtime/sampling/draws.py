@@ -161,8 +161,8 @@ MAX_TOP_K_BY_MAXIMA = 128
 """Largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
 ALL_TOKENS = np.empty(0, np.int64)
 NOT_FINITE, UNDECIDED = -1, -2
-"""Returned instead of a token: the first if the highest score is NaN or infinite, the second if the scores or tokens
-at hand do not determine the draw."""
+"""Returned instead of a token: ``NOT_FINITE`` if the highest score is NaN or infinite, ``UNDECIDED`` if the known
+scores do not determine the draw."""
 INFINITY_BITS = 0x7F800000
 """Bit pattern of infinity in float32."""
 ROUNDING_MARGIN = 0.999
@@ -190,7 +190,7 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Truncation:
-    """Temperature, top-k, top-p and min-p as a part of the draw, instead of as processors before it.
+    """Applies temperature, top-k, top-p and min-p as part of a draw, in place of the processors of transformers.
 
     The winner of a race among more tokens than are kept also wins the race among the kept ones if it is one of them. So
     top-p needs no sort: tokens are drawn until those more probable than the winner weigh less than the nucleus.
@@ -245,7 +245,7 @@ class Truncation:
         return int(winner_among_any(position, scores, self.draws(race)))
 
 
-# Compiled, as the CPU caches hold no Python code after a pass of the model: NumPy takes three times as long here.
+# Compiled: a pass of the model evicts Python code from the CPU caches, so NumPy takes three times as long here.
 @compiled
 def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
     """Return the token drawn at a position; see ``Truncation.draw``."""
@@ -278,7 +278,7 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
-    """Draw with a temperature alone, computing weights block by block without storing them."""
+    """Draw with a temperature only; weights are computed block by block and not stored."""
     start, winner, earliest = stream_start(draws.seed, position), -1, np.inf
     weights = np.empty(RACE_BLOCK, np.float32)
     for first in range(0, len(scores), RACE_BLOCK):

@@ -224,7 +224,7 @@ class Sampler:
         if not processors:
             return logits
         ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
-        # LogitsProcessorList would inspect the signature of each processor, which takes longer than most of them run.
+        # LogitsProcessorList would inspect each processor's signature, which takes longer than most processors run.
         with torch.no_grad():  # not inference mode: a processor may keep tensors and use them outside
             for processor in processors:
                 scores = processor(ids, cast(torch.FloatTensor, scores))

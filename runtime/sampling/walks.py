@@ -27,7 +27,7 @@ from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree, descend
 
 
 def ranked_for(draws: Draws) -> int:
-    """Return how many of a row's highest scores decide such draws; 0 if all scores do.
+    """Return how many of a row's highest scores a draw with these options needs; 0 if it needs all scores.
 
     Top-p depends on the sum of all weights. With a temperature alone, a token outside of the highest ``MAX_RANKED`` is
     drawn, or cannot be ruled out, too often.

@@ -65,7 +65,7 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``, given states before the paths and normed embeddings on them."""
+        """Return a head's states ``[rows, width]``, given the states before each path and its normed embeddings."""
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -381,9 +381,9 @@ def _formatted(value: Any, depth: int = 0) -> str:
 
 
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
-    """Load the heads of the first folder that holds a kind which the method takes.
+    """Load heads for a method from the first folder that holds a suitable kind.
 
-    Without ``folders``, look among the heads that ship with the model. Raise HeadsError if there are none.
+    Without ``folders``, search the heads that ship with the model. Raise HeadsError if there are none.
     """
     wanted = kinds_for(method)
     places = _heads_folders(folders, model)

@@ -55,7 +55,7 @@ class HeadsKVCache:
         return slice(self.length, self.length + new)
 
     def bound(self, new: int) -> int:
-        """Return an upper bound on all indices after ``new`` more positions."""
+        """Return an upper bound on the indices of all positions, including ``new`` new ones."""
         return self.length + new
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
@@ -181,7 +181,7 @@ class AdaptationLayer(nn.Module):
     def attending(
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None
     ) -> torch.Tensor:
-        """Do what ``forward`` does, with the keys, values and mask that ``attended`` returns for the new positions."""
+        """Like ``forward``, but attend to the keys, values and mask that ``attended`` returns for the new positions."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)

@@ -57,7 +57,7 @@ WORKSPACE = np.dtype(
         # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token, packed
-        # A chain of almost certain tokens with which the tree begins.
+        # A chain with which the tree begins, as it will almost surely be accepted.
         ("expected", np.int64),  # length of the chain
         ("chain", np.int64, LARGEST_TREE),
         # Candidates for the token after the current node.
@@ -147,8 +147,7 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 @compiled
 def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
-    """Return the records at an index in the array of addresses: a source's number, or a constant such as
-    ``WORK_AT``."""
+    """Return records by index in the array of addresses: the number of a source, or a constant such as ``WORK_AT``."""
     return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
 
 

@@ -60,7 +60,7 @@ from hdtool.runtime.stores.token_log import LANE, LOG_BLOCK, MAX_MATCH_TOKENS, T
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
-"""Number of drafts of which one is timed; reading the clock in every draft would make drafting a fifth slower."""
+"""One in this many drafts is timed: reading the clock in every draft would make drafting a fifth slower."""
 UNLIMITED_VOCABULARY = 2**31 - 1
 
 
@@ -261,7 +261,7 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with a chain of almost certain tokens, and continue from its end."""
+        """Begin the next tree with this chain, which will almost surely be accepted, and continue from its end."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size
@@ -340,7 +340,7 @@ class Hierarchy(Uncopyable):
     def _expected_of(self, grown: int) -> Probs:
         """Return the probabilities of the first ``grown`` nodes for the budget, calibrated for this answer."""
         probs = self._probs[:grown]
-        if not grown or self._sources[0] == SourceName.GRAMMAR:  # a chain that is almost certain
+        if not grown or self._sources[0] == SourceName.GRAMMAR:  # almost surely accepted
             return probs
         self._grown = grown
         return np.minimum(1.0, probs * self._calibration.factor)
@@ -407,7 +407,7 @@ class Hierarchy(Uncopyable):
         self._learning_seconds = time.perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Learn from emitted tokens that were put off while drafting did not pay."""
+        """Learn from the emitted tokens; this is postponed while drafting does not pay."""
         if self._pending:
             feed(self._at, np.array(self._pending, np.int64))
             self._pending.clear()

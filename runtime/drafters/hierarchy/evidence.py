@@ -205,7 +205,10 @@ def advance_record(record: Any, token: int) -> None:
 
 
 def prediction_source(name: SourceName, order: int, prior: Prior, records: int = 1) -> CompiledSource:
-    """Return a source of prediction records. Each has a row of weights; a single one has a row for each position."""
+    """Return a source that reads ``records`` prediction records.
+
+    Each record has a row of weights; a single record has a row for each position.
+    """
     number = name.value
 
     def find(at: int, node: int) -> int:

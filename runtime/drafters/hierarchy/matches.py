@@ -1,8 +1,8 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
 Each keeps a ring buffer of tokens with hash chains through it, like LZ compressors. Matches are looked up at the root.
-A node inherits its parent's matches that its token continues; others are looked up only if none is left, or if short
-n-grams count.
+A node inherits those of its parent's matches that its token continues; others are looked up only if none is left, or if
+short n-grams count.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _add_order(at: int, node: int, order: int, left: float) -> float:
 
 @compiled
 def _adjust(at: int, node: int, left: float) -> None:
-    """Adjust the probabilities of the candidates by recency, neighboring rankings and known draws; add order 0."""
+    """Add the evidence for order 0, and adjust probabilities by recency, neighboring rankings and known draws."""
     work, near, weights = work_at(at), near_at(at), weights_at(at)
     # The target's own ranking of the same position already reflects recency.
     ranked = position_after(near, work.depths[node])

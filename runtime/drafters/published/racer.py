@@ -1,7 +1,7 @@
 """RACER (Zhang et al., 2026): retrieved n-grams, completed by a tree of recycled rankings.
 
-All suffixes of the context are looked up from the root of a trie. There are no failure links that could become stale,
-as in an Aho-Corasick automaton.
+All suffixes of the context are looked up from the root of a trie. Unlike an Aho-Corasick automaton, a trie has no
+failure links that can become stale.
 
 The most frequent continuations of all matches come first. The rest of the tree follows the rankings: the best token of
 a node gets half of its parent's breadth, and each further token half of the breadth of the token before it.

@@ -159,7 +159,7 @@ class AssistantModule:
         self._length += len(tokens)
         slot = self.slot
         if slot is None or slot.length != self._length:
-            return NO_RANKING  # the conversation has moved to another slot, which the next step will set
+            return NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
         slot.kv.settle()
         kept = slot.kv.storage.layers
         self._kept: KeyValueViews = {

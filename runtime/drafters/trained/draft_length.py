@@ -82,7 +82,7 @@ PACE_LEARNING_RATE = 0.03
 MAX_PASS_RATIO = 3.0
 """Multiple of the expected value to which the seconds of a pass or step are clipped."""
 MAX_EXTENDED_ROWS = 16
-"""Largest pass whose cost is learned, in rows: longer ones, such as prefills, do not resemble those of a draft."""
+"""Most rows of a pass whose cost is learned; larger passes, such as prefills, say nothing about drafting."""
 
 
 class Pace(Protocol):

@@ -66,7 +66,7 @@ class StandaloneDrafter:
         self.trained, self.budget = trained, budget
         self._gate = gate
         self._began: float | None = None
-        """Time at which the current draft began; None if it was observed, is empty by budget, or there is no gate."""
+        """Time at which the current draft began; None without a gate, without a draft, or once its outcome is known."""
         self._used = True
         """True if the trained drafter ran for the current draft."""
         self._static = static
@@ -132,7 +132,7 @@ STATIC = "static"
 def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
-    """Return the trained drafter of ``config.method``; a draft model must have the same ``tokenizer`` as the target."""
+    """Return the trained drafter of ``config.method``; a draft model must have ``tokenizer``, which is the target's."""
     kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)

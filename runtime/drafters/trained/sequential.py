@@ -103,7 +103,7 @@ class SequentialModule(Protocol):
         ...
 
     def skip(self, tokens: int) -> None:
-        """Continue after this many tokens that are not read; a module with a cache of its own discards it."""
+        """Skip this many accepted tokens; a module with its own KV cache clears it."""
         ...
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
@@ -210,7 +210,8 @@ class SequentialDrafter:
     def _extended(self, first: int, rows: int, max_nodes: int) -> Array:
         """Choose which tokens of the rankings ``first`` to ``rows`` to extend; return their flat indices, best first.
 
-        A token outside of the ``max_nodes`` best nodes so far is not extended, as its successors are less probable yet.
+        A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
+        probable.
         """
         nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
         bar = np.partition(nodes, -max_nodes)[-max_nodes] if len(nodes) > max_nodes else 0.0
