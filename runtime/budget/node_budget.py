@@ -302,7 +302,7 @@ class SharedCosts:
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
-        """Return the costs of passes over this many trees, or of the next larger measured number."""
+        """Return the costs for ``slots`` trees: those of the next larger measured number, or else of the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def nodes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:

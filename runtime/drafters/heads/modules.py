@@ -97,7 +97,6 @@ CacheView = HeadsKVCache | IndexedHeadsKVCache
 
 NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
-"""The base of rotary position embeddings."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]

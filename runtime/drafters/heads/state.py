@@ -36,7 +36,7 @@ HEADER_WORDS = 2
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""Best tokens of each head, and their probabilities."""
+"""Best tokens of each head or path, and their probabilities."""
 Finish = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
 """Ranks the next tokens, given the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
 

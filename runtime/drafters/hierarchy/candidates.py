@@ -163,7 +163,6 @@ def work_at(at: int) -> Any:
 
 @compiled
 def table_at(at: int) -> Array:
-    """Return the table of sources."""
     return record_array_at(at, TABLE_AT, MAX_SOURCE_ROWS, SOURCE_ROW)
 
 

@@ -68,7 +68,7 @@ PREDICTION_RECORD = np.dtype(
 
 
 def _find_in_model(at: int, node: int) -> int:
-    """Return the highest order to look up: one more than the parent's match, unless its look-up was cut short."""
+    """Return the longest prefix to look up: one token more than the parent matches, if it was looked up in full."""
     work = work_at(at)
     deepest, parent = LONGEST_PREFIX, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):

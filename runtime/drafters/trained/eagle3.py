@@ -30,8 +30,6 @@ between the target's id and its own."""
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Sizes of an EAGLE-3 drafter."""
-
     width: int
     target_width: int
     embedding: int
