@@ -1,4 +1,4 @@
-"""Adaptive draft size: measured forward passes, the cost curve, and the budget of nodes chosen by it.
+"""Adaptive draft size: time forward passes, keep their cost curve, and choose by it how many nodes to verify.
 
 Imports `data`, `runtime/config` and `runtime/model`.
 """

@@ -1,4 +1,4 @@
-"""The cost curve (milliseconds of a forward pass by number of draft nodes), and costs that passes correct."""
+"""Cost of a forward pass by number of draft nodes: a measured curve, and costs that later passes correct."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Milliseconds of a pass, measured at some numbers of nodes and some context lengths.
+    """Measured latency of a forward pass by number of draft nodes and context length.
 
-    Linear interpolation between measured points. Beyond the last point, linear extrapolation through the last two,
-    but never below the last.
+    Latencies between measured points are interpolated linearly. Beyond the last point they are extrapolated from the
+    last two, but never fall below the last.
     """
 
     nodes: tuple[int, ...]
     milliseconds: tuple[tuple[float, ...], ...]
-    """``[context][number of nodes]``"""
+    """Milliseconds of a pass, ``[context][number of nodes]``."""
     contexts: tuple[int, ...] = (0,)
     device: str = ""
     model: str = ""
@@ -64,12 +64,12 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """From the value of an option: a file, or the figures themselves."""
+        """Read a curve from the value of an option: ``nodes:milliseconds`` pairs, or the name of a file."""
         return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:
-        """From ``nodes:milliseconds`` pairs."""
+        """Parse ``nodes:milliseconds`` pairs, separated by commas."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
             nodes, _, time = pair.partition(":")
@@ -118,25 +118,25 @@ class CostCurve:
         cost_file(path).write(json.dumps({"format": COST_CURVE_FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:
-        """Seconds of a pass with this number of nodes after a context of this length."""
+        """Return the seconds of a pass over this many nodes after a context of this length."""
         return float(self.seconds_of_passes(np.array([nodes]), np.array([context]))[0])
 
     def seconds_of_passes(
         self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
     ) -> Floats:
-        """Seconds of many passes at once."""
+        """Return the seconds of several passes, one for each pair from ``nodes`` and ``contexts``."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
     def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
-        """Seconds of passes with 0, 1, 2 … up to ``max_nodes`` nodes after one context."""
+        """Return the seconds of passes over 0, 1, 2 … ``max_nodes`` nodes after a context of this length."""
         sizes = np.arange(max_nodes + 1)
         return self.seconds_of_passes(sizes, np.full(len(sizes), context))
 
 
 def cost_file(path: Path) -> OutputFile:
-    """The output file of a curve; an existing file is replaced only if it holds a curve."""
+    """Return the output file for a curve; it replaces an existing file only if that holds a curve."""
     is_ours = is_json_with([field.name for field in fields(CostCurve)], COST_CURVE_FORMAT)
     advice = "choose another place, or move it away"
     return OutputFile(path, "a file of hdtool bench-cost", is_ours, CostError, advice)
@@ -149,14 +149,14 @@ def _checked_int(value: Any) -> int:
 
 
 def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate over the nodes; extrapolate with the last slope, if it is positive."""
+    """Interpolate over the nodes; beyond the last, extrapolate with the last slope if it is positive."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
     return interpolated
 
 
 def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate over the contexts in the same way; ``times`` has a row for each measured context."""
+    """Interpolate each pass over the contexts by the rule of ``_over_nodes``; ``times`` is ``[context, pass]``."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only
@@ -170,29 +170,29 @@ def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats)
 
 
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
-"""Sizes of forward passes that are timed, the root included. Captured steps have few sizes, so others cost as much as
-the next larger one; otherwise they cost what lies between."""
+"""Numbers of rows (the nodes and the root) for which forward passes are timed. Steps are captured for a few sizes only,
+so a captured step costs as much as the next larger size; the cost of any other pass is interpolated."""
 MAX_CHOSEN_NODES = PASS_SIZES[-1] - 1
-"""The most nodes that a budget chooses by costs: with the root they fill a tile of 64 rows; one more begins another."""
+"""Most nodes that a budget chooses by cost: with the root, they fill a tile of 64 rows."""
 COST_LEARNING_RATE, OTHER_SIZES_LEARNING_RATE = 0.05, 0.01
-"""Learning rates of the estimated cost after a pass: for passes of its size, and for passes of other sizes."""
+"""Learning rates: how far one measured pass moves the cost of its own size, and the costs of all other sizes."""
 MAX_COST_RATIO, MIN_COST_RATIO = 2.0, 0.5
-"""Bounds on the ratio of measured to estimated seconds that one pass may contribute."""
+"""The ratio of measured to estimated seconds is clipped to these bounds before a pass corrects the costs."""
 ESTIMATE_WEIGHT = 4
-"""Weight of an unconfirmed estimate, in passes."""
+"""Number of measured passes that weigh as much as the initial estimate."""
 UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
-"""A pass that deviates from its estimate by more than this part confirms it only with this weight."""
+"""Relative error beyond which a pass confirms a cost only in part, and the weight that it then has."""
 CONTEXT_STEP = 64
-"""Tokens by which the context grows before its cost is computed again."""
+"""Number of tokens by which the context length must change before the costs are computed again."""
 
 OWN_SIZE_INDEX = np.arange(LARGEST_BUDGET + 1)
-"""Indices where each number of nodes has a cost of its own."""
+"""For each number of nodes, the index of its cost if each number has its own cost."""
 NEXT_SIZE_INDEX = np.minimum(np.searchsorted(PASS_SIZES, OWN_SIZE_INDEX + 1), len(PASS_SIZES) - 1)
-"""For each number of nodes, the index of its timed size, else of the next larger one, else of the largest."""
+"""For each number of nodes, the index in ``PASS_SIZES`` of the smallest size that fits, or else of the largest size."""
 WHOLE_SHARES = np.ones(LARGEST_BUDGET + 1)
-"""Shares where a pass costs as much as one of the next larger size."""
+"""Interpolation weights with which a pass costs as much as one of the next larger size."""
 INTERPOLATED_SHARES = np.interp(OWN_SIZE_INDEX + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - NEXT_SIZE_INDEX + 1
-"""The share of the next larger size in the cost where costs are interpolated between sizes."""
+"""Interpolation weights of the next larger size; the next smaller size has the rest."""
 
 Seconds = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
@@ -200,11 +200,11 @@ Shares = npt.NDArray[np.float64]
 
 COSTS = np.dtype(
     [
-        # A pass with some number of nodes costs the seconds at its place in ``sizes``, times their correction, by its
-        # share, and those before them for the rest.
+        # With s = sizes[n] and f = shares[n], a pass over n nodes is estimated to take
+        # f * seconds[s] * corrections[s] + (1 - f) * seconds[s - 1] * corrections[s - 1].
         ("seconds", np.float64, LARGEST_BUDGET + 1),
         ("corrections", np.float64, LARGEST_BUDGET + 1),
-        ("passes", np.float64, LARGEST_BUDGET + 1),  # those that confirmed the cost
+        ("passes", np.float64, LARGEST_BUDGET + 1),  # number of passes that confirmed each cost
         ("sizes", np.int64, LARGEST_BUDGET + 1),
         ("shares", np.float64, LARGEST_BUDGET + 1),
     ],
@@ -213,10 +213,13 @@ COSTS = np.dtype(
 
 
 class PassCosts(Uncopyable):
-    """Seconds of passes with 0, 1, 2 … nodes, which are known."""
+    """Known costs of passes over 0, 1, 2 … nodes, in a record that compiled code reads at ``address``."""
 
     def __init__(self, sizes: Sizes = OWN_SIZE_INDEX, shares: Shares = WHOLE_SHARES, passes: float = np.inf) -> None:
-        """``sizes`` and ``shares`` are the places of numbers of nodes among the costs that will be set."""
+        """``sizes`` and ``shares`` determine how the cost of each number of nodes is interpolated; see ``COSTS``.
+
+        ``passes`` is the number of passes by which each cost counts as confirmed.
+        """
         self._record = np.zeros(1, COSTS)
         self._own: Any = self._record[0]
         self._own["seconds"] = self._own["corrections"] = 1.0
@@ -228,24 +231,24 @@ class PassCosts(Uncopyable):
 
 
 class MeasuredCosts(PassCosts):
-    """Seconds by a measured curve, corrected by the passes since; the budgets of an engine may share them."""
+    """Costs from a measured curve, corrected by every later pass; the budgets of an engine may share them."""
 
     def __init__(
         self, log: PassLog, curve: CostCurve, slots: range = range(1, 2), *, only_timed_sizes: bool = False
     ) -> None:
-        """``slots`` are the numbers of trees in a pass whose costs these are.
+        """Only passes whose number of trees is in ``slots`` correct the costs.
 
-        With ``only_timed_sizes``, as where steps are captured, a pass costs as much as one of the next timed size.
+        With ``only_timed_sizes``, as for captured steps, a pass costs as much as the next larger timed size.
         """
         super().__init__(NEXT_SIZE_INDEX, WHOLE_SHARES if only_timed_sizes else INTERPOLATED_SHARES, 0.0)
         self._log, self._curve, self._slots = log, curve, slots
         self._passes = log.passes
-        learn_cost(self.address, 0, 1.0)  # compiles it; the costs are still 1, so nothing is learned
+        learn_cost(self.address, 0, 1.0)  # compiles the function; all costs are still 1, so nothing is learned
         self._own["passes"] = 0.0
         self._set_context(0)
 
     def update(self) -> None:
-        """Learn from the last pass, and follow the length of its context."""
+        """Learn from the last pass; recompute the costs if the context length has changed by ``CONTEXT_STEP``."""
         log = self._log
         if log.passes != self._passes:
             self._passes, nodes = log.passes, log.nodes
@@ -261,7 +264,7 @@ class MeasuredCosts(PassCosts):
 
 @compiled
 def estimated_cost(costs: Any, nodes: int) -> float:
-    """Estimated seconds of a pass with this number of nodes."""
+    """Return the estimated seconds of a pass over this many nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     below = max(0, size - 1)
     cost = share * costs.seconds[size] * costs.corrections[size]
@@ -270,14 +273,14 @@ def estimated_cost(costs: Any, nodes: int) -> float:
 
 @compiled
 def confirming_passes(costs: Any, nodes: int) -> float:
-    """How many passes have confirmed the cost of this number of nodes."""
+    """Return how many passes have confirmed the cost of this many nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     return share * costs.passes[size] + (1 - share) * costs.passes[max(0, size - 1)]  # type: ignore[no-any-return]
 
 
 @compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the cost record at an address by a measured pass with this number of nodes."""
+    """Correct the cost record at address ``at`` by the measured seconds of a pass over this many nodes."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
     below, expected = max(0, size - 1), estimated_cost(costs, nodes)

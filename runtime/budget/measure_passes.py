@@ -1,4 +1,4 @@
-"""Measures forward passes on this machine, for several tree sizes and context lengths."""
+"""Measure the latency of forward passes on this machine, for several tree sizes and context lengths."""
 
 from __future__ import annotations
 
@@ -28,25 +28,29 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0
-"""Repetitions of each size at each context and the seconds after which they stop; the median pass counts."""
+"""Number of passes per size, whose median is taken, and the time limit per context in seconds."""
 QUICK_REPETITIONS, QUICK_MAX_SECONDS = 4, 1.0
-"""Repetitions and seconds of the quick measurement before an answer."""
+"""Number of passes and time limit of the quick measurement before an answer."""
 SHORT_CONTEXT = 4
 """Length of a context that hardly affects the latency of a pass."""
 LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
-"""Length of the other context of the quick measurement, if the keys and values of all sequences take no more bytes;
-else it is shorter, but not shorter than the least."""
+"""Length of the long context in the quick measurement, its minimum, and a limit on the KV cache of all sequences in
+bytes. The limit shortens the context; below the minimum, no long context is timed."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
-"""Numbers of nodes whose passes are timed after it."""
+"""Numbers of nodes whose passes are timed after the long context."""
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
-    """The context lengths to measure, the root included; one more token must fit into the model's context."""
+    """Return the context lengths to measure, root included; each leaves room for one more token."""
     return lengths_within(loaded.target.context_limit, loaded.name, config)
 
 
 def lengths_within(limit_of: Callable[[int], int | None], name: str, config: CostConfig) -> tuple[int, ...]:
-    """The context lengths below the limit of a model, which may depend on the length."""
+    """Return the context lengths to measure for the model called ``name``.
+
+    ``limit_of`` returns the model's context limit, which may depend on the length; None if there is no limit. Raise
+    OptionError if ``config`` names a length that is not below it.
+    """
 
     def fits(length: int) -> bool:
         limit = limit_of(length)
@@ -67,7 +71,10 @@ def lengths_within(limit_of: Callable[[int], int | None], name: str, config: Cos
 def measure_cost_curve(
     loaded: Loaded, lengths: Sequence[int], on_progress: Callable[[int], None] = lambda measured: None
 ) -> CostCurve:
-    """Measure a curve, context by context; ``on_progress`` is called with the number of finished contexts."""
+    """Measure the cost curve of a model after contexts of these lengths, root included.
+
+    ``on_progress`` is called with the number of finished contexts.
+    """
     target = loaded.target
     rows = []
     for length in lengths:
@@ -95,17 +102,18 @@ def time_tree_passes(
     *,
     unread: bool = False,
 ) -> Floats:
-    """Seconds of a forward pass for trees of each size.
+    """Return the median seconds of a forward pass for each tree size.
 
-    ``length`` is that of the context without the root; in a ``batch`` each slot has such a context and such a tree.
-    Where trees are not padded, all have so many rows but one: roots, and nodes beyond the size of the batch.
-    An ``unread`` context has keys and values that no pass has computed; passes after it take as long.
-    The median of ``times`` passes counts; no more are run after ``patience`` seconds. Steps take the time of a usual
-    pass, and the fastest one is faster than that by a tenth.
+    Each of the ``batch`` slots gets a context of ``length`` tokens, root excluded, and a tree of the given size. If the
+    target does not pad trees, a size is the number of rows of the whole pass minus one: roots and nodes of all slots.
+    An ``unread`` context has keys and values that no pass has computed, which does not change the latency.
+
+    At most ``times`` passes of each size are run, and no further round begins after ``patience`` seconds. The median
+    predicts the duration of a step: the fastest pass is a tenth faster than a usual one.
     """
     began = time.perf_counter()
     is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
-    cache = target.cache if is_free else target.allocate(batch)  # steps captured for the former serve answers, too
+    cache = target.cache if is_free else target.allocate(batch)  # steps captured for target.cache also serve answers
     context = some_context(length, target.config.vocab_size)
     for slot in range(batch):
         if unread:
@@ -131,14 +139,17 @@ def time_tree_passes(
 
 
 def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> DraftTree:
-    """A tree of random tokens: in a mixture of experts, a pass over equal ones would read the experts of one alone."""
+    """Return a tree of random tokens: equal tokens would all be routed to the same experts in a mixture of experts."""
     root, *tokens = random.integers(target.vocabulary, size=nodes + 1).tolist()
     return DraftTree.of(root, tokens, [-1] * nodes if target.takes_trees else range(-1, nodes - 1))
 
 
 def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
-    """The saved curve of this model on this device, else a quick measurement, which is kept for a day."""
-    # Saved curves are measured in one process.
+    """Return the saved cost curve of this model and device, or else measure one quickly.
+
+    A quick measurement for one sequence is kept for ``MAX_CACHE_AGE``, if the model runs in a single process.
+    """
+    # Saved curves were measured in one process.
     if batch == 1 and target.processes == 1 and (saved := saved_at_home(target)):
         return saved
     contexts = _quick_contexts(target, batch)
@@ -152,7 +163,7 @@ def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
 
 
 def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
-    """The short context and, where attention can be timed without reading a prompt, a long one."""
+    """Return the short context and, if attention can be timed without a prefill, a long one."""
     if target.captures or target.processes > 1 or not target.takes_trees:
         return (SHORT_CONTEXT,)
     bytes_per_token = sum(
@@ -168,7 +179,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """The times after each context; what a longer one adds is measured for some numbers of nodes."""
+    """Time passes of all sizes after the first context; after others, time a few sizes and interpolate the rest."""
     short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
     rows = [short]
     for length in contexts[1:]:
@@ -181,9 +192,9 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
-    """The record of a quick measurement with a model on this device; None for one that several processes share.
+    """Return the record that keeps a quick measurement for this model and device; None if processes share the model.
 
-    Its fingerprint reads all weights, for which those processes would have to come together.
+    Its key includes a fingerprint of all weights, which the processes could compute only together.
     """
     if target.processes > 1:
         return None
@@ -210,17 +221,17 @@ def _saved_file(target: Target) -> Path:
 
 
 def save_at_home(target: Target, curve: CostCurve) -> None:
-    """Save a curve for later runs of the same model on the same device."""
+    """Save a cost curve for later runs of the same model on the same device."""
     curve.write(_saved_file(target))
 
 
 def check_saving(target: Target) -> None:
-    """Raise if a curve could not be saved in hdtool's home folder."""
+    """Raise CostError if ``save_at_home`` could not write its file."""
     cost_file(_saved_file(target)).check()
 
 
 def saved_at_home(target: Target) -> CostCurve | None:
-    """The saved curve; None, with a note, if the file cannot be used."""
+    """Return the saved curve; None if there is none or, with a note on stderr, if its file cannot be used."""
     path = _saved_file(target)
     try:
         return CostCurve.read(path) if path.exists() else None

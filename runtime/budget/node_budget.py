@@ -1,4 +1,4 @@
-"""Budgets: how many nodes of a draft tree to verify, fixed or chosen to maximize tokens per second."""
+"""Budgets decide how many nodes of a draft tree to verify: a fixed number, or the one with the highest throughput."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ if TYPE_CHECKING:
     from hdtool.runtime.engine import PassLog
 
 STEP_OVERHEAD = 2e-4
-"""Assumed overhead of a step outside its forward pass, in seconds, until it is measured."""
+"""Seconds that a step is assumed to spend outside its forward pass until they are measured."""
 OVERHEAD_LEARNING_RATE, MAX_OVERHEAD_RATIO = 0.1, 3.0
-"""Learning rate of the seconds outside of passes, and how many times their average a single step may count."""
+"""Learning rate of the smoothed overhead, and the largest multiple of the mean that a single step may contribute."""
 MAX_PAUSE_STEPS = 64
-"""Upper bound on the steps without drafts after drafting did not pay."""
+"""Longest pause in steps after drafting did not pay, for drafters whose own time does not count."""
 SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the seconds that drafts save, for drafters with a time that counts."""
+"""Learning rate of the seconds that a draft saves, for drafters whose own time counts."""
 RETRY_SHARE = 0.01
-"""Share of the time that may be spent on trying drafts again."""
+"""Largest share of the time that may be spent on retrying drafts."""
 
 CONFIRMED_PASSES = 3.0
-"""Passes that must confirm a cost before it decides for or against drafts for good."""
+"""Number of passes that must confirm a cost before it can rule drafting in or out without a trial."""
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
-"""Expected tokens of a step, against one without a draft, from which on a larger pass of unconfirmed cost is tried, and
-how many times as fast drafts must seem for a plain pass of unconfirmed cost not to be."""
+"""Thresholds for trying a pass whose cost is unconfirmed. Drafts that do not seem to pay are tried if they multiply the
+expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
-"""Nodes that are drafted at least, if any are."""
+"""Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
 Probs = npt.NDArray[np.floating[Any]]
 
 
 class Budget(Protocol):
-    """Decides how many nodes of a tree are verified; nodes are sorted by their probability of acceptance."""
+    """Decides how many nodes of a draft tree to verify, given their probabilities of acceptance in descending order."""
 
     @property
     def max_nodes(self) -> int:
-        """The largest useful tree; 0 means that this step should not draft."""
+        """Most nodes worth drafting in this step; 0 if it should not draft."""
         ...
 
     def nodes(self, probs: Probs) -> int:
-        """How many of the best nodes to verify."""
+        """Return how many of the most probable nodes to verify."""
         ...
 
     def set_draft_seconds(self, seconds: float) -> None:
-        """Set the seconds of the current draft, for drafters with a time that counts."""
+        """Set the seconds that the current draft took, for drafters whose own time counts."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedBudget:
-    """All nodes, up to a fixed number."""
+    """Verifies all nodes, up to a fixed number."""
 
     max_nodes: int = FIXED_BUDGET
 
@@ -80,8 +80,8 @@ class FixedBudget:
 BUDGET_RECORD = np.dtype(
     [
         ("overhead", np.float64),  # seconds of a step outside its pass
-        ("costs", np.int64),  # the address of a record of costs
-        ("drafting", np.float64),  # seconds of the last draft; 0 if they do not count
+        ("costs", np.int64),  # address of a ``COSTS`` record
+        ("drafting", np.float64),  # seconds of the last draft; 0 if the drafter's own time does not count
         ("saved", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
         ("pause", np.int64),
     ],
@@ -90,15 +90,15 @@ BUDGET_RECORD = np.dtype(
 
 
 class SmoothedSeconds:
-    """The moving average of a time, on which a single interruption has little influence."""
+    """Moving average of a duration that limits the influence of a single interruption."""
 
     def __init__(self, expected: float = 0.0) -> None:
-        """An ``expected`` time counts as one that was observed."""
+        """``expected`` counts as the first observation unless it is 0."""
         self.mean = expected
         self._observed = int(expected > 0)
 
     def observe(self, seconds: float) -> None:
-        if self.mean:  # not once it is 0, where it would stay
+        if self.mean:  # a mean of 0 would clip all later observations to 0
             seconds = min(seconds, MAX_OVERHEAD_RATIO * self.mean)
         self._observed += 1
         self.mean += max(OVERHEAD_LEARNING_RATE, 1 / self._observed) * (seconds - self.mean)
@@ -107,11 +107,14 @@ class SmoothedSeconds:
 class ChosenSize(Uncopyable):
     """A budget that chooses the number of nodes with the most expected tokens per second.
 
-    While drafting does not pay, steps without any draft are inserted, in pauses that double each time.
+    While drafting does not pay, it is paused; each pause lasts twice as many steps as the one before.
     """
 
     def __init__(self, overhead: float, step: Callable[[], int], costs: PassCosts) -> None:
-        """``overhead`` is the seconds of a step outside its pass; ``step`` returns the number of the current step."""
+        """Choose by ``costs`` and by ``overhead``, the seconds of a step outside its pass.
+
+        ``step`` returns the number of the current step.
+        """
         self._step = step
         self._choice = np.zeros(1, BUDGET_RECORD)
         self._at = self._choice.ctypes.data
@@ -120,7 +123,7 @@ class ChosenSize(Uncopyable):
         self._use(costs)
         self._max_nodes = MAX_CHOSEN_NODES
         self._paused_until = 0
-        # Compiled, or loaded, before the first step.
+        # Compile the choice, or load it from the cache, before the first step.
         choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
         self._own["pause"] = 0
 
@@ -141,9 +144,9 @@ class ChosenSize(Uncopyable):
 
 
 class CostBudget(ChosenSize):
-    """The number of nodes with the most expected tokens per second, by a given cost curve.
+    """A budget that chooses by a given cost curve.
 
-    The caller sets the length of the context before each step.
+    The caller passes the length of the context to ``start_step`` before each step.
     """
 
     def __init__(self, curve: CostCurve, overhead: float = STEP_OVERHEAD) -> None:
@@ -153,17 +156,17 @@ class CostBudget(ChosenSize):
         self.start_step(0)
 
     def set_draft_seconds(self, seconds: float) -> None:
-        """Ignored: what a cost curve decides must not depend on how busy the machine is."""
+        """Do nothing: decisions by a given curve must not depend on how busy the machine is."""
 
     def start_step(self, context: int) -> None:
-        """Set the length of the context of the next step."""
+        """Begin a step after a context of this length."""
         self._steps += 1
         if self._steps == 1 or len(self._curve.contexts) > 1:
             self._costs.set(self._curve.seconds_by_size(LARGEST_BUDGET, context))
 
 
 class MeasuredBudget(ChosenSize):
-    """Like CostBudget, with costs that measured passes correct, and the measured time between passes."""
+    """A budget that chooses by costs that measured passes correct, and by the measured time between passes."""
 
     _costs: MeasuredCosts
 
@@ -171,7 +174,7 @@ class MeasuredBudget(ChosenSize):
         super().__init__(overhead, lambda: log.passes, costs)
         self._log = log
         self._passes, self._called = log.passes, time.perf_counter()
-        """Passes at the last call, and its time."""
+        """Number of passes at the last call of ``nodes``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
     def nodes(self, probs: Probs) -> int:
@@ -180,7 +183,7 @@ class MeasuredBudget(ChosenSize):
         return super().nodes(probs)
 
     def _measure_overhead(self) -> None:
-        """Measure the time around the last pass, if it was the only one since the last call."""
+        """Measure the time spent outside the last pass, if that was the only pass since the last call."""
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
             around = now - self._called - log.last_seconds - self._own["drafting"]
@@ -191,7 +194,7 @@ class MeasuredBudget(ChosenSize):
 
 @compiled
 def expected_tokens(probs: Probs) -> Probs:
-    """Expected tokens per step of trees of the first 0, 1, 2 … nodes: the bonus token plus the probabilities."""
+    """Return the expected tokens of a step that verifies the first 0, 1, 2 … nodes, including the bonus token."""
     gain = np.ones(min(len(probs), MAX_CHOSEN_NODES) + 1)
     total = 0.0
     for node in range(len(gain) - 1):
@@ -202,9 +205,9 @@ def expected_tokens(probs: Probs) -> Probs:
 
 @compiled
 def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int, int, int]:
-    """How many nodes with these probabilities to verify by the record at an address, in this step.
+    """Choose how many nodes with these probabilities to verify in this step, by the budget record at address ``at``.
 
-    Returns it with the largest useful tree of the next steps, and the step up to which none drafts.
+    Return this number, the new ``max_nodes`` for the next steps, and the step in which drafting resumes (0: no pause).
     """
     choice = array_at(at, 1, BUDGET_RECORD)[0]
     costs = array_at(choice.costs, 1, COSTS)[0]
@@ -220,37 +223,37 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """The number of plain steps of ``plain`` seconds after which drafting may be retried."""
+    """Return the number of plain steps, ``plain`` seconds each, after which a retry takes only ``RETRY_SHARE``."""
     return int(choice.drafting / (RETRY_SHARE * plain))
 
 
 @compiled
 def useful_tree(chosen: int, max_nodes: int) -> int:
-    """The largest useful tree of the next steps: nodes that will not be verified need not be drafted."""
+    """Return the most nodes worth drafting in the next steps: drafting nodes that are never verified wastes time."""
     return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
 
 @compiled
 def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int, bool, bool, float, float]:
-    """The number of nodes with the most expected tokens per second, by the expected tokens with 0, 1, 2 … of them.
+    """Return the number of nodes with the most expected tokens per second, where n nodes yield ``gain[n]`` tokens.
 
-    Also whether drafts pay; whether the choice was turned round, as it rests on a cost that no pass has confirmed; and
-    the seconds of a pass with the nodes that seem best, and of one without any, which has ``first`` further rows.
+    A pass without nodes has ``first`` rows besides the first root. Also return whether drafts pay; whether the opposite
+    was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of a plain pass.
     """
     plain = estimated_cost(costs, first)
     best, highest, cost = 0, 0.0, plain
     for nodes in range(1, len(gain)):
         taken = estimated_cost(costs, first + nodes)
-        # A plain pass takes no longer than larger ones, which may have been measured later.
+        # A plain pass takes no longer than a larger one, whose cost may be more recent.
         plain = min(plain, taken)
         rate = gain[nodes] / (taken + overhead)
         if rate > highest:
             best, highest, cost = nodes, rate, taken
-    # In a batch a plain pass, too, yields a token for each sequence.
+    # A plain pass yields one token for each sequence of a batch.
     faster = highest * (plain + overhead) / gain[0]
     pays = faster > 1.0
     if pays:
-        # In a batch drafts gain little, and one plain pass says it for all.
+        # In a batch, drafts gain little, and a single plain pass confirms the cost for all sequences.
         tries = (faster < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and confirming_passes(costs, first + best) < CONFIRMED_PASSES
@@ -259,9 +262,9 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
 
 @compiled
 def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int) -> int:
-    """Decide whether to pause drafting, which ``saved`` so many seconds but for its own.
+    """Decide whether to pause drafting, given the seconds that a draft saves before the drafter's own time is deducted.
 
-    Returns the step up to which it pauses, or 0.
+    Return the step in which drafting resumes, or 0 if it is not paused.
     """
     if choice.drafting > 0:
         saved -= choice.drafting
@@ -275,34 +278,35 @@ def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int)
 
 
 class SharedCosts:
-    """Shared by the budgets of a batch: the costs of passes, and the last expected gain of each tree."""
+    """Costs of batched passes, and the latest probabilities of each tree, shared by the budgets of a batch."""
 
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` hold the passes of batches by the number of slots, with such a tree in each.
+        """``curves`` maps numbers of slots to the cost of passes with a tree of the given size in each slot.
 
-        Unless the engine ``pads`` trees to the largest, there is one curve, by the rows of all trees but one.
+        If the engine does not pad trees to the largest (``pads``), there is one curve, by the rows of all trees minus
+        one.
         """
         self.log, self._pads = log, pads
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
-        """The probabilities of each tree, and the step in which it was drafted."""
+        """Step of each sequence's latest draft, and the probabilities of its nodes."""
         self._outside = SmoothedSeconds()
         self._step, self._passes, self._called = 0, -1, 0.0
-        """The last step in which sizes were chosen, the passes before it, and its time."""
+        """Number of the current step, and the number of passes and the time at its beginning."""
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            # Passes of far fewer trees take less, whatever their size.
+            # Passes over far fewer trees are faster at any tree size, so they do not correct these costs.
             these = range(max(fewer, slots // 2) + 1 if pads else 1, slots + 1)
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
-        """The costs of passes with so many trees."""
+        """Return the costs for ``slots`` trees: those of the next larger measured number, or else of the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def nodes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """How many nodes of these trees to verify; other trees count with their last expected gain."""
+        """Return how many nodes of each of these trees to verify; other trees count with their latest probabilities."""
         drafting = sum(budget.drafting for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, own in zip(budgets, probs, strict=True):
@@ -333,7 +337,7 @@ class SharedCosts:
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
-        """Start a step, and measure the overhead of the last one: its time outside the pass and ``drafting``."""
+        """Begin a step after a pass, and measure the last one's overhead: its time beyond the pass and ``drafting``."""
         log, now = self.log, time.perf_counter()
         if log.passes == self._passes:
             return
@@ -344,16 +348,16 @@ class SharedCosts:
 
 
 class SharedBudget(ChosenSize):
-    """The budget of one sequence of a batch.
+    """The budget of one sequence in a batch, whose sequences choose together.
 
-    An engine that computes the rows of each tree verifies the most probable nodes of all trees. Where it pads them,
-    all trees get the same size, chosen by the sum of their expected tokens.
+    If the engine pads trees, all trees get the same size, chosen by the sum of their expected tokens. Otherwise the
+    most probable nodes of all trees are verified.
     """
 
     def __init__(self, together: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: together.log.passes, together.costs(1))
         self.together, self.overhead = together, overhead
-        # Compiled, or loaded, before the first step.
+        # Compile the choice, or load it from the cache, before the first step.
         given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
         choose_batch_nodes(*given, 1, 0, True, overhead, together.costs(1).address, 0)
         self._own["pause"] = 0
@@ -363,26 +367,26 @@ class SharedBudget(ChosenSize):
 
     @property
     def address(self) -> int:
-        """Where its record is."""
+        """Address of the budget's record."""
         return self._at
 
     @property
     def largest(self) -> int:
-        """The largest useful tree while it is not paused."""
+        """Most nodes worth drafting in a step, ignoring pauses."""
         return self._max_nodes
 
     @property
     def drafting(self) -> float:
-        """Seconds of its last draft."""
+        """Seconds of the last draft."""
         return float(self._own["drafting"])
 
     def take(self, largest: int, paused_until: int) -> None:
-        """Take what was chosen for its next steps."""
+        """Apply what ``choose_batch_nodes`` chose for the next steps."""
         self._max_nodes, self._paused_until = largest, paused_until
 
 
 def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
-    """How many nodes of each tree to verify; budgets of one batch choose together."""
+    """Return how many nodes of each tree to verify; the budgets of one batch choose together."""
     shared = [budget for budget in budgets if isinstance(budget, SharedBudget)]
     if shared and len(shared) == len(budgets):
         return shared[0].together.nodes(shared, probs)
@@ -393,10 +397,11 @@ def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[
 def choose_batch_nodes(
     chosen: Ints, probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int, step: int
 ) -> None:
-    """Choose for the first trees, whose records and largest useful trees are in rows of ``chosen``.
+    """Choose the sizes of the first trees in a batch, by the ``COSTS`` record at address ``of_costs``.
 
-    They become the number of nodes, the largest useful tree, and the step up to which the sequence does not draft.
-    ``slots`` sequences have ``first`` rows of a plain pass that nodes come after.
+    ``probs`` has a row for each tree. Each row of ``chosen`` holds the address of a budget record and its
+    ``max_nodes``, and is overwritten with the number of nodes, the new ``max_nodes`` and the step in which drafting
+    resumes (0: no pause). A pass over ``slots`` sequences without nodes has ``first`` rows besides the first root.
     """
     costs = array_at(of_costs, 1, COSTS)[0]
     trees, max_nodes = probs.shape[0], MAX_CHOSEN_NODES - first
@@ -424,7 +429,7 @@ def choose_batch_nodes(
         paused_until = 0
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
-            # A tree has few nodes that pay in a batch: it is often tried again where this takes little of the time.
+            # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
             longest = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else MAX_PAUSE_STEPS
             paused_until = decide_pause(choice, pays and nodes > 0, saved, longest, step)
         chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until

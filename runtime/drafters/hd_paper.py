@@ -1,4 +1,4 @@
-"""Hierarchy Drafting as in its paper (Cho et al., 2025): a fixed number of sequences, the most local store first."""
+"""Hierarchy Drafting as in its paper (Cho et al., 2025): draft a fixed number of sequences, local stores first."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from hdtool.runtime.stores.model_store import ModelStore
 
 SEQUENCE_LENGTH = 4
-"""Tokens of a sequence, without the token before it, which is its key."""
+"""Number of tokens in a stored sequence, not counting its key, which is the token before it."""
 INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """For each token at most ``per_key`` sequences that followed it; the least recent one is replaced.
+    """Stores up to ``per_key`` sequences that followed each token, and replaces the least recent one.
 
-    A sequence that occurs again becomes the most recent one and is stored once.
+    A sequence that occurs again is stored only once and becomes the most recent one.
     """
 
     def __init__(self, per_key: int) -> None:
@@ -50,11 +50,11 @@ class SequenceTable:
         self._used = 0
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Add the sequence after each token of a text."""
+        """Add the sequences that follow the tokens of a text."""
         self._add(np.array(tokens, np.int32), len(tokens) - SEQUENCE_LENGTH, 1)
 
     def add(self, sequences: Ints) -> None:
-        """Add rows of five tokens, a key and its sequence; the last row is the most recent."""
+        """Add sequences, one row each: a key and the tokens after it. The last row is the most recent."""
         self._add(sequences.astype(np.int32).reshape(-1), len(sequences), SEQUENCE_LENGTH + 1)
 
     def _add(self, tokens: Ints, count: int, stride: int) -> None:
@@ -63,12 +63,12 @@ class SequenceTable:
             self._used = _add(self._row_of, self._rows, self._filled, self._used, tokens, count, stride)
 
     def after(self, token: int) -> Ints:
-        """The sequences after a token, one row each, most recent first."""
+        """Return the sequences that followed a token, one row each, most recent first."""
         row = self._row_of[token] if 0 <= token < len(self._row_of) else -1
         return self._rows[row, : self._filled[row]] if row >= 0 else self._rows[0, :0]
 
     def _make_room(self, highest: int, more: int) -> None:
-        """Grow for keys up to ``highest`` and ``more`` new keys."""
+        """Grow the table to hold ``more`` new keys, with token ids up to ``highest``."""
         if highest >= len(self._row_of):
             added = np.full(max(highest + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
             self._row_of = np.concatenate([self._row_of, added])
@@ -81,7 +81,7 @@ class SequenceTable:
 
 @compiled
 def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count: int, stride: int) -> int:
-    """Add ``count`` sequences, each ``stride`` tokens after the last; return the number of rows in use."""
+    """Add ``count`` sequences whose keys are ``stride`` tokens apart; return the number of rows in use."""
     per_key = rows.shape[1]
     for start in range(0, count * stride, stride):
         key = tokens[start]
@@ -111,10 +111,10 @@ def _equals_row(row: Ints, tokens: Ints, start: int) -> bool:
 
 
 class PaperDrafter:
-    """Queries its sources in order until available are enough sequences, and merges these into one tree.
+    """Queries its sources in order until it has enough sequences, and merges these into one tree.
 
-    If the order names it, the context table is updated with the prompt, the emitted tokens, the n-grams of the
-    lookahead branch. Missing stores are skipped.
+    If ``config.order`` includes the context table, the prompt, emitted tokens and n-grams of the lookahead branch are
+    added to it. Sources without a store are skipped.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class PaperDrafter:
         self.seconds: dict[SourceName, float] = dict.fromkeys(
             (*map(source_of, SOURCE_LETTERS), SourceName.LOOKAHEAD), 0.0
         )
-        """Seconds spent in each source since the drafter was made."""
+        """Seconds spent in each source since the drafter was created."""
         self._store = model_store
         self._index = corpus_index
         self._table = SequenceTable(config.sequences)
-        self._read = 0  # tokens of the context that are keys of the table
+        self._read = 0  # number of context tokens whose sequences are in the table
         self._learns = "C" in config.order
         self._lookahead = Lookahead(config.window, SEQUENCE_LENGTH + 1) if config.lookahead and self._learns else None
         extra = self._lookahead.max_nodes if self._lookahead else 0
@@ -144,7 +144,7 @@ class PaperDrafter:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile or load everything now, so that no step waits for it; ``begin`` clears the state."""
+        """Compile all code, or load it from the cache, before the first step; ``begin`` clears the state."""
         words = [0] * (SEQUENCE_LENGTH + 1)
         self.begin(words)
         self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceName.NONE, wanted=1)
@@ -178,7 +178,7 @@ class PaperDrafter:
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         tree, self._drafted = self._drafted, None
-        # Near the end of the answer the verified tree may be smaller than the drafted one.
+        # Near the end of an answer, the verified tree may be smaller than the drafted one.
         if tree is None or not self._learns or len(verified) != len(tree) + 1 or not verified.logits.numel():
             return
         if self._lookahead:
@@ -187,7 +187,7 @@ class PaperDrafter:
                 self._table.add(self._lookahead.observe(tree.root, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:
-        """Add the sequences of new tokens of the context to the table."""
+        """Add the new sequences of the context to the table."""
         if self._learns:
             with self._timed(SourceName.CONTEXT):
                 fresh = context[self._read :]
@@ -204,7 +204,7 @@ class PaperDrafter:
         return self._trie.add(phrases, SourceName.MODEL, wanted=wanted)
 
     def _query_corpus(self, context: Sequence[int], wanted: int) -> int:
-        """The continuations of the last two tokens, then those of the last one."""
+        """Add continuations of the last two tokens, then of the last one; return how many sequences were added."""
         assert self._index
         added = 0
         for length in (2, 1):
@@ -213,7 +213,7 @@ class PaperDrafter:
                 continuations.tokens, continuations.parents, SEQUENCE_LENGTH, self.config.sequences
             )
             added += self._trie.add(sequences, SourceName.CORPUS, wanted=wanted - added)
-            if added == wanted or continuations.matched < length:  # the index fell back to one token by itself
+            if added == wanted or continuations.matched < length:  # the index has already fallen back to one token
                 break
         return added
 
@@ -225,5 +225,5 @@ class PaperDrafter:
 
 
 def lookahead_decoding(config: PaperConfig | None = None) -> PaperDrafter:
-    """Lookahead Decoding: the context table alone, fed by the branch, the prompt and what is emitted."""
+    """Return a drafter for Lookahead Decoding: the context table as the only source, and a lookahead branch."""
     return PaperDrafter(replace(config or PaperConfig(), order="C", lookahead=True))

@@ -1,8 +1,8 @@
 """LogitSpec (Liu et al., 2025): the last logits guide a look-up in the context.
 
-The top-k tokens of the logits from which the root was chosen are candidates for the token after it. Each candidate
-is looked up in the context as the token after the root; the longest match is used, and of equal ones the latest.
-Higher-ranked candidates get longer continuations. The result is one tree, which the budget prunes.
+The top-k tokens of the logits from which the root was chosen are candidates for the token after it. Each candidate is
+looked up in the context as the token after the root, and the longest match is used. Higher-ranked candidates get longer
+continuations. The budget prunes the resulting tree.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 
 UNRANKED = -1
 MAX_MATCH = 3
-"""The longest match, in tokens, the candidate included."""
+"""Longest match in tokens, including the candidate."""
 CONTINUATION_LENGTH = 20
-"""Tokens of the continuation of the root."""
+"""Number of tokens in the continuation of the root."""
 MAX_RANKED_CANDIDATES = 60
-"""Tokens of the last logit that may follow the root."""
+"""Most tokens of the last logits that are candidates."""
 DEPTHS = ((8, 4), (32, 3), (MAX_RANKED_CANDIDATES, 1))
 """(rank, length): the first 8 candidates start sequences of 4 tokens, those up to rank 32 of 3, the others of 1."""
 PRIOR_RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
-"""Prior acceptance rates by kind of node: continuations of the root after a match of 1, 2 or 3 tokens; then
-candidates with their continuations, by group of ranks."""
+"""Initial acceptance rates by kind of node: continuations of the root after a match of 1, 2 or 3 tokens, then
+candidates and their continuations by group of ranks."""
 CANDIDATE_KINDS = MAX_MATCH
-"""The first kind of candidates."""
+"""Kind of the first group of candidates."""
 
 
 class LogitSpec:
-    """Drafts from the last logit and the conversation alone."""
+    """Drafts only from the last logits and the conversation."""
 
     max_ranked = MAX_RANKED_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
-        """Seconds spent in the source since the drafter was made."""
+        """Seconds spent in the source since the drafter was created."""
         self.budget = budget or FixedBudget(LARGEST_TREE)
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
@@ -59,11 +59,11 @@ class LogitSpec:
         self._ranks = np.empty(0, np.int64)
         self._calibration = NodeCalibration(PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """The kinds of the nodes of the last tree, and the tree."""
+        """Kind of each node in the last tree, and the tree."""
         self._compile()
 
     def _compile(self) -> None:
-        """Compile or load everything now, so that no step waits for it."""
+        """Compile all code, or load it from the cache, before the first step."""
         self.begin([0, 0])
         self.observe(Accepted([], [1]), Verified(torch.zeros(1, 2)))
         self.draft([0, 0, 1])
@@ -110,7 +110,7 @@ class LogitSpec:
 
 @compiled
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
-    """The kind of each node: ``root_kind`` in the continuation of the root, else that of its candidate."""
+    """Return the kind of each node: ``root_kind`` in the continuation of the root, else the kind of its candidate."""
     node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
@@ -130,10 +130,12 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
 
 @compiled
 def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
-    """The continuation of the root, one row for each candidate with its continuation, and the length of the match.
+    """Look up the root and the candidates in the context.
 
-    The longest match is used, of equal ones the one with the longest continuation, then the latest. ``ranks`` has
-    one entry for each token of the vocabulary and is restored before returning.
+    Return rows of tokens, and the length of the root's match. Row 0 is the continuation of the root; each further row
+    is a candidate with its continuation. The longest match is used or, of equal matches, the one with the longest
+    continuation, then the latest. ``ranks`` has one entry for each token of the vocabulary and is restored before
+    returning.
     """
     size = len(context)
     rows = np.full((len(candidates) + 1, CONTINUATION_LENGTH), NO_TOKEN, np.int32)

@@ -1,4 +1,4 @@
-"""The methods by their names: one line makes a drafter known to every command."""
+"""Create drafters by the name of their method; one line in ``DRAFTER_FACTORIES`` makes one known to every command."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None]
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
-    """The drafter of a method; it may be kept for as long as the target, and learns over conversations."""
+    """Return a drafter for ``config.method``. It learns across conversations and can be kept as long as the target."""
     return drafters_for(replace(config, batch_size=1), target, store_set)[0]
 
 
 def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> list[Drafter]:
-    """One for each conversation of a batch; passes are timed once for all of them."""
+    """Return a drafter for each conversation of a batch; passes are timed once for all drafters."""
     batch = config.batch_size
 
     @cache
@@ -60,14 +60,14 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
 
 def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
-    """What the budgets of batches of these sizes share; their passes are timed."""
-    # By rows, passes of a large batch are those of smaller ones, too.
+    """Time the passes of batches of these sizes, and return the costs that their budgets share."""
+    # Without padding, costs depend on the number of rows, so the largest batch's curve holds for smaller ones, too.
     curves = {size: cost_curve_for(target, size) for size in sorted(sizes) if target.pads or size == max(sizes)}
     return SharedCosts(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
 
 
 def budget_for(config: DecodeConfig, together: Callable[[], SharedCosts]) -> Budget:
-    """The budget of a drafter; ``together`` is called only if measured passes decide."""
+    """Return the budget of a drafter; ``together`` is called only if the budget depends on measured passes."""
     if config.draft_tokens is not None:
         return FixedBudget(config.draft_tokens)
     shared = together()
@@ -77,20 +77,21 @@ def budget_for(config: DecodeConfig, together: Callable[[], SharedCosts]) -> Bud
 def history_for(
     config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False, tenant: str = ""
 ) -> History | None:
-    """The history that the drafters of a model share, if their method has one; its store may be ``read_only``.
+    """Return the history that the drafters of a model share, or None if their method has none.
 
-    A tenant's history lasts in a folder of its own below the one of ``config``; so does that of a namespace.
+    The history of each tenant or namespace is stored in a separate folder below that of ``config``. With ``read_only``,
+    the store is not written.
     """
     if "H" not in config.drafts_from:
         return None
     store = None
     if config.keeps_history:
-        # Loads lmdb, which a history in memory does not need.
+        # Imported here because it loads lmdb, which a history in memory does not need.
         from hdtool.runtime.stores.history_store import open_history
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
-        # Engines that load the model themselves know its files alone, so those identify it where they are known.
+        # An engine that loads the model itself knows only the model's files, so they identify the model if known.
         checkpoint = store_set.checkpoint
         model = checkpoint.fingerprint if checkpoint else fingerprint(target.model)
         owner = tenant or store_set.namespace or ""
@@ -101,7 +102,7 @@ def history_for(
 def drafter_with_budget(
     budget: BudgetFactory, config: DecodeConfig, store_set: StoreSet, target: Target | None = None
 ) -> Drafter:
-    """The drafter of a method with the budget of ``budget``, which is called only if the method takes one.
+    """Return a drafter for ``config.method``; ``budget`` is called only if the method takes a budget.
 
     Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
     created, so that no answer waits for it.

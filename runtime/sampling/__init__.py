@@ -1,4 +1,4 @@
-"""The choice of the next token from its logits.
+"""Choose the next token from logits: by argmax, or by a random draw.
 
 Imports `data`, kernels, settings and the size of trees.
 """

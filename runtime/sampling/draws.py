@@ -22,30 +22,30 @@ from hdtool.runtime.kernels.vector_code import LANES, exponentiate
 
 U64 = np.uint64
 RACE_BLOCK = 64
-"""Tokens that are compared with the earliest one so far at once."""
+"""Number of tokens that are compared at once with the earliest token so far."""
 U64_MAX = 2**64 - 1
 SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
-"""The increment of SplitMix64 (Steele et al., 2014): its n-th number is a hash of start + n strides."""
+"""Increment of SplitMix64 (Steele et al., 2014), whose n-th number is a hash of start + n * stride."""
 
 
 class ExponentialRace:
-    """A uniform number in [0, 1) for each position and token, and the token that they choose at a position.
+    """Samples tokens by an exponential race over uniform numbers, which depend on seed, position and token.
 
-    The token is numbers by an exponential race, which is the Gumbel-max trick: each token gets an exponential time
-    with its probability as the rate, and the smallest time wins, so each token wins with its probability. Rounding
-    changes the result only where two times are nearly equal. Inverse-CDF sampling with one number per position is
-    less robust: rounding matters next to any border of the cumulative probabilities.
+    This is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the smallest
+    time wins, so each token wins with its probability. Rounding changes the result only if two times are nearly equal.
+    Inverse-CDF sampling with one number per position is less robust: rounding matters next to any border of the
+    cumulative probabilities.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = U64(seed & U64_MAX)
 
     def sample(self, position: int, probabilities: npt.NDArray[np.float32]) -> int:
-        """The token that wins the race, never one with probability 0; -1 if there is none or they are NaN."""
+        """Return the token that wins the race; -1 if no probability is above 0. Tokens with probability 0 never win."""
         return int(sample(self.seed, position, probabilities))
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """The uniform numbers of the first ``tokens`` tokens at a position."""
+        """Return the uniform numbers, in [0, 1), of the first ``tokens`` token ids at a position."""
         numbers: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
         return numbers
 
@@ -59,7 +59,7 @@ def _hashed(number: Any) -> Any:
 
 @compiled
 def stream_start(seed: Any, position: Any) -> Any:
-    """The start of a position's stream, hashed so that streams of neighbouring positions are independent."""
+    """Return the start of a position's random stream, hashed so that neighbouring positions are independent."""
     return _hashed(_hashed(seed + SPLITMIX_STRIDE) + U64(position) * SPLITMIX_STRIDE)
 
 
@@ -80,7 +80,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 @compiled
 def time_of(start: Any, token: Any) -> Any:
-    """The exponential time of a token in the stream of a position, for a probability of 1."""
+    """Return the exponential time of a token with probability 1, in the random stream that begins at ``start``."""
     return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
 
 
@@ -95,10 +95,13 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """The winner of a race with the tokens from the ``first`` one on, and its time; ``start`` is that of the stream."""
+    """Add the tokens from ``first`` on to a race, and return its winner and the winner's time.
+
+    ``start`` is the start of the position's random stream.
+    """
     number = start + U64(first) * SPLITMIX_STRIDE
     early = 0
-    # Branch-free, so that the compiler uses vectors: hardly any block has a token that may win.
+    # Branch-free, so that the compiler vectorizes it. Hardly any block has a token that can win.
     for place in range(weights.shape[0]):
         early += _uniform(number + U64(place + 1) * SPLITMIX_STRIDE) < weights[place] * earliest
     if early > 0:
@@ -111,7 +114,7 @@ def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any)
 
 @compiled
 def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
-    """The exponential time of a token if it is before the earliest one so far, or else this one."""
+    """Return the smaller of ``earliest`` and the exponential time of a token with this number and weight."""
     draw = _uniform(number)
     # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
     return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
@@ -119,9 +122,10 @@ def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
 
 @compiled
 def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
-    """The token that wins among those in the nucleus, which is full once it holds this weight, the most probable first.
+    """Return the token that wins the race within the nucleus; -1 if no weight is above 0.
 
-    Of tokens with equal weights, the last one comes first, as in a stable sort. -1 if no weight is a number.
+    Tokens join the nucleus in order of decreasing weight until their sum reaches ``nucleus``. Of tokens with equal
+    weights, the one with the highest id joins first, as in a stable sort.
     """
     start, winner = stream_start(seed, position), -1
     while True:
@@ -138,7 +142,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
 @compiled
 def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
-    """The place that wins among those before the border; among all without a border."""
+    """Return the index of the token that wins among those ordered before ``border``; among all if that is negative."""
     winner, earliest = -1, np.inf
     for place in range(tokens.shape[0]):
         if border < 0 or _is_before(tokens, weights, place, border):
@@ -154,51 +158,53 @@ def _is_before(tokens: Any, weights: Any, place: Any, than: Any) -> Any:
 
 
 MAX_TOP_K_BY_MAXIMA = 128
-"""The largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
+"""Largest k for which a tree of maxima finds the k-th highest score faster than a partition."""
 ALL_TOKENS = np.empty(0, np.int64)
 NOT_FINITE, UNDECIDED = -1, -2
-"""In place of a token: the highest score is NaN or infinite; the token depends on others."""
+"""Returned instead of a token: ``NOT_FINITE`` if the highest score is NaN or infinite, ``UNDECIDED`` if the known
+scores do not determine the draw."""
 INFINITY_BITS = 0x7F800000
-"""The bits of infinity."""
+"""Bit pattern of infinity in float32."""
 ROUNDING_MARGIN = 0.999
-"""Less than 1 by more than rounding."""
+"""Factor that lowers a bound by more than the rounding error."""
 WARPER_OPTIONS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""The processors in the order of ``generate``, and the option of each."""
+"""Processors that a ``Truncation`` replaces, in the order of ``generate``, and the attribute that holds their
+option."""
 
 
 class Draws(NamedTuple):
-    """What a draw depends on beside scores and position, for compiled code."""
+    """Options of a draw, as compiled code takes them."""
 
     seed: Any
     temperature: Any
     top_k: int
-    """0 keeps all; at most ``MAX_TOP_K_BY_MAXIMA``, except for a winner among any tokens."""
+    """0 keeps all tokens. At most ``MAX_TOP_K_BY_MAXIMA``, except in ``winner_among_any``."""
     top_p: float
     min_p: float
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """What these processors do, as far as they are used.
+    """Applies temperature, top-k, top-p and min-p as part of a draw, in place of the processors of transformers.
 
     The winner of a race among more tokens than are kept also wins the race among the kept ones if it is one of them. So
-    top-p does not sort: tokens are drawn until the more probable ones have less weight than the nucleus.
+    top-p needs no sort: tokens are drawn until those more probable than the winner weigh less than the nucleus.
     """
 
     temperature: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0 keeps all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
 
     @classmethod
     def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
-        """The processors before the truncation that a list of them ends with, and this truncation."""
+        """Split a list of processors into those to run before the draw and the truncation that the list ends with."""
         before, options = list(processors), {}
         for kind, name in reversed(WARPER_OPTIONS.items()):
             if before and type(before[-1]) is kind and keeps_one(before[-1]):
@@ -206,7 +212,7 @@ class Truncation:
         return before, cls(**options)
 
     def compile(self, race: ExponentialRace) -> None:
-        """Compile what a draw uses, or load it from the cache, before the first step."""
+        """Compile the draw, or load it from the cache, before the first step."""
         alike = replace(self, top_k=min(self.top_k, MAX_TOP_K_BY_MAXIMA + 1))
         scores = np.ones(MAX_TOP_K_BY_MAXIMA + 2, np.float32)
         alike.draw(race, 0, scores)
@@ -214,7 +220,7 @@ class Truncation:
 
     @property
     def is_compiled(self) -> bool:
-        """True if all of it is done by compiled code."""
+        """True if compiled code does the whole draw; top-k with a large k needs NumPy."""
         return self.top_k <= MAX_TOP_K_BY_MAXIMA
 
     def draws(self, race: ExponentialRace) -> Draws:
@@ -223,9 +229,9 @@ class Truncation:
     def draw(
         self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
     ) -> int:
-        """The token drawn at a position by its scores; ``NOT_FINITE`` if the highest one is not finite.
+        """Return the token drawn at a position by its scores; ``NOT_FINITE`` if the highest score is not finite.
 
-        The scores are those of all tokens, or of the tokens ``among`` which it is drawn.
+        ``scores`` has one score for each token of the vocabulary or, if given, of ``among``.
         """
         if self.is_compiled:
             return int(draw_row(position, scores, among, self.draws(race)))
@@ -235,14 +241,14 @@ class Truncation:
         return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
 
     def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
-        """The token that is drawn among any tokens that include it; ``UNDECIDED`` if it depends on them."""
+        """Return the token that is drawn whichever others are forbidden; ``UNDECIDED`` if the draw depends on them."""
         return int(winner_among_any(position, scores, self.draws(race)))
 
 
-# Python code between two passes of a model is slow, as no cache holds it: NumPy takes three times as long for this.
+# Compiled: a pass of the model evicts Python code from the CPU caches, so NumPy takes three times as long here.
 @compiled
 def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
-    """The token drawn at a position; see ``Truncation.draw``."""
+    """Return the token drawn at a position; see ``Truncation.draw``."""
     best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
@@ -255,7 +261,7 @@ def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
 
 @compiled
 def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
-    """The winner among all tokens, if it is kept when some of the others are forbidden."""
+    """Return the winner among all tokens if it wins whichever other tokens are forbidden; see ``Truncation.winner``."""
     best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
@@ -272,7 +278,7 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
 
 @compiled
 def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
-    """Draw with a temperature alone, computing weights block by block without storing them."""
+    """Draw with a temperature only; weights are computed block by block and not stored."""
     start, winner, earliest = stream_start(draws.seed, position), -1, np.inf
     weights = np.empty(RACE_BLOCK, np.float32)
     for first in range(0, len(scores), RACE_BLOCK):
@@ -286,7 +292,7 @@ def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -
 
 @compiled
 def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
-    """Draw with top-p or min-p, or among given tokens."""
+    """Draw with top-p or min-p, or from given tokens."""
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
@@ -296,7 +302,8 @@ def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: 
     if draws.top_p >= 1 and draws.min_p == 0:
         return sample_among(draws.seed, position, among, weights, np.inf)
     total = _total(padded)
-    # Removed tokens have the rest of the weight together, so the most probable one has its mean or more.
+    # The last token of the nucleus and all less probable ones share at least 1 - top_p of the weight, so the weight of
+    # this last token is at least their mean.
     min_weight = max(draws.min_p, ROUNDING_MARGIN * (1 - draws.top_p) * total / len(weights))
     tokens, likely = np.empty(len(weights) + 1, np.int64), 0
     for token in range(len(weights)):
@@ -322,16 +329,16 @@ def _total(padded: Any) -> Any:
 
 @compiled
 def _nucleus(total: Any, draws: Any) -> Any:
-    """The weight that a nucleus of tokens with this weight in all needs."""
+    """Return the weight that the nucleus must reach, given the weight of all tokens; infinity without top-p."""
     return draws.top_p * total if draws.top_p < 1 else np.inf
 
 
 @compiled
 def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
-    """Draw with top-k where k is small."""
+    """Draw with top-k for a small k."""
     top_k = draws.top_k
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
-    # Not the array of this kind in ``topk.py``: to compiled code, that one is a constant and of another type.
+    # A new empty array, as compiled code would take the global one of ``topk.py`` as a constant of another type.
     write_topk(scores.reshape(1, -1), top, values, np.empty((0, 0), np.float32))
     tokens = top[0, :top_k]
     if values[0, top_k] == values[0, top_k - 1]:
@@ -341,7 +348,7 @@ def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: 
 
 @compiled
 def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
-    """The token drawn among those that top-k keeps; ``tokens`` is overwritten."""
+    """Return the token drawn from those that top-k keeps; ``tokens`` is overwritten."""
     weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
     for place in range(len(tokens)):
         weight = np.exp((scores[place] - highest) / draws.temperature)
@@ -355,7 +362,7 @@ def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among:
 
 @compiled
 def _indices_to_tokens(places: Any, among: Any) -> None:
-    """Replace places in the list of tokens among which one is drawn by these tokens."""
+    """Replace indices into ``among`` by the tokens at these indices, in place; do nothing if ``among`` is empty."""
     if len(among) > 0:
         for place in range(len(places)):
             places[place] = among[places[place]]
@@ -363,9 +370,9 @@ def _indices_to_tokens(places: Any, among: Any) -> None:
 
 @compiled
 def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
-    """Write the tokens that have a bit, and their float32 scores at an address; their number.
+    """Write the tokens whose bit is set to ``tokens`` and their scores to ``scores``; return their number.
 
-    It is -1 if the highest of all scores is not finite.
+    ``address`` is that of the float32 scores of the vocabulary. Return -1 if the highest of them is not finite.
     """
     row = array_at(address, vocabulary, np.float32)
     if not argmax_of(row.view(np.int32), INFINITY_BITS)[1]:
@@ -382,5 +389,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor forbids tokens by minus infinity alone, and may leave a single one."""
+    """Return True if a processor forbids tokens by minus infinity and may leave a single one."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: arg-max, or sampling by exponential race with draws keyed by position."""
+"""Choose the next token from logits: by argmax, or by an exponential race with draws keyed by position."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, tr
 
 @runtime_checkable
 class Mask(Protocol):
-    """A processor that forbids tokens and leaves the scores of all others as they are."""
+    """A logits processor that forbids tokens and leaves all other scores unchanged."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """How many of these tokens are surely allowed after the context, one after another."""
+        """Return how many of ``tokens``, appended to the context one after another, are known to be allowed."""
         ...
 
     def bits(self, context: Sequence[int]) -> Array:
-        """A bit for each token that is allowed after the context, eight in a number, the first one in the lowest."""
+        """Return a bitmask of the tokens allowed after the context: eight tokens per byte, the lowest bit first."""
         ...
 
 
@@ -62,15 +62,15 @@ KEEP_THE_BEST = (
     RepetitionPenaltyLogitsProcessor,
     TypicalLogitsWarper,
 )
-"""Processors after which a token that is the only possible one still is."""
+"""Processors that never remove the only token that a mask has left."""
 
 
 class Sampler:
     """Chooses the tokens of one answer. The caller appends each accepted token to ``context``.
 
-    The choice at a position depends on the context before it, its logits and the draws for that
-    position. It does not depend on whether the logits came from plain decoding or from a node of a
-    tree, so drafting does not change the output.
+    The choice at a position depends on the context before it, its logits and the draws for that position. It does not
+    depend on whether the logits came from plain decoding or from a node of a tree, so drafting does not change the
+    output.
     """
 
     def __init__(
@@ -81,46 +81,46 @@ class Sampler:
         processors: LogitsProcessorList | None = None,
         padding: Sequence[int] = (),
     ) -> None:
-        """``processors`` replace those of ``config``, of which then only the seed and the choice of greedy are used.
+        """``processors`` replace those of ``config``, of which only ``seed`` and ``is_greedy`` are used then.
 
-        Processors get ``padding`` tokens in front of the context; the model does not read them.
+        Processors see the ``padding`` tokens in front of the context; the model does not.
         """
         self._greedy = config.is_greedy
         self._processors = processors_of(config) if processors is None else processors
         self.only_argmax = self._greedy and not self._processors
-        """True if the arg-max of the logits is all that is needed; ``chooser`` is not called then."""
+        """True if only the argmax of the logits is needed; ``chooser`` is not called then."""
         self.takes_the_only_token = self._takes_the_only_token()
-        """True if a token is chosen whatever the logits are if a mask forbids all others."""
+        """True if a token is chosen regardless of the logits once a mask forbids all others."""
         self._race = ExponentialRace(config.seed)
         self.seed = None if self._greedy else config.seed
-        """The seed of the draws; None if the arg-max is chosen."""
+        """The seed of the draws; None if decoding is greedy."""
         truncated = Truncation.at_end_of(self._processors)
         self.before: list[LogitsProcessor]
         self.before, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
-        """The processors up to the truncation, which a draw includes."""
+        """The processors before the truncation, which is a part of the draw."""
         self.truncating = self._processors[len(self.before) :]
         if not self._greedy:
             self._truncation.compile(self._race)
         self.first_mask = self._only_mask(padding)
-        """What comes before the choice, if it is one mask and nothing else."""
+        """The mask, if it is the only processor before the choice; otherwise None."""
         self.walks = self.only_argmax or (self._greedy and self.first_mask is not None)
-        """True if each token is the arg-max of its logits, or of those that a mask allows."""
+        """True if each token is the argmax of its logits, or of the logits that a mask allows."""
         self.draws = self._own_draws()
-        """What each token is drawn by, if the draw reads its logits as they are or a mask is all that comes before."""
+        """The options of each draw if nothing or only a mask processes the logits before it; otherwise None."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
-        """Where the tokens that a mask allows are written, and their scores."""
+        """Buffers for the tokens that a mask allows and for their scores."""
         if self.first_mask:
             allowed_scores(0, 0, NO_BITS, *self._allowed)
         self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
         self.context = list(context)
         self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
-        """Where a compiled walk writes its tokens and the nodes that drafted them."""
+        """Buffer for the tokens of a compiled walk and for the nodes that drafted them, ``[2, tokens]``."""
         if self.draws:
             compile_drawn_walks(self.draws, self.walked)
         self.max_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0
-        """How many of the highest logits of a row decide which token is drawn; 0 if all do."""
+        """Number of highest logits per row that a draw needs; 0 if it needs all of them."""
         self.draws_by_row = not (self._greedy or self.before or self.max_ranked)
-        """True if each draw reads all logits of its row, as they are."""
+        """True if each draw reads all logits of its row, unprocessed."""
         self.overflowed = False
         """True if the highest logit of any row used so far was NaN or infinite."""
 
@@ -149,18 +149,17 @@ class Sampler:
         finite: Array | None = None,
         first: Array | None = None,
     ) -> Callable[[int], int]:
-        """A function from a row of ``logits`` to the token chosen there, given the context so far.
+        """Return a function that maps a row of ``logits`` to the token chosen there, given the context so far.
 
-        ``finite`` tells of each row whether the highest of its logits is finite, and ``first`` is the first row on the
-        host, if these are known.
-        With ``finite_only``, it returns ``NOT_FINITE`` for a row with a highest logit that is NaN or infinite, without
-        calling any processor.
+        ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is the first row on the
+        host, if it was copied. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest logit
+        is NaN or infinite, without calling any processor; otherwise it raises ModelError if a draw meets such a row.
         """
 
         def process(row: int) -> int:
             if self.first_mask and logits.is_cpu and logits.dtype == torch.float32:
                 return self._noted(self._choose_allowed(logits[row], self.first_mask), finite_only=finite_only)
-            # A draw sees by itself whether the row is finite, and much faster.
+            # A draw checks by itself whether the row is finite, and much faster.
             if (self.before or self._greedy) and not (logits[row].max().isfinite() if finite is None else finite[row]):
                 self.overflowed = True
                 if finite_only:
@@ -181,15 +180,15 @@ class Sampler:
         return token
 
     def note_overflow(self) -> None:
-        """Logits that decided, and not because of a draft, are not finite: no token can be drawn by them."""
+        """Record that logits are not finite although nothing was drafted; raise ModelError if tokens are drawn."""
         self.overflowed = True
         if not self._greedy:
             raise ModelError(NO_NUMBERS)
 
     def _choose_allowed(self, row: torch.Tensor, mask: Mask) -> int:
-        """The token chosen among those that the mask allows; ``NOT_FINITE`` if the highest of all logits is not finite.
+        """Return the token chosen among those that the mask allows, copying only their scores.
 
-        The scores of all other tokens are not copied.
+        Return ``NOT_FINITE`` if the highest logit of the row, forbidden tokens included, is not finite.
         """
         vocabulary, row = len(row), row.contiguous()
         if not self._greedy:
@@ -209,38 +208,38 @@ class Sampler:
         return self._truncation.draw(self._race, len(self.context), scores[:count], tokens[:count])
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        """The token chosen at a row by its processed scores."""
+        """Return the token chosen at a row by its processed scores, or ``NOT_FINITE``."""
         return self.choose(self.processed(logits[row], self.before))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
-        """The context so far, ``[1, length]``, as processors and stopping criteria read it."""
+        """Return the padded context so far as a tensor ``[1, length]`` for processors and stopping criteria."""
         return self._ids.of(self.context, device)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """One row of logits after all processors, given the context so far; the row itself is not changed."""
+        """Return one row of logits after all processors, given the context so far; the row itself is not changed."""
         return self.processed(logits, self._processors)
 
     def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
-        """One row of logits after the given processors, given the context so far."""
+        """Return one row of logits after the given processors, given the context so far."""
         if not processors:
             return logits
         ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
-        # A LogitsProcessorList would inspect the signature of each of them, which takes longer than most of them do.
+        # LogitsProcessorList would inspect each processor's signature, which takes longer than most processors run.
         with torch.no_grad():  # not inference mode: a processor may keep tensors and use them outside
             for processor in processors:
                 scores = processor(ids, cast(torch.FloatTensor, scores))
         return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
-        """The token chosen by scores that the processors ``before`` have made, or ``NOT_FINITE``."""
+        """Return the token chosen by scores that come from the processors ``before``, or ``NOT_FINITE``."""
         if self._greedy:
             return int(argmax(scores))
         return self._truncation.draw(self._race, len(self.context), self._on_host.of(scores.detach()))
 
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Their arg-max is the chosen token: the scores, plus Gumbel noise if tokens are sampled.
+        """Return scores whose argmax is the chosen token: ``scores``, plus Gumbel noise if tokens are sampled.
 
-        Up to a constant, these are the negative logarithms of the times in the exponential race.
+        Up to a constant, they are the negative logarithms of the times in the exponential race.
         """
         scores = scores.double().cpu()
         if self._greedy:
@@ -250,13 +249,13 @@ class Sampler:
 
 
 class _RowOnHost:
-    """The numbers of a row of a device, which come through pinned memory: a copy to other memory is slower."""
+    """Copies a row of scores to the host; from a GPU through pinned memory, which is faster."""
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0)
 
     def of(self, row: torch.Tensor) -> npt.NDArray[np.float32]:
-        """The numbers in float32; of a device, they are valid until the next call."""
+        """Return the row in float32. A row that was on a GPU is valid until the next call."""
         if row.device.type != "cuda":
             return np.ascontiguousarray(row.float().cpu().numpy())
         if self._pinned.shape != row.shape:
@@ -269,12 +268,12 @@ class _RowOnHost:
 
 
 class _GrowingIds:
-    """A context as a tensor that grows in place; a new tensor for each token would be a copy of the context."""
+    """A context as a tensor that grows in place, so that a new token does not copy the whole context."""
 
     def __init__(self, padding: Sequence[int]) -> None:
         self._padding = list(padding)
         self._host = self._ids = torch.empty((1, 0), dtype=torch.long)
-        """Each number on the host is written once and then copied, so the copy need not be waited for."""
+        """Each id on the host is written only once, so the copy to the device need not be awaited."""
         self._filled = 0
 
     @torch.no_grad()
@@ -296,9 +295,9 @@ class _GrowingIds:
 
 
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
-    """The processors of explicit options alone, in the order of ``generate``; None adds no processor.
+    """Return the processors for the options in ``config`` alone, in the order of ``generate``; None adds no processor.
 
-    ``runtime/generate_settings.py`` makes those of ``generate``, which include the model's own settings.
+    ``runtime/generate_settings.py`` makes the processors of ``generate``, which include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

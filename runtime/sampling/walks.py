@@ -1,6 +1,6 @@
-"""Compiled walks down a verified tree, by arg-max or by drawn tokens.
+"""Compiled walks down a verified tree, by argmax or by drawn tokens.
 
-On a device, the highest scores of each row come with the pass, so that no draw waits for all scores of its row.
+On a GPU, a pass also returns the highest scores of each row, so that most draws need not wait for the whole row.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree, descend
 
 
 def ranked_for(draws: Draws) -> int:
-    """How many of the highest scores decide such draws; 0 if all scores do.
+    """Return how many of a row's highest scores a draw with these options needs; 0 if it needs all scores.
 
-    Top-p depends on the sum of all weights. Of a temperature alone, a token that is not among 64 is drawn too often,
-    or cannot be ruled out.
+    Top-p depends on the sum of all weights. With a temperature alone, a token outside of the highest ``MAX_RANKED`` is
+    drawn, or cannot be ruled out, too often.
     """
     if draws.top_k:
         return draws.top_k + 1 if draws.top_k < MAX_RANKED else 0
@@ -55,11 +55,11 @@ def walk_ranked(
     position: int,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` drawn tokens, and the node that drafted each, to ``walked``.
+    """Write at most ``longest`` tokens drawn from the highest scores, and the node that drafted each, to ``walked``.
 
-    ``tokens`` and ``scores`` are the highest of each row, best first; the first token drawn is at this position.
-    Returns the number of drawn tokens, and whether all scores that decided are finite. The walk ends before a row that
-    is not, and before a token that depends on other scores.
+    ``tokens`` and ``scores`` are the highest of each row, best first; the first token is drawn at ``position``. Return
+    the number of drawn tokens, and whether all scores that decided are finite. The walk ends before a row that is not
+    finite, and before a token that depends on other scores.
     """
     node = ROOT
     for place in range(longest):
@@ -76,7 +76,7 @@ def walk_ranked(
 
 @compiled
 def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws: Any) -> Any:
-    """The token that ``draw_row`` draws from a row whose highest scores these are; ``UNDECIDED`` if others decide."""
+    """Return the token that ``draw_row`` would draw, given a row's highest scores; ``UNDECIDED`` if others decide."""
     known, top_k = len(tokens), draws.top_k
     if not np.isfinite(scores[0]):
         return NOT_FINITE
@@ -107,7 +107,7 @@ def compile_drawn_walks(draws: Draws, walked: Array) -> None:
 
 
 def compile_walks() -> None:
-    """Compile walks by arg-max, or load them from the cache, before the first step."""
+    """Compile walks by argmax, or load them from the cache, before the first step."""
     bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
     walk_argmax(*bits_of(logits), NOTHING_CERTAIN, bare.tokens, bare.parents, 1, walked)
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
@@ -127,12 +127,11 @@ def walk_draws(
     is_masked: bool,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` tokens, drawn from float32 logits, and the node that drafted each, to ``walked``.
+    """Write at most ``longest`` tokens drawn from float32 logits, and the node that drafted each, to ``walked``.
 
-    The first token is at this position. Where one is ``certain`` after a row, it is not drawn. Returns their number,
-    and whether all logits that decided are finite; the walk ends before a row that is not.
-
-    If the draws are masked, the walk also ends before a token that depends on what is forbidden.
+    ``position`` is that of the first token. If ``certain`` holds the only possible token after a row, it is taken
+    without a draw. Return the number of tokens, and whether all logits that decided are finite. The walk ends before a
+    row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for place in range(longest):
@@ -166,11 +165,11 @@ def walk_argmax(
     longest: int,
     walked: Array,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` chosen tokens, and the node that drafted each, to ``walked``.
+    """Write at most ``longest`` tokens chosen by argmax, and the node that drafted each, to ``walked``.
 
-    Where a token is ``certain`` after a row, it is chosen, and its logit is the only one that is read.
-    Returns their number and whether all logits that decided are finite. The walk ends
-    before a row that is not finite, unless there is no other row.
+    If ``certain`` holds the only possible token after a row, it is chosen, and only its logit is read. Return the
+    number of tokens, and whether all logits that decided are finite. The walk ends before a row that is not finite,
+    unless it is the only row.
     """
     node = ROOT
     for place in range(longest):
@@ -191,7 +190,7 @@ def walk_argmax(
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, longest: int, walked: Array
 ) -> tuple[int, bool]:
-    """Walk by arg-max where that of all rows is known; see ``walk_argmax``."""
+    """Walk like ``walk_argmax`` if the argmax of every row is already known."""
     node = ROOT
     for place in range(longest):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0

@@ -1,2 +1,2 @@
-"""Trained drafting heads: Amphista (Li et al., 2024) and its special case Medusa, Hydra, and a layer for multi-token
-prediction."""
+"""Trained drafting heads: Amphista (Li et al., 2024), its special case Medusa, Hydra, and a layer for multi-token
+prediction (MTP)."""

@@ -1,4 +1,5 @@
-"""Checkpoints of drafting heads (``config.json`` and safetensors, bound to one model), Hydra heads and MTP layers."""
+"""Hydra heads, trained MTP layers, and checkpoints of all heads: ``config.json`` and safetensors, bound to one
+model."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 
 class HydraHeads(Heads):
-    """Heads that read the tokens before theirs: the chosen one, and those that are drafted after it.
+    """Heads that read the chosen token and the tokens drafted after it, up to the position that they predict.
 
-    In Hydra++, a causal layer over the target's hidden states comes first, and the heads have more layers.
+    Hydra++ puts a causal layer over the target's hidden states before the heads, which have more layers.
     """
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
@@ -64,7 +65,7 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """The states of a head ``[rows, width]`` from those before the path, and the path's normed embeddings."""
+        """Return a head's states ``[rows, width]``, given the states before each path and its normed embeddings."""
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -78,9 +79,10 @@ class HydraHeads(Heads):
 
 
 class MtpHeads(Heads):
-    """A layer that predicts the token after the next one, and that goes on from its own hidden states.
+    """A layer that predicts the token after the next one, and continues from its own hidden states.
 
-    Its output layer is the target's, or a copy of the rows of the draft vocabulary; neither is trained.
+    It shares the target's output layer or, with a draft vocabulary, copies its rows for these tokens. Neither is
+    trained.
     """
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
@@ -88,7 +90,7 @@ class MtpHeads(Heads):
         self._shared: list[OutputLayer] = []
 
     def share(self, output: nn.Linear) -> None:
-        """Use the target's output layer, which is not among the parameters of this module."""
+        """Use the target's output layer without making it a parameter of this module."""
         self._shared = [OutputLayer.of(output)]
 
     def output(self, head: int) -> OutputLayer:
@@ -103,7 +105,7 @@ class MtpHeads(Heads):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Each step reads the hidden states that the step before it gave, as drafting does (EAGLE-3, 2025)."""
+        """Run ``config.heads`` steps, each on the hidden states of the step before, as in drafting (EAGLE-3, 2025)."""
         length = hidden.shape[1]
         rotary = self.rotary(slice(length), length, hidden)
         steps = TrainingSteps(length, hidden.device)
@@ -115,7 +117,7 @@ class MtpHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def shapes(self) -> list[LayerShape]:
-        """The shapes of what the layer keeps of a position."""
+        """Return the shapes that the layer caches per position."""
         heads, like = self.shape.attention_heads, self.like
         shape = HeadShape(heads, self.shape.width // heads, like.dtype, like.device)
         return [LayerShape(shape, shape)]
@@ -123,7 +125,7 @@ class MtpHeads(Heads):
     def run(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states ``[1, tokens, width]`` after embedded tokens, each with the hidden state before it."""
+        """Return the hidden states ``[1, tokens, width]`` after embedded tokens; ``hidden`` holds those before them."""
 
         def attended(keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
             return *cache.update(keys, values, 0), mask
@@ -133,10 +135,10 @@ class MtpHeads(Heads):
 
 
 class TrainingSteps:
-    """Attention in training: what the later positions of a draft see.
+    """Keys, values and masks of the training steps, which unroll a draft from every position at once.
 
-    In step ``s``, a position is the ``s``-th one of a draft. It attends to the positions before the draft as step 0
-    computed them, and to those of the draft as the steps before it did.
+    In step ``s``, each position stands for the ``s``-th position of a draft. It attends to the positions before the
+    draft as step 0 computed them, and to each position of the draft as its own step computed it.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -156,9 +158,9 @@ class TrainingSteps:
 HEADS_FORMAT = 1
 SETTINGS_FILE, WEIGHTS_FILE = "config.json", "heads.safetensors"
 SETTINGS_KEYS = ("model", "target", "heads", "shape", "judged", "training")
-"""Keys of the settings besides the format."""
+"""Keys of the settings file besides ``format``."""
 METADATA = {"format": "pt", "writer": "hdtool"}
-"""Metadata of the weights."""
+"""Metadata of the weights file."""
 SAVED_DTYPE = torch.float16
 """Half precision is enough: drafts do not change the output."""
 ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
@@ -168,41 +170,41 @@ ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
     HYDRA_PLUS: HydraHeads,
     MTP_LAYER: MtpHeads,
 }
-"""The class of heads of each kind."""
+"""The class that implements each kind of heads."""
 EXACT_SVD_WIDTH = 1024
-"""Matrices up to this width get an exact SVD; for larger ones it takes minutes."""
+"""Largest width of a matrix that is decomposed by an exact SVD, which takes minutes for larger ones."""
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Accuracy of heads on held-out text."""
+    """Accuracy of drafting heads on held-out text."""
 
     top: dict[str, list[float]] = field(default_factory=dict)
     """Top-1, top-5 and top-10 accuracy (keys ``1``, ``5`` and ``10``) of each head."""
     places: int = 0
-    """The number of evaluated positions."""
+    """Number of evaluated positions."""
     tree: list[list[int]] = field(default_factory=list)
-    """The nodes of the static tree, best first: for each depth on the path, the rank of the head's token."""
+    """Nodes of the static tree, best first. A node is its path: the rank that each head gave to the token."""
     gains: list[float] = field(default_factory=list)
-    """The acceptance rate of each of these nodes."""
+    """How often each of these nodes is accepted."""
     odds: list[list[float]] = field(default_factory=list)
-    """Acceptance rates after an accepted path, by head and bucket of probability."""
+    """How often a token is accepted after an accepted path, by head and probability bucket."""
 
 
 @dataclass(frozen=True)
 class SavedHeads:
-    """Heads with their target and evaluation."""
+    """Drafting heads with their evaluation and the identity of their target."""
 
     heads: Heads
     target: str
-    """The fingerprint of the model that they were trained on."""
+    """Fingerprint of the model that the heads were trained on."""
     model: str
-    """The name of that model."""
+    """Name of that model."""
     judged: EvalResult
     training: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write the weights first, so that a folder with settings is complete."""
+        """Write the weights, then the settings, so that a folder with settings is complete."""
         from safetensors.torch import save
 
         settings = {
@@ -226,7 +228,7 @@ def _for_file(weight: torch.Tensor) -> torch.Tensor:
 
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
-    """The two output files of a folder; existing ones are replaced only if hdtool wrote them."""
+    """Return the output files for weights and settings; they replace existing files only if hdtool wrote these."""
     is_settings = is_json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
@@ -244,7 +246,7 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
-    """Load the heads of a folder; raise if they were trained on another model."""
+    """Load the heads of a folder onto the model's device; raise HeadsError if they were trained on another model."""
     from safetensors.torch import load_file
 
     settings = read_settings(folder)
@@ -274,7 +276,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
 
 
 def _check_token_ids(heads: Heads) -> None:
-    """Drafts with ids that the model does not have would end an answer with an error."""
+    """Raise ValueError if the draft vocabulary has ids that the model lacks; they would end an answer with an error."""
     ids = heads.token_ids
     if ids is not None and not ((ids >= 0) & (ids < heads.shape.vocabulary)).all():
         raise ValueError("the draft vocabulary has token ids that the model does not have")
@@ -287,9 +289,9 @@ def new_heads(
     config: HeadsConfig,
     token_ids: npt.NDArray[np.int64] | None = None,
 ) -> Heads:
-    """Untrained heads, initialized to give the target's own next-token logits.
+    """Return untrained heads, initialized to give the target's own next-token logits.
 
-    ``token_ids`` are those of the draft vocabulary, if ``config`` has one.
+    ``token_ids`` are the target's ids of the draft vocabulary, if ``config`` has one.
     """
     settings = model.config.get_text_config(decoder=True)
     target_heads = int(getattr(settings, "num_attention_heads", 1))
@@ -327,7 +329,7 @@ def embedding_width(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _init_outputs(heads: Heads, weight: torch.Tensor) -> None:
-    """Initialize the output layers with the target's, or with its low-rank approximation."""
+    """Initialize the output layers with the target's output weights, or with their low-rank approximation."""
     outputs = [output for output in heads.outputs if isinstance(output, OutputLayer)]
     if not heads.config.rank:
         for output in outputs:
@@ -371,7 +373,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _formatted(value: Any, depth: int = 0) -> str:
-    """JSON with each list of numbers on one line."""
+    """Return JSON in which every list is on one line."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value, ensure_ascii=False)
     inner = ",\n".join(f"{' ' * (depth + 1)}{json.dumps(key)}: {_formatted(value[key], depth + 1)}" for key in value)
@@ -379,7 +381,10 @@ def _formatted(value: Any, depth: int = 0) -> str:
 
 
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
-    """The first of the folders that holds heads for the method."""
+    """Load heads for a method from the first folder that holds a suitable kind.
+
+    Without ``folders``, search the heads that ship with the model. Raise HeadsError if there are none.
+    """
     wanted = kinds_for(method)
     places = _heads_folders(folders, model)
     kinds = [kind_of(place) for place in places]
@@ -399,19 +404,19 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
 
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
-    """The methods for which there are heads."""
+    """Return the methods for which heads are given or ship with the model."""
     kinds = {kind_of(place) for place in _heads_folders(folders, model)}
     return {method for method in TAKE_HEADS if kinds & set(kinds_for(method))}
 
 
 def kinds_for(method: str) -> tuple[str, ...]:
-    """The kinds of heads that a method takes."""
+    """Return the kinds of heads that a method takes."""
     kind = method.removeprefix("hd+")
     return (HYDRA, HYDRA_PLUS) if kind == HYDRA else (kind,)
 
 
 def method_of(kind: str) -> str:
-    """The method that drafts by heads of a kind alone."""
+    """Return the method that drafts only from heads of this kind."""
     return HYDRA if kind == HYDRA_PLUS else kind
 
 
@@ -424,6 +429,6 @@ def _heads_folders(folders: Sequence[str], model: PreTrainedModel) -> list[Path]
 
 
 def shipped_heads(model: PreTrainedModel) -> list[Path]:
-    """The demo's heads if this is the demo's model, else none."""
+    """Return the folders of the demo's heads if this is the demo's model, else an empty list."""
     target = fingerprint(model)
     return [folder for folder in demo.HEADS if read_settings(folder)["target"] == target]

@@ -1,8 +1,8 @@
-"""The modules of drafting heads and their KV cache, used in training and in drafting.
+"""Modules of drafting heads and their KV cache, for training and for drafting.
 
-Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual
-block to the output of one layer, the auto-embedding block is self-attention over the heads (Amphista; Li et al., 2024),
-and low-rank output layers compute logits. The first head predicts the token after the last chosen one.
+Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual block to
+the output of one layer, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output layers,
+which may be low-rank, compute logits. The first head predicts the token after the last chosen one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hdtool.runtime.model.static_steps import extent_for
 
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Keys and values of a layer, and the attention mask of the new positions, if one is needed."""
+"""The keys and values to attend to, and an attention mask or None."""
 
 
 class HeadsKVCache:
@@ -28,17 +28,17 @@ class HeadsKVCache:
 
     def __init__(self, layers: int, heads: int, width: int, like: torch.Tensor) -> None:
         self.length = 0
-        """Accepted tokens; 0 without layers."""
+        """Number of cached tokens; always 0 if the heads have no adaptation layers."""
         self.keys_values = like.new_zeros((layers, 2, heads, 0, width))
 
     @classmethod
     def of(cls, heads: Heads) -> HeadsKVCache:
-        """The empty cache of some heads."""
+        """Return an empty cache for these heads."""
         shape = heads.shape
         return cls(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
 
     def make_room(self, positions: int) -> None:
-        """Grow to this number of positions."""
+        """Grow, if needed, to hold at least this many positions."""
         old = self.keys_values
         if old.shape[3] < positions:
             self.keys_values = old.new_zeros((*old.shape[:3], extent_for(positions), old.shape[4]))
@@ -46,20 +46,20 @@ class HeadsKVCache:
 
     @torch.inference_mode()
     def restart(self) -> None:
-        """Clear the cache. Old values are zeroed, because a mask hides them only if they are finite."""
+        """Clear the cache. Old values are zeroed, because masking works only for finite values."""
         self.keys_values.zero_()
         self.length = 0
 
     def indices(self, new: int) -> slice:
-        """The indices of ``new`` new positions."""
+        """Return the indices of the next ``new`` positions."""
         return slice(self.length, self.length + new)
 
     def bound(self, new: int) -> int:
-        """An upper bound of all indices."""
+        """Return an upper bound on the indices of all positions, including ``new`` new ones."""
         return self.length + new
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
-        """Write keys and values of a layer; return those to attend to."""
+        """Write new keys and values of a layer; return all keys and values to attend to, and a mask or None."""
         new, start = keys.shape[-2], self.length
         layer_cache = self.keys_values[layer]
         layer_cache[0, :, start : start + new] = keys[0]
@@ -71,10 +71,10 @@ class HeadsKVCache:
 
 
 class IndexedHeadsKVCache:
-    """A KV cache of drafting heads in a captured pass, whose indices are read on the device."""
+    """The KV cache of drafting heads in a captured pass, which reads the indices of new positions on the device."""
 
     def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
-        """The first ``extent`` positions are read, under a causal mask."""
+        """Attend to the first ``extent`` positions of ``keys_values`` under a causal mask."""
         self._keys_values, self._indices, self._extent = keys_values, indices, extent
         self._mask = torch.arange(extent, device=indices.device) <= indices[:, None]
 
@@ -92,12 +92,11 @@ class IndexedHeadsKVCache:
 
 
 CacheView = HeadsKVCache | IndexedHeadsKVCache
-"""Where a pass writes its new positions, and which positions it reads."""
+"""The cache that a pass writes its new positions to, and attends to."""
 
 
 NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
-"""The base of rotary position embeddings."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]
@@ -105,7 +104,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Sizes that heads take from their target."""
+    """Sizes of drafting heads that follow from their target."""
 
     width: int
     """Width of the hidden states that the target's output layer reads."""
@@ -117,7 +116,7 @@ class HeadsShape:
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, so that the fused kernel is used in half precision, too."""
+    """RMSNorm in the dtype of its input, so that half precision uses the fused kernel, too."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
@@ -135,7 +134,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.write.weight)
 
     def parts(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values, each ``[batch, heads, positions, width of a head]``."""
+        """Return queries, keys and values, each ``[batch, heads, positions, head width]``."""
         read: torch.Tensor = self.read(self.norm(states))
         cut: torch.Tensor = read.unflatten(-1, (3, self.heads, -1))
         return cut.movedim(-3, 0).transpose(-3, -2).unbind(0)
@@ -145,13 +144,13 @@ class Attention(nn.Module):
         return states + written
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Attend without a mask over ``[batch, positions, width]``."""
+        """Attend over states ``[batch, positions, width]`` without a mask."""
         queries, keys, values = self.parts(states)
         return self.add(states, functional.scaled_dot_product_attention(queries, keys, values))
 
 
 class AdaptationLayer(nn.Module):
-    """A causal decoder layer on the states of the layer below and the embedding of the chosen token."""
+    """A causal decoder layer over the states of the layer below and, optionally, embeddings of the chosen tokens."""
 
     def __init__(self, shape: HeadsShape, *, sampled_token: bool) -> None:
         super().__init__()
@@ -172,13 +171,16 @@ class AdaptationLayer(nn.Module):
     def forward(
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, cache: CacheView | None, layer: int
     ) -> torch.Tensor:
-        """``states`` and embedded ``tokens`` are ``[batch, new, width]``; ``cache`` is the cache of earlier ones."""
+        """Return states after new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
+
+        ``cache`` holds the keys and values of earlier positions; None attends to the new positions only.
+        """
         return self.attending(states, tokens, rotary, None if cache is None else partial(cache.update, layer))
 
     def attending(
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None
     ) -> torch.Tensor:
-        """As ``forward``, attending to what ``attended`` makes of the keys and values of the new positions."""
+        """Like ``forward``, but attend to the keys, values and mask that ``attended`` returns for the new positions."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)
@@ -195,7 +197,7 @@ class AdaptationLayer(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Logits of one head: through a bottleneck of ``rank``, or in full."""
+    """Computes the logits of one head, through a bottleneck of ``rank`` unless that is 0."""
 
     down: nn.Linear | None
     up: nn.Linear
@@ -207,14 +209,14 @@ class OutputLayer(nn.Module):
 
     @classmethod
     def of(cls, up: nn.Linear) -> OutputLayer:
-        """The output layer of a target."""
+        """Wrap the output layer of a target."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.down, made.up = None, up
         return made
 
     def narrowed(self, states: torch.Tensor) -> torch.Tensor:
-        """The input of ``up``."""
+        """Return the input of ``up``."""
         return self.down(states) if self.down is not None else states
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -223,17 +225,17 @@ class OutputLayer(nn.Module):
 
 
 class Heads(nn.Module):
-    """The drafting heads of a target; subclasses say how a head gets its state."""
+    """Drafting heads of a target; subclasses define how each head computes its state."""
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig, outputs: int) -> None:
-        """``outputs`` is the number of their own output layers."""
+        """``outputs`` is the number of output layers that belong to the heads themselves."""
         super().__init__()
         self.shape, self.config = shape, config
         self.layers = nn.ModuleList(
             AdaptationLayer(shape, sampled_token=config.sampled_token) for _ in range(config.adaptation)
         )
         self.vocabulary = config.draft_vocabulary or shape.vocabulary
-        """The number of tokens that the heads can draft."""
+        """Number of tokens that the heads can draft."""
         self.outputs = nn.ModuleList(OutputLayer(shape.width, config.rank, self.vocabulary) for _ in range(outputs))
         self.token_ids: torch.Tensor | None
         ids = torch.arange(self.vocabulary) if config.draft_vocabulary else None
@@ -242,12 +244,12 @@ class Heads(nn.Module):
 
     @property
     def like(self) -> torch.Tensor:
-        """A weight; new tensors take its dtype and device."""
+        """A parameter whose dtype and device new tensors should have."""
         return next(self.parameters())
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the layers read tokens beside hidden states."""
+        """True if the adaptation layers read tokens besides hidden states."""
         return self.config.adaptation > 0 and self.config.sampled_token
 
     def output(self, head: int) -> OutputLayer:
@@ -258,14 +260,14 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """The states of the heads ``[places, heads, width]`` at some places of texts whose tokens are the draft.
+        """Return states ``[places, heads, width]`` at the given places of texts, whose own tokens serve as the draft.
 
         ``hidden`` and ``embedded`` are ``[rows, columns, width]``: hidden states, and embeddings of the next tokens.
         """
         raise NotImplementedError
 
     def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: CacheView | None = None) -> list[torch.Tensor]:
-        """The inputs of the heads: the output of each adaptation layer, or the target's hidden states."""
+        """Return the inputs of the heads: each adaptation layer's output or, without layers, the hidden states."""
         if not self.layers:
             return [hidden]
         new = hidden.shape[-2]
@@ -278,29 +280,29 @@ class Heads(nn.Module):
         return stage_states
 
     def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
-        """Append new tokens to the cache; the stages ``[1, width]`` of the last one."""
+        """Append new tokens to the cache; return the stages ``[1, width]`` of the last token."""
         stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
         if self.layers:
             cache.length += len(hidden)
         return stages
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """``[heads, places, tokens]``, where ``tokens`` are those of the draft vocabulary."""
+        """Return logits ``[heads, places, draft vocabulary]`` from states ``[places, heads, width]``."""
         return torch.stack([self.output(head)(states[:, head]) for head in range(self.config.heads)])
 
     def rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
-        """Cosines and sines of rotary positions below ``bound``."""
+        """Return the cosines and sines of rotary positions at ``indices``, all below ``bound``."""
         size = extent_for(bound)
         key = like.device, like.dtype, size
         if key not in self._tables:
-            # Shorter tables are kept, because captured passes read them.
+            # Keep shorter tables, because captured passes read them.
             self._tables[key] = _rotary_table(size, self.shape.width // self.shape.attention_heads, like)
         cosines, sines = self._tables[key]
         return cosines[indices], sines[indices]
 
 
 class ParallelHeads(Heads):
-    """The heads of Amphista and Medusa, which know no drafted token."""
+    """Amphista and Medusa heads, which all draft at once and so cannot read drafted tokens."""
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
         super().__init__(shape, config, config.heads)
@@ -317,7 +319,7 @@ class ParallelHeads(Heads):
         return self.states([stage[rows, columns] for stage in self.stages(hidden, embedded)])
 
     def states(self, stages: list[torch.Tensor]) -> torch.Tensor:
-        """The states of the heads ``[positions, heads, width]`` from stages ``[positions, width]``."""
+        """Return the states ``[positions, heads, width]`` of the heads from stages ``[positions, width]``."""
         number = len(self.steps)
         mine = (stages[head * len(stages) // number] for head in range(number))
         states = torch.stack(
@@ -330,7 +332,7 @@ class ParallelHeads(Heads):
         return states
 
     def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
-        """Append new tokens to the cache ``cache``; return logits ``[heads, tokens]`` after the last."""
+        """Append new tokens to ``cache``; return logits ``[heads, tokens]`` after the last token."""
         return self.logits(self.states(self.read(hidden, tokens, cache)))[:, 0]
 
 
@@ -343,7 +345,10 @@ def zero_linear(width: int, out: int) -> nn.Linear:
 def topk_tokens(
     logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k tokens and probabilities of each row; ``token_ids`` map a draft vocabulary to the target's."""
+    """Return the top-k tokens of each row and their probabilities.
+
+    ``token_ids`` are the target's ids of a draft vocabulary.
+    """
     logits = logits.float()
     best = logits.topk(min(number, logits.shape[-1]), dim=-1)
     tokens = best.indices if token_ids is None else token_ids[best.indices]

@@ -1,4 +1,4 @@
-"""Drafting heads during one answer: they read accepted tokens with their hidden states and rank next tokens."""
+"""Run drafting heads during an answer: read accepted tokens with their hidden states, and rank the next tokens."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
-"""Numbers of new positions of a pass. Padding positions are overwritten by the next pass."""
+"""Numbers of new positions in a captured pass. The next pass overwrites padding positions."""
 HEADER_WORDS = 2
-"""Input words before the tokens: the length of the cache, and the index of the last new token."""
+"""Number of input words before the tokens: the length of the cache, and the index of the last new token."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 TopTokens = tuple[torch.Tensor, torch.Tensor]
-"""The best tokens of some heads, and their probabilities."""
+"""Best tokens of each head or path, and their probabilities."""
 Finish = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
-"""What follows the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
+"""Ranks the next tokens, given the stages ``[1, width]`` of the last new token, and that token ``[1]``."""
 
 
 class FixedPass:
-    """Passes that read a few new tokens into a cache and compute the best tokens that follow."""
+    """Captured passes that read a few new tokens into a cache and rank the next tokens."""
 
     def __init__(self, heads: Heads, embed: Embed, best: int, capture: Capture, finish: Finish | None = None) -> None:
-        """``best`` is the number of tokens per head. Without ``finish``, heads draft in parallel."""
+        """``best`` is the number of tokens to rank per head. Without ``finish``, the heads draft in parallel."""
         like, number = heads.like, 1 if finish else heads.config.heads
         pinned = like.device.type == "cuda"
         self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
@@ -63,7 +63,7 @@ class FixedPass:
         return tokens <= STATIC_SIZES[-1]
 
     def read(self, hidden: torch.Tensor, tokens: list[int], cache: HeadsKVCache) -> tuple[Array, Array]:
-        """Append new tokens to the cache ``cache``; return the best tokens that follow, and their probabilities."""
+        """Append new tokens to ``cache``; return the best next tokens and their probabilities."""
         new = len(tokens)
         size = next(size for size in STATIC_SIZES if size >= new)
         cache.make_room(cache.length + size)
@@ -75,7 +75,7 @@ class FixedPass:
         self._host[HEADER_WORDS : HEADER_WORDS + new] = torch.tensor(tokens)
         self._input.copy_(self._host, non_blocking=True)
         self._hidden[:new].copy_(hidden)
-        self._hidden[new:size] = 0  # a mask hides padding only if it is finite
+        self._hidden[new:size] = 0  # masking works only for finite values
         extent = extent_for(cache.length + size)
         if (size, extent) not in self._passes:
             self._passes[size, extent] = self._captured(cache.keys_values, size, extent)
@@ -104,11 +104,11 @@ class FixedPass:
 
 
 PROMPT_CHUNK = 512
-"""Tokens of a prompt that are read in one pass."""
+"""Number of prompt tokens per pass."""
 
 
 class HeadsState:
-    """The heads' cache, pending input and output for the current answer of a target."""
+    """Parallel heads during the answers of a target: their KV cache, pending input and latest rankings."""
 
     source = SourceName.HEADS
 
@@ -117,12 +117,12 @@ class HeadsState:
         self.heads = saved.heads
         self.calibration = Calibration(saved.judged.odds or None, self.heads.config.heads)
         self.seconds = 0.0
-        """Seconds spent in the heads' own passes."""
+        """Seconds spent in passes of the heads."""
         self.passes = 0
         self.tokens = np.empty((0, 0), np.int64)
-        """Each head's best tokens ``[heads, best]`` after the last token read."""
+        """Best tokens of each head after the last token read, ``[heads, best]``."""
         self.probs = np.empty((0, 0))
-        """The probability of each of them, given that the path to it is accepted."""
+        """Probability of each of these tokens, given that the path before it is accepted."""
         self._embed = target.model.get_input_embeddings()
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, TOKENS_PER_RANKING, recorder) if recorder else None
@@ -134,11 +134,11 @@ class HeadsState:
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Start another answer. Its first input is the prompt, which the target prefills next."""
+        """Begin another answer, whose first input is the prompt. The target prefills it next."""
         self._cache.restart()
         self._accepted.begin(prompt)
         self._proposed: Proposal | None = None
-        """What the next accepted tokens are compared with."""
+        """The proposal to compare with the next accepted tokens."""
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the calibration and queue the target's hidden states of the accepted path."""
@@ -149,7 +149,7 @@ class HeadsState:
 
     @torch.inference_mode()
     def propose(self, max_nodes: int) -> Proposal:
-        """Read the queued tokens in a pass of the heads and update ``tokens`` and ``probs``."""
+        """Read the queued tokens in a pass of the heads, and rank the next tokens; update ``tokens`` and ``probs``."""
         started = time.perf_counter()
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
@@ -178,11 +178,14 @@ class HeadsState:
 
 
 CAPTURED_ROWS = (1, 2, ROWS_PER_PASS)
-"""Rows of a captured pass that extends paths."""
+"""Numbers of rows in a captured pass that extends paths."""
 
 
 def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
-    """A drafter by heads that draft token by token; measured, it makes the passes that pay."""
+    """Return a drafter for heads that draft token by token.
+
+    If ``is_measured``, it measures its passes and stops drafting where further ones do not pay.
+    """
     columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
@@ -197,9 +200,9 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
 
 
 class HydraModule:
-    """Hydra heads during an answer: a row is a path, which a head reads as a whole.
+    """Hydra heads during an answer. Each row is a draft path, which a head reads as a whole.
 
-    Row 0 is the last accepted token; each row of ``extend`` gets the next number.
+    Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it.
     """
 
     def __init__(self, heads: HydraHeads, target: Target) -> None:
@@ -208,18 +211,18 @@ class HydraModule:
         self._cache, self._device = HeadsKVCache.of(heads), heads.like.device
         rows = 1 + ROWS_PER_PASS * self.passes
         self._before = heads.like.new_zeros((1, heads.shape.width))
-        """What the heads read before the paths."""
+        """States that the heads read before the paths, ``[1, width]``."""
         self._paths = heads.like.new_zeros((rows, heads.config.heads, heads.shape.embedding))
-        """The normed embeddings of each path."""
+        """Normed embeddings of the tokens on each path, ``[rows, heads, width]``."""
         self._depths = [0]
-        """How far each row is from row 0."""
+        """Distance of each row from row 0, in tokens."""
         reading, extending = target.new_recorder(), target.new_recorder()
         self._reading = FixedPass(heads, self._embed, TOKENS_PER_RANKING, reading, self._begun) if reading else None
         self._extending = extending
         pinned = self._device.type == "cuda"
         self._host = torch.zeros((3, ROWS_PER_PASS), dtype=torch.int64, pin_memory=pinned)
         self._input = self._host.to(self._device, copy=True)
-        """The rows that a captured pass extends, their new tokens, and the rows that it writes."""
+        """Input of a captured pass: the rows to extend, their new tokens, and the rows to write."""
         self._captured: dict[tuple[int, int], Run] = {}
         self._result = RankedBlock(ROWS_PER_PASS, min(TOKENS_PER_RANKING, heads.vocabulary), self._device)
 
@@ -239,7 +242,7 @@ class HydraModule:
         self._cache.make_room(self._cache.length + len(tokens))
         for start in range(0, len(tokens), READ_CHUNK):
             part = hidden[start : start + READ_CHUNK]
-            stages = self._heads.read(part, part, self._cache)  # the layers read no tokens
+            stages = self._heads.read(part, part, self._cache)  # Hydra's layers read no tokens
         return on_host(self._begun(stages, torch.tensor(tokens[-1:], device=self._device)))
 
     @torch.inference_mode()
@@ -251,7 +254,7 @@ class HydraModule:
         if not self._extending:
             return on_host(self._extended(depth, torch.tensor([parents, tokens, rows], device=self._device)))
         size = next(size for size in CAPTURED_ROWS if size >= new)
-        padding = [0] * (size - new)  # extends row 0 in place, of which only the first token is read
+        padding = [0] * (size - new)  # padding rewrites row 0, of which only the first token is ever read
         self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + padding])
         self._input.copy_(self._host, non_blocking=True)
         if (depth, size) not in self._captured:
@@ -260,7 +263,7 @@ class HydraModule:
         return self._result.received(new)
 
     def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
-        """Begin row 0 with an accepted token; rank what follows it."""
+        """Begin row 0 with an accepted token, and rank the next tokens."""
         self._before.copy_(stages[-1])
         self._paths[:1, 0].copy_(self._normed(token))
         return self._best(0, self._paths[:1])
@@ -291,7 +294,7 @@ class HydraModule:
 
 
 class TrainedMtp(DraftPasses):
-    """A layer that ``train-heads`` made, and that drafts as a layer of a checkpoint does."""
+    """An MTP layer trained by ``train-heads``; it drafts like an MTP layer of a checkpoint."""
 
     def __init__(self, heads: MtpHeads, target: Target) -> None:
         embed = target.model.get_input_embeddings()

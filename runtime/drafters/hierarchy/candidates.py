@@ -1,16 +1,17 @@
 """Candidate tokens after a node: their probabilities, how evidence adds to them, and learned weights.
 
-Every function gets ``at``, the address of an array of addresses, through which it reaches all records.
+A parameter ``at`` is the address of an array of addresses, through which a function reaches all records.
 
-The estimate goes from the longest n-gram order to the shortest; each gets its share of the remaining probability:
+The estimate goes from the highest n-gram order to the lowest; each order gets a share of the remaining probability:
 
     P(token) += left * weight * count(token) / total;  left *= 1 - weight
 
 After each emitted token, every order is credited with its part of the estimate: one step of expectation maximization.
 
-Recency: texts reuse their own words, so a token that occurred lately is more probable than n-gram counts predict, and
-one that never occurred is less probable (cache language models; Kuhn and De Mori, 1990). Known draws: with a seed, a
-token's time in the exponential race does not depend on the model.
+Two adjustments follow. Recency: texts reuse their own words, so a token that occurred lately is more probable than
+n-gram counts predict, and one that never occurred is less probable (cache language models; Kuhn and De Mori, 1990).
+Known draws: with a seed, a token's time in the exponential race is known in advance, as it does not depend on the
+model.
 """
 
 from __future__ import annotations
@@ -30,87 +31,87 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
 WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceName.NONE.value, *range(len(SourceName), len(SourceName) + 3)
-"""Places of addresses; the record of a source has the number of the source."""
+"""Indices in the array of addresses; the record of each source has the number of the source as its index."""
 ADDRESSES = TABLE_AT + 1
 MAX_CANDIDATES = 512
 CANDIDATE_SLOTS = 2 * MAX_CANDIDATES
 MAX_HASHED_TOKENS = 8
 """Most last tokens of a node that are hashed."""
 MAX_WEIGHT_ROWS, MAX_SOURCE_ROWS = 128, 32
-"""Rows of learned weights, and rows of the table of sources, at most."""
+"""Most rows of learned weights, and most rows in the table of sources."""
 DRAFTING = RESTART = -1
-"""In place of an emitted token: an estimate is for a tree, or another conversation begins."""
+"""Passed instead of an emitted token if an estimate is for a tree, and if another conversation begins."""
 
 WORKSPACE = np.dtype(
     [
-        # The nodes, a row each; row 0 is the last emitted token.
+        # The nodes, one row each; row 0 is the root.
         ("tokens", np.int64, RANGE_ROWS),
         ("parents", np.int32, RANGE_ROWS),
         ("sources", np.uint8, RANGE_ROWS),
-        ("probs", np.float64, RANGE_ROWS),  # that the target takes the whole path
+        ("probs", np.float64, RANGE_ROWS),  # probability that the whole path to the node is accepted
         ("depths", np.int64, RANGE_ROWS),
-        ("tails", np.int64, (RANGE_ROWS, MAX_MATCH_TOKENS)),  # the last tokens down to the node
-        ("known", np.int64, RANGE_ROWS),  # the longest match in the model store
-        ("cut", np.int64, RANGE_ROWS),  # whether too little was left for the shortest orders
-        ("above", np.int32, LARGEST_TREE),  # parents as a tree has them: the root is not counted
-        # The best paths, most probable first: those that are nodes already, and those that may become nodes.
+        ("tails", np.int64, (RANGE_ROWS, MAX_MATCH_TOKENS)),  # last tokens of the context and the path to the node
+        ("known", np.int64, RANGE_ROWS),  # length of the longest match in the model store
+        ("cut", np.int64, RANGE_ROWS),  # 1 if the estimate ended before the lowest orders
+        ("above", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
+        # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
-        ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token in one number
-        # Tokens that the tree begins with, as they are almost certain.
-        ("expected", np.int64),
+        ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token, packed
+        # A chain with which the tree begins, as it will almost surely be accepted.
+        ("expected", np.int64),  # length of the chain
         ("chain", np.int64, LARGEST_TREE),
-        # What may follow one node.
-        ("size", np.int64),
+        # Candidates for the token after the current node.
+        ("size", np.int64),  # number of candidates
         ("candidates", np.int64, MAX_CANDIDATES),
         ("chances", np.float64, MAX_CANDIDATES),
-        ("recency", np.int64, MAX_CANDIDATES),  # the class of its distance from its latest place in the conversation
-        ("parts", np.float64, (MAX_CANDIDATES, len(SourceName))),  # of each chance, by source
-        ("round", np.int64),  # slots of earlier rounds are empty
-        ("slots", np.int64, CANDIDATE_SLOTS),  # a hash table of candidates
-        ("hashed", np.int64),  # how many last tokens are hashed
-        ("marks", np.uint64, MAX_HASHED_TOKENS + 1),  # hashes of so many last tokens
-        # Evidence of the order in use.
+        ("recency", np.int64, MAX_CANDIDATES),  # class of the distance to the token's latest occurrence
+        ("parts", np.float64, (MAX_CANDIDATES, len(SourceName))),  # contribution of each source to each chance
+        ("round", np.int64),  # slots filled in earlier rounds count as empty
+        ("slots", np.int64, CANDIDATE_SLOTS),  # hash table of the candidates
+        ("hashed", np.int64),  # number of last tokens that are hashed
+        ("marks", np.uint64, MAX_HASHED_TOKENS + 1),  # hash of the last n tokens, by n
+        # Evidence for the current n-gram order.
         ("corpus_evidence", np.int64, MAX_SAMPLES),
         ("corpus_counts", np.int64, MAX_SAMPLES),
-        # What an estimate is for: a tree, or learning from an emitted token.
+        # Purpose of the estimate: growing a tree, or learning from an emitted token.
         ("truth", np.int64),  # the emitted token, or DRAFTING
-        ("min_left", np.float64),  # evidence is used while so much probability is left
-        ("floor", np.float64),  # smaller contributions are left out
+        ("min_left", np.float64),  # the estimate ends once less probability is left
+        ("floor", np.float64),  # smaller contributions are dropped
         # The evidence of each order for the emitted token.
-        ("used", np.int64),
+        ("used", np.int64),  # number of orders with evidence
         ("orders", np.int64, MAX_WEIGHT_ROWS),
         ("buckets", np.int64, MAX_WEIGHT_ROWS),
         ("shares", np.float64, MAX_WEIGHT_ROWS),
         ("explained", np.float64, MAX_WEIGHT_ROWS),
-        # What the times of draws depend on.
+        # Inputs of the random draws.
         ("is_sampled", np.int64),
         ("seed", np.uint64),
         ("position", np.int64),  # of the token after the root
-        # What is in use.
-        ("vocabulary", np.int64),  # no source may draft a token outside it
-        ("rows", np.int64),  # of the table of sources
+        # Settings.
+        ("vocabulary", np.int64),  # number of token ids that may be drafted
+        ("rows", np.int64),  # number of rows in use in the table of sources
         ("has_context", np.int64),
-        # The time of a draft that is timed, in nanoseconds by source; NONE is the tree itself.
+        # Nanoseconds spent per source in a timed draft; NONE is the tree itself.
         ("timed", np.int64),
         ("laps", np.int64, len(SourceName)),
         ("since", np.int64),
-        ("instant", np.int64, 2),  # seconds and nanoseconds, as the clock gives them
-        ("instant_at", np.int64),  # its address
+        ("instant", np.int64, 2),  # seconds and nanoseconds, as returned by the clock
+        ("instant_at", np.int64),  # address of ``instant``
     ],
     align=True,
 )
 SOURCE_ROW = np.dtype([(name, np.int64) for name in ("source", "first", "lowest", "highest", "find", "weigh", "move")])
-"""A source in the table: its number, its first row of weights, the n-gram orders that it has evidence of at the node in
-hand, and the addresses of its functions; 0 for none."""
+"""A row in the table of sources: the source's number, its first row of weights, the lowest and highest n-gram order
+with evidence at the current node, and the addresses of its functions (0 for none)."""
 FIND, MOVE = types.int64(types.int64, types.int64), types.void(types.int64, types.int64, types.int64)
 WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
 
 class Prior(NamedTuple):
-    """The weights that a source begins with, the same for all of its n-gram orders.
+    """Initial weights of a source, equal for all of its n-gram orders.
 
-    Evidence of one token leaves a ``remainder`` to shorter orders, which each doubling of the evidence multiplies by
-    ``decay``; evidence that names few or many tokens has a weight of its own.
+    Evidence for a single token leaves the share ``remainder`` to lower orders; each doubling of the evidence multiplies
+    this share by ``decay``. ``few`` and ``many`` are the weights of evidence for few and for many tokens.
     """
 
     orders: int
@@ -125,18 +126,18 @@ class CompiledSource(NamedTuple):
 
     name: SourceName
     lowest: int
-    """Its shortest n-gram order."""
+    """Lowest n-gram order of the source."""
     prior: Prior
     find: Callable[[int, int], int]
-    """``find(at, node)``: begin with a node; returns the highest order with evidence, -1 for none."""
+    """``find(at, node)``: begin with a node, and return the highest order with evidence, or -1 without any."""
     weigh: Callable[[int, int, int, int, float], float]
-    """``weigh(at, node, order, first, left)``: give tokens their parts of the probability that is ``left``, and return
-    what is left then. ``first`` is the row of the source's weights."""
+    """``weigh(at, node, order, first, left)``: add the evidence for an order to the candidates, out of the remaining
+    probability ``left``, and return what remains then. ``first`` is the source's first row of weights."""
     move: Callable[[int, int, int], None] | None = None
-    """``move(at, token, emitted)``: the root moves on by a token, which was emitted now or is part of the prompt."""
+    """``move(at, token, emitted)``: follow when the root moves on by a token; ``emitted`` is 0 in a prompt, else 1."""
 
     def row(self, first: int) -> tuple[int, ...]:
-        """The row of the table, with the first row of its weights."""
+        """Return the source's row in the table of sources, given its first row of weights."""
         move = address_of(self.move, MOVE) if self.move else 0
         return self.name.value, first, self.lowest, -1, address_of(self.find, FIND), address_of(self.weigh, WEIGH), move
 
@@ -146,7 +147,7 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 @compiled
 def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
-    """The records of a source, by its number, or those at one of the other places of addresses."""
+    """Return records by index in the array of addresses: the number of a source, or a constant such as ``WORK_AT``."""
     return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
 
 
@@ -162,13 +163,12 @@ def work_at(at: int) -> Any:
 
 @compiled
 def table_at(at: int) -> Array:
-    """The rows of the sources."""
     return record_array_at(at, TABLE_AT, MAX_SOURCE_ROWS, SOURCE_ROW)
 
 
 @compiled
 def move_all(at: int, token: int, emitted: int) -> None:
-    """Have all sources follow when the root moves on."""
+    """Call ``move`` of all sources when the root moves on by a token."""
     table = table_at(at)
     for row in range(work_at(at).rows):
         if table[row].move:
@@ -177,18 +177,18 @@ def move_all(at: int, token: int, emitted: int) -> None:
 
 EVIDENCE_SIZES = 8
 ONE_TOKEN, FEW_TOKENS, MANY_TOKENS = range(3)
-"""How far the evidence spreads: one token, at most a quarter as many tokens as occurrences, or more."""
+"""Spread of the evidence: over one token, over at most a quarter as many tokens as occurrences, or over more."""
 PRIOR_OBSERVATIONS = 20.0
-"""Observations that the prior is worth."""
+"""Weight of the prior, in observations."""
 WEIGHT_WINDOW = 100.0
-"""Observations that a weight averages over: answers change with the questions."""
+"""Number of observations that a weight averages over; it is small, as answers change with the questions."""
 UNSEEN_SHARE = 1 / 32_000
-"""The share of a single token in the probability that is left in the end; it suits vocabularies of any size."""
+"""Share of a single token in the probability that is left after all orders; it suits vocabularies of any size."""
 NEGLIGIBLE_PROB = 1e-6
 RECENCY = (
-    (0.42, 0.47, 0.37, 0.93),  # the token never occurred,
-    (0.51, 0.72, 1.13, 1.13),  # it is the last token,
-    (0.78, 0.74, 0.95, 1.04),  # it occurred 2 or 3 tokens ago,
+    (0.42, 0.47, 0.37, 0.93),  # the token never occurred
+    (0.51, 0.72, 1.13, 1.13),  # it is the last token
+    (0.78, 0.74, 0.95, 1.04),  # it occurred 2 or 3 tokens ago, and so on by doubling
     (0.74, 1.09, 1.90, 1.36),
     (0.79, 1.24, 2.44, 2.30),
     (0.87, 1.38, 2.31, 2.65),
@@ -197,23 +197,23 @@ RECENCY = (
     (0.55, 0.60, 1.06, 1.95),
     (0.61, 0.50, 0.94, 1.17),
     (0.70, 0.61, 0.68, 0.95),
-    (0.70, 0.61, 0.68, 0.95),  # or 1,024 and more; conversations that long were too few to fit
+    (0.70, 0.61, 0.68, 0.95),  # 1,024 or more tokens ago; too few conversations are that long to fit this row
 )
-"""Gains by distance and by probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
+"""Factors by class of distance and class of probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
 
 WEIGHTS = np.dtype(
     [
         ("weight", np.float64, (MAX_WEIGHT_ROWS, 3 * EVIDENCE_SIZES)),
         ("credit", np.float64, (MAX_WEIGHT_ROWS, 3 * EVIDENCE_SIZES)),
         ("used", np.float64, (MAX_WEIGHT_ROWS, 3 * EVIDENCE_SIZES)),
-        ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # gains of candidates; not learned
+        ("recency", np.float64, (len(RECENCY), len(RECENCY[0]))),  # a copy of RECENCY, which is not learned
     ],
     align=True,
 )
 
 
 def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceName, slice]:
-    """The rows of weights of each source, one for each n-gram order."""
+    """Assign rows of weights to each source, one for each n-gram order."""
     rows, free = dict[SourceName, slice](), 0
     for source in sources:
         if source.name not in rows:
@@ -224,7 +224,7 @@ def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceName, slice
 
 
 def new_weights(sources: Sequence[CompiledSource]) -> Array:
-    """The weights that a drafter begins with."""
+    """Return the initial weights of a drafter, in a ``WEIGHTS`` record."""
     memory, rows = np.zeros(1, WEIGHTS), rows_of_weights(sources)
     weight = memory["weight"][0]
     for source in sources:
@@ -243,7 +243,7 @@ def weights_at(at: int) -> Any:
 
 @compiled
 def evidence_bucket(total: Any, spread: int) -> int:
-    """How much evidence there is, in powers of two, and how far it spreads."""
+    """Return the bucket for an amount of evidence, in powers of two, and its spread."""
     size, left = 0, total
     while left >= 2 and size < EVIDENCE_SIZES - 1:
         left >>= 1
@@ -258,14 +258,14 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 @compiled
 def share_bucket(share: Any, total_probability: int) -> int:
-    """For rankings, the share of the best token takes the place of the amount of evidence."""
+    """Return the bucket for a ranking: the share of its best token takes the place of the amount of evidence."""
     certainty: Any = EVIDENCE_SIZES * np.int64(share) // total_probability
     return 3 * min(EVIDENCE_SIZES - 1, certainty)  # type: ignore[no-any-return]
 
 
 @compiled
 def learn(weights: Any, work: Any) -> None:
-    """Credit the orders that were used with their shares of the estimate of the emitted token."""
+    """Credit each order with its share of the estimate for the emitted token, and update its weight."""
     left, estimate = 1.0, 0.0
     for turn in range(work.used):
         weight = weights.weight[work.orders[turn], work.buckets[turn]]
@@ -287,27 +287,27 @@ def learn(weights: Any, work: Any) -> None:
 
 
 DISTANCE_CLASSES = len(RECENCY)
-"""Classes of distances: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one has no end."""
+"""Number of distance classes: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one is unbounded."""
 PROB_CLASS_BOUNDS = (0.1, 0.01, 0.001)
-"""Bounds of the classes of probabilities."""
+"""Lower bounds of the probability classes; the last class is below all of them."""
 MIN_RACE_TIME = 1e-12
-"""Least time of a token in the race: drawn times may be 0."""
+"""Lower bound on a token's time in the exponential race, since a drawn time may be 0."""
 
 
 @compiled
 def contribute(
     at: int, source: int, row: int, tokens: Array, counts: Array, read: int, bucket: int, left: float
 ) -> float:
-    """Give each token of an order its part of what is left, and return what is left then.
+    """Add an order's evidence to the candidates; return the probability that is left to lower orders.
 
-    ``row`` and ``bucket`` select the weight; ``tokens`` were counted among so many that were ``read``. When the
-    estimate is to learn from an emitted token, that token's share is noted instead.
+    ``row`` and ``bucket`` select the weight; ``tokens`` occurred ``counts`` times among ``read`` observations. If the
+    estimate serves to learn from an emitted token, the token's share is recorded instead.
     """
     work = work_at(at)
     weight = weights_at(at).weight[row, bucket]
     if work.truth == DRAFTING:
         unit, floor = left * weight / read, work.floor
-        # No count exceeds ``read``, so nothing of a weak order counts.
+        # No count exceeds ``read``, so an order whose whole part is below the floor adds nothing.
         for place in range(len(tokens) if left * weight >= floor else 0):
             part = unit * min(np.int64(counts[place]), read)
             # A damaged file may hold tokens outside the vocabulary.
@@ -326,7 +326,7 @@ def contribute(
 
 @compiled
 def add_probability(work: Any, source: int, token: Any, part: float) -> None:
-    """Add to the probability of a candidate."""
+    """Add to the probability of a candidate, which is created if there is room."""
     slot = _slot_of(work, token)
     if _is_taken(work, slot):
         at = work.slots[slot] & (MAX_CANDIDATES - 1)
@@ -343,14 +343,14 @@ def add_probability(work: Any, source: int, token: Any, part: float) -> None:
 
 @compiled
 def candidate_index(work: Any, token: Any) -> int:
-    """The index of a candidate, or -1."""
+    """Return the index of a candidate, or -1 if there is none."""
     slot = _slot_of(work, token)
     return int(work.slots[slot] & (MAX_CANDIDATES - 1)) if _is_taken(work, slot) else -1
 
 
 @compiled
 def total_probability(work: Any) -> float:
-    """The sum of all probabilities."""
+    """Return the sum of the candidates' probabilities."""
     sum_of_all = 0.0
     for at in range(work.size):
         sum_of_all += work.chances[at]
@@ -359,7 +359,7 @@ def total_probability(work: Any) -> float:
 
 @compiled
 def rescale(work: Any, sum_of_all: float) -> None:
-    """Multiply all probabilities by the same factor, so that this is their sum."""
+    """Scale all probabilities so that they sum to ``sum_of_all``."""
     if work.size > 0:
         factor = sum_of_all / total_probability(work)
         for at in range(work.size):
@@ -368,7 +368,7 @@ def rescale(work: Any, sum_of_all: float) -> None:
 
 @compiled
 def _slot_of(work: Any, token: Any) -> Any:
-    """The slot of a candidate, or the free one where it would go."""
+    """Return the slot that holds a candidate, or the free slot where it belongs."""
     slot = (token * 40503) & (CANDIDATE_SLOTS - 1)
     while _is_taken(work, slot) and work.candidates[work.slots[slot] & (MAX_CANDIDATES - 1)] != token:
         slot = (slot + 1) & (CANDIDATE_SLOTS - 1)
@@ -377,15 +377,15 @@ def _slot_of(work: Any, token: Any) -> Any:
 
 @compiled
 def _is_taken(work: Any, slot: Any) -> Any:
-    """Return True if a slot has been filled in this round."""
+    """Return True if a slot was filled in this round."""
     return work.slots[slot] >= work.round * MAX_CANDIDATES
 
 
 @compiled
 def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
-    """Multiply the probability of each candidate after a node by the gain of its recency, and keep the sum.
+    """Multiply the probability of each candidate after a node by the factor for its recency; keep the sum.
 
-    Small probabilities gain most, as few counts stand against it.
+    Small probabilities change the most, as they rest on few counts.
     """
     next_place = table.end + work.depths[node]
     for at in range(work.size):
@@ -399,7 +399,7 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
 
 @compiled
 def distance_class(distance: int) -> int:
-    """Its number of binary digits, as far as there are classes."""
+    """Return the number of binary digits of a distance, limited to the last class."""
     digits = 0
     while distance > 0 and digits < DISTANCE_CLASSES - 1:
         distance >>= 1
@@ -417,10 +417,10 @@ def prob_class(prob: float) -> int:
 
 @compiled
 def weigh_draws(work: Any, node: int) -> None:
-    """Divide the probability of each candidate after a node by the root of its time, and rescale.
+    """Divide the probability of each candidate after a node by the square root of its time in the race, and normalize.
 
-    With exact probabilities the token with the shortest time would be known. Estimates are not exact: the inverse root
-    fits best. All other tokens together have no time that is known: they keep the root of what is left to them.
+    Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best. All
+    other tokens together have no known time; they count with the square root of the probability left to them.
     """
     start = stream_start(work.seed, work.position + work.depths[node])
     sum_of_all = np.sqrt(max(0.0, 1.0 - total_probability(work)))

@@ -1,4 +1,4 @@
-"""The default drafter: one estimate from the evidence of all sources, one tree of the most probable paths."""
+"""The default drafter: estimate the next tokens from all sources together, and draft the most probable paths."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ from hdtool.runtime.stores.token_log import LANE, LOG_BLOCK, MAX_MATCH_TOKENS, T
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
-"""Reading the clock in every draft makes it a fifth slower."""
+"""One in this many drafts is timed: reading the clock in every draft would make drafting a fifth slower."""
 UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
     """Drafts from the context, a prediction, the history, the model store, the corpus index and plug-ins, as given.
 
-    It also drafts from the target's logits: ``last`` from the ranking that the root was chosen from, ``recycled``
-    from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings are kept from
-    one generation to the next. A ``trained`` drafter is used while it brings more than its own passes
-    cost; a ``gate`` that other drafters have used knows whether it does.
+    It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
+    ``recycled``, from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings
+    are kept between answers. A ``trained`` drafter is used while it gains more than its passes cost; drafters may share
+    the ``gate`` that measures this.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Hierarchy(Uncopyable):
         remembers: bool = True,
         sources: Mapping[CompiledSource, Array] | None = None,
     ) -> None:
-        """No token outside the first ``vocabulary`` ones is drafted. A ``history`` may be shared by drafters.
+        """Only the first ``vocabulary`` token ids are drafted. Several drafters may share a ``history``.
 
-        Recycled rankings are dropped at the start of another conversation unless it ``remembers`` them. ``sources`` are
-        compiled ones from outside, with the records that they read.
+        Unless the drafter ``remembers`` them, recycled rankings are dropped when another conversation begins.
+        ``sources`` are further compiled sources, with the records that they read.
         """
         self._history = history
         self._forgets = recycled and not remembers
@@ -104,9 +104,9 @@ class Hierarchy(Uncopyable):
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began: float | None = None
-        """When the draft began that no outcome was observed of yet."""
+        """Time at which the current draft began; None if there is none, or if its outcome was observed."""
         self._used_trained = False
-        """True if the trained drafter took part in it."""
+        """True if the trained drafter took part in the current draft."""
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -156,21 +156,21 @@ class Hierarchy(Uncopyable):
         self.work = work
         """The workspace of the last draft; ``WORKSPACE`` in ``candidates.py`` lists its fields."""
         self._fill_in(work, context, vocabulary)
-        # Each access to a field of a record costs a tenth of a microsecond.
+        # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
         self._parents, self._depths, self._root_and_probs = (work[field][0] for field in ("above", "depths", "probs"))
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
         self._nodes = 0
-        """Nodes of the last tree whose rows of logits are known to be theirs."""
+        """Number of nodes in the last tree; 0 if the verified rows may not belong to these nodes."""
         self._grown = 0
-        """Nodes of the tree before the budget cut it."""
+        """Number of nodes in the last tree before the budget cut it."""
         self._calibration = AnswerCalibration()
         self._together: tuple[list[Hierarchy], Array] | None = None
-        """The drafters of the last joint draft that began with this one, and the addresses of their memory."""
+        """The drafters of the last joint draft that began with this one, and their addresses."""
         self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
-        # Compiled, or loaded from the cache, before the first step.
+        # Compile the code, or load it from the cache, before the first step.
         self.predict((0,))
         self.begin(())
         feed(self._at, np.empty(0, np.int64))
@@ -191,7 +191,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def address(self) -> int:
-        """Where the addresses of its memory are, for compiled code that drafts for many."""
+        """Address of the drafter's array of addresses, for compiled code that grows several trees."""
         return self._at
 
     @property
@@ -201,21 +201,21 @@ class Hierarchy(Uncopyable):
 
     @property
     def probs(self) -> Probs:
-        """The probability of each node of the last tree that the target accepts the path down to it."""
+        """Probability of each node in the last tree that the whole path to it is accepted."""
         return self._probs[: self._nodes].copy()
 
     def weights(self, source: SourceName) -> Any:
-        """The learned weights of a source by n-gram order and by kind of evidence; see ``candidates.py``."""
+        """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
     @property
     def learned(self) -> Any:
-        """All that is learned; see ``candidates.py``."""
+        """The record of all learned weights; see ``WEIGHTS`` in ``candidates.py``."""
         return self._learned[0]
 
     @property
     def seconds(self) -> dict[SourceName, float]:
-        """The time of drafting so far, by source, as every 32nd draft shares it out; empty without a compiled clock."""
+        """Seconds spent on drafting so far, divided among sources as in every 32nd draft; empty without a clock."""
         parts = self._time.read()
         if any(parts):
             if self._trained:
@@ -241,7 +241,7 @@ class Hierarchy(Uncopyable):
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
-        """Draft this answer from a prediction, too, whose start is expected at the end of the prompt."""
+        """Also draft this answer from a prediction, which is expected to start at the end of the prompt."""
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
         lane, before = log.lane(), self._tails[0]
         log.start(lane, before[before >= 0])
@@ -250,7 +250,7 @@ class Hierarchy(Uncopyable):
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:
-        """Fill the table of sources, with that of predictions or without it."""
+        """Fill the table of sources, with or without the source of predictions."""
         rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
         self._table[: len(rows)] = rows
         self.work["rows"] = len(rows)
@@ -261,7 +261,7 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with a chain of tokens that are almost certain, and continue from its end."""
+        """Begin the next tree with this chain, which will almost surely be accepted, and continue from its end."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size
@@ -271,7 +271,7 @@ class Hierarchy(Uncopyable):
         self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
-        """The last tree was verified in another form: rows of logits are not those of its nodes."""
+        """Record that the last tree was verified in another form, so that rows of logits do not belong to its nodes."""
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
@@ -291,7 +291,7 @@ class Hierarchy(Uncopyable):
         return Hierarchy
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """The trees of hierarchies, grown in one compiled call."""
+        """Draft for several hierarchies, whose trees are grown in one compiled call."""
         began = time.perf_counter()
         if self._together is None or self._together[0] != drafters:
             self._together = list(drafters), np.array([drafter.address for drafter in drafters])
@@ -312,14 +312,14 @@ class Hierarchy(Uncopyable):
             probs.append(drafter._expected_of(grown[place]))
         for place, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
             trees[place] = drafters[place]._verified_part(contexts[place], size)
-        # All of it, as it takes as long as growing small trees.
+        # Count the whole call: the rest of it takes as long as growing small trees.
         each = (time.perf_counter() - began) / len(drafting)
         for place in drafting:
             drafters[place]._note_cost(each)
         return trees
 
     def prepare(self, context: Sequence[int]) -> int:
-        """Write what a tree depends on to memory; returns how many nodes to grow, 0 if this step should not draft."""
+        """Write the inputs of a tree to memory; return how many nodes to grow, or 0 if this step should not draft."""
         max_nodes, self._grown = min(self.budget.max_nodes, LARGEST_TREE), 0
         if not max_nodes:
             self.work["expected"] = self._nodes = 0
@@ -338,26 +338,26 @@ class Hierarchy(Uncopyable):
         return max_nodes
 
     def _expected_of(self, grown: int) -> Probs:
-        """The probabilities of so many nodes by which the budget chooses, calibrated for this answer."""
+        """Return the probabilities of the first ``grown`` nodes for the budget, calibrated for this answer."""
         probs = self._probs[:grown]
-        if not grown or self._sources[0] == SourceName.GRAMMAR:  # a chain that is almost certain
+        if not grown or self._sources[0] == SourceName.GRAMMAR:  # almost surely accepted
             return probs
         self._grown = grown
         return np.minimum(1.0, probs * self._calibration.factor)
 
     def _note_growing(self, seconds: float) -> None:
-        """Note the time that the tree took to grow."""
+        """Record the seconds spent on growing the tree."""
         self._time.spend(seconds)
         if self._timed[0]:
             self._time.clock(self._laps)
             self._timed[0] = False
 
     def _note_cost(self, seconds: float) -> None:
-        # Learning from the last step, which nothing but drafting needs, included.
+        # Include the time to learn from the last step, which only drafting needs.
         self._cost.observe(seconds + self._learning_seconds)
 
     def _verified_part(self, context: Sequence[int], size: int) -> DraftTree:
-        """The first nodes of the tree that was grown, which will be verified."""
+        """Return the first ``size`` nodes of the grown tree, which will be verified."""
         self._nodes = size
         if not size:
             return DraftTree.bare(context[-1])
@@ -381,7 +381,7 @@ class Hierarchy(Uncopyable):
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         if self._trained:
             self._trained.observe(accepted, verified)
-        is_current = not self._pending  # else the rows of logits belong to an earlier context
+        is_current = not self._pending  # otherwise, the workspace belongs to an earlier context than the logits
         rows, nodes = len(verified), self._nodes
         is_ranked = is_current and rows == nodes + 1
         self._pending += accepted.tokens
@@ -398,16 +398,16 @@ class Hierarchy(Uncopyable):
         started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
         ranked = None
-        if uses_logits and is_ranked:  # the tail of the root is copied, as the root moves on
+        if uses_logits and is_ranked:  # copy the tails, as the root moves on
             ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
         self._catch_up()
         if uses_logits:
-            # After the weights have learned, so that they do not learn from these very logits.
+            # Only after the weights have learned, as they must not learn from these logits.
             self._rankings.observe(accepted, verified, ranked)
         self._learning_seconds = time.perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Learn from the emitted tokens; this is deferred while drafting does not pay."""
+        """Learn from the emitted tokens; this is postponed while drafting does not pay."""
         if self._pending:
             feed(self._at, np.array(self._pending, np.int64))
             self._pending.clear()

@@ -1,4 +1,4 @@
-"""Sources that name tokens with counts or shares: the model store, the corpus index and plug-ins."""
+"""Sources that give tokens with counts or shares: the model store, the corpus index, plug-ins and trained drafters."""
 
 from __future__ import annotations
 
@@ -39,39 +39,36 @@ from hdtool.runtime.stores.corpus_index import (
 from hdtool.runtime.stores.model_store import LONGEST_PREFIX, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
 CORPUS_SEARCH_FACTOR = 5.0
-"""The corpus costs the most, so it is searched only where so many times the least relevant probability is left."""
+"""The corpus index, the slowest source, is searched only while this multiple of ``min_left`` is left."""
 BEFORE_ORDER = 3
-"""Trained heads and plug-ins come before the evidence of this n-gram order."""
+"""N-gram order at which trained drafters and plug-ins contribute, ahead of the other sources."""
 MILLION = 1_000_000
-"""Predicted shares are in millionths."""
+"""Predicted shares are integers in millionths."""
 MAX_PLUGINS = len(PLUGINS)
 MAX_PLUGIN_POSITIONS = MAX_HEADS
-"""Positions after the root that a plug-in predicts."""
+"""Most positions after the root that a plug-in predicts."""
 MAX_PREDICTED_TOKENS = 60
-"""Tokens of such a position, the most probable ones."""
+"""Number of most probable tokens that are kept for each position."""
 ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
 MODEL_NUMBER, CORPUS_NUMBER = SourceName.MODEL.value, SourceName.CORPUS.value
 
 PREDICTION_RECORD = np.dtype(
     [
         ("source", np.int64),
-        ("count", np.int64),  # of positions; 0 where there is no evidence
-        ("ahead", np.int64),  # tokens that were emitted since
-        (
-            "chain",
-            np.int64,
-            MAX_PLUGIN_POSITIONS,
-        ),  # the token of each position that the next ones are predicted after, or ANY
+        ("count", np.int64),  # number of predicted positions; 0 without evidence
+        ("ahead", np.int64),  # number of tokens emitted since the prediction
+        # The token of each position on which the predictions for later positions depend, or ANY_TOKEN.
+        ("chain", np.int64, MAX_PLUGIN_POSITIONS),
         ("tokens", np.int64, (MAX_PLUGIN_POSITIONS, MAX_PREDICTED_TOKENS)),  # most probable first
         ("shares", np.int64, (MAX_PLUGIN_POSITIONS, MAX_PREDICTED_TOKENS)),
     ],
     align=True,
 )
-"""What a plug-in or the last logit predicts for the positions after the root."""
+"""Tokens that a plug-in or the last logits predict for the positions after the root."""
 
 
 def _find_in_model(at: int, node: int) -> int:
-    """A node of which the parent is not in the store is not looked up, unless the parent's look-up was cut short."""
+    """Return the longest prefix to look up: one token more than the parent matches, if it was looked up in full."""
     work = work_at(at)
     deepest, parent = LONGEST_PREFIX, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
@@ -99,7 +96,7 @@ MODEL_SOURCE = CompiledSource(
 
 @cache
 def corpus_source(dtype: str) -> CompiledSource:
-    """The corpus index, with tokens of this dtype."""
+    """Return the source that reads a corpus index with tokens of this dtype."""
     token = getattr(np, dtype)
 
     def find(at: int, node: int) -> int:
@@ -119,7 +116,7 @@ def corpus_source(dtype: str) -> CompiledSource:
         if num_matches == 0:
             return left
         if ranges.read[node, order] == 0:
-            # Where little more is left than is relevant, only the commonest followers are.
+            # The less probability is left, the fewer samples are read: only frequent followers matter then.
             read_samples(
                 corpus, ranges, node, order, num_matches, max(MIN_SAMPLES, min(MAX_SAMPLES, int(left / work.min_left)))
             )
@@ -137,7 +134,7 @@ def corpus_source(dtype: str) -> CompiledSource:
             ranges.read[0] = 0
             return
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
-        # In place, and the longest first: each comes from the next shorter one of the previous root.
+        # Narrow in place, from the longest range on: each follows from the next shorter range of the previous root.
         for order in range(LONGEST_RANGE, 0, -1):
             narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
 
@@ -150,7 +147,7 @@ def ranges_at(at: int) -> Any:
 
 
 def prediction_records(sources: Sequence[SourceName]) -> Array:
-    """Empty records of these sources."""
+    """Return empty prediction records for these sources."""
     records = np.zeros(len(sources), PREDICTION_RECORD)
     records["source"], records["chain"] = sources, ANY_TOKEN
     return records
@@ -163,7 +160,7 @@ def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
 
 
 def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None:
-    """Store the evidence of a function in Python at the end of a context and along the chain of its arg-max tokens."""
+    """Store what a plug-in written in Python predicts after a context and along the chain of its argmax tokens."""
     record["count"] = record["ahead"] = 0
     path = list(context)
     for place in range(MAX_PLUGIN_POSITIONS):
@@ -182,14 +179,14 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
 
 @compiled
 def position_after(record: Any, depth: int) -> int:
-    """The position after a node at this depth in a record of ``count`` positions after the root, or -1."""
+    """Return the index of the predicted position after a node at this depth, or -1 if there is none."""
     place = depth + record.ahead
     return int(place) if place < record.count else -1
 
 
 @compiled
 def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
-    """The position after a node with these last tokens, or -1 if they left the chain."""
+    """Return the predicted position after a node with these last tokens, or -1 if they deviate from the chain."""
     for step in range(depth if record.ahead + depth < record.count else 0):
         token = record.chain[record.ahead + step]
         if token != ANY_TOKEN and token != tail[len(tail) - depth + step]:
@@ -199,7 +196,7 @@ def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
 
 @compiled
 def advance_record(record: Any, token: int) -> None:
-    """Move a record on by an emitted token; a chain that continues otherwise ends."""
+    """Advance a record by an emitted token; a token that deviates from the chain ends the prediction."""
     place = record.ahead
     is_on_chain = place < record.count and (record.chain[place] == ANY_TOKEN or record.chain[place] == token)
     record.ahead += 1
@@ -208,7 +205,10 @@ def advance_record(record: Any, token: int) -> None:
 
 
 def prediction_source(name: SourceName, order: int, prior: Prior, records: int = 1) -> CompiledSource:
-    """A source with so many records, which have a row of weights each; a single one has a row for each position."""
+    """Return a source that reads ``records`` prediction records.
+
+    Each record has a row of weights; a single record has a row for each position.
+    """
     number = name.value
 
     def find(at: int, node: int) -> int:
@@ -238,13 +238,13 @@ PLUGIN_SOURCE = prediction_source(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MAX_P
 
 TRAINED_NUMBER = SourceName.HEADS.value
 TRAINED_WEIGHT_ROWS = MAX_HEADS
-"""Rankings further ahead share the last row."""
+"""Number of rows of weights, one for each depth; rankings at greater depths share the last row."""
 
 PROPOSAL_RECORD = np.dtype(
     [
         ("source", np.int64),
-        ("root", np.int64),  # the ranking that follows the root, or NONE
-        ("of_node", np.int64, RANGE_ROWS),  # the ranking that follows each node of the tree, or NONE
+        ("root", np.int64),  # the ranking that follows the root, or NO_RANKING_AFTER
+        ("of_node", np.int64, RANGE_ROWS),  # the ranking that follows each node of the tree, or NO_RANKING_AFTER
         ("tokens", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
         ("shares", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
         ("after", np.int64, (MAX_RANKINGS, TOKENS_PER_RANKING)),
@@ -256,14 +256,14 @@ PROPOSAL_RECORD = np.dtype(
 
 
 def no_proposal() -> Array:
-    """The record before anything was proposed."""
+    """Return a record without a proposal."""
     record = np.zeros(1, PROPOSAL_RECORD)
     record["source"], record["root"] = SourceName.HEADS, NO_RANKING_AFTER
     return record
 
 
 def note_proposal(record: Any, source: SourceName, proposal: Proposal) -> None:
-    """Store what a trained drafter proposes for the root and the paths below it."""
+    """Store the proposal of a trained drafter for the root and the paths below it."""
     record["source"], record["root"] = source, 0 if len(proposal.tokens) else NO_RANKING_AFTER
     number, best = proposal.tokens.shape
     record["tokens"][:number], record["shares"][:number] = NO_RANKING_AFTER, 0
@@ -279,7 +279,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """The ranking that follows a token of another ranking, or NONE."""
+    """Return the ranking that follows a token of another ranking, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for place in range(TOKENS_PER_RANKING):

@@ -1,8 +1,8 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
-Each keeps a ring of tokens with hash chains through it, as LZ compressors do. The root's matches are looked up; a node
-inherits those of its parent that its token continues. Others are looked up only where none is left, or where short
-n-grams count.
+Each keeps a ring buffer of tokens with hash chains through it, like LZ compressors. Matches are looked up at the root.
+A node inherits those of its parent's matches that its token continues; others are looked up only if none is left, or if
+short n-grams count.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ from hdtool.runtime.stores.token_log import (
 )
 
 MATCH_ORDERS = MAX_HASHED_TOKENS + 4
-"""The n-gram orders of matches: their length up to 8, and then up to 12, 16, 24 and 32 tokens."""
+"""Number of n-gram orders of matches: one for each length up to 8, then for up to 12, 16, 24 and 32 tokens."""
 MAX_SHORT_ORDER = CHAIN_LENGTHS[LONG_CHAIN] - 1
-"""The highest n-gram order of matches that are looked up in the short chain because longer ones do not suffice."""
+"""Highest n-gram order of matches from the short chain, which is read only if longer matches do not suffice."""
 MAX_ROOT_MATCHES, MAX_NODE_MATCHES = 64, 16
-"""Places that are read of a chain at the root, and at nodes below it; older ones add little."""
+"""Most matches read from a chain at the root, and at nodes below it; older ones add little."""
 MAX_CHAIN_VISITS = 2 * MAX_ROOT_MATCHES
-"""Places that are visited of a chain, hash collisions included."""
+"""Most places visited in a chain, hash collisions included."""
 MAX_NODE_LOG_MATCHES = 8
-"""Places of a log that are found at most at nodes below the root."""
+"""Most matches looked up in a log at a node below the root."""
 ANSWERS_LOG, STORED_LOG, NUM_LOGS = range(3)
-"""The logs of the history: answers of this process, and the store on the disk. Other sources have the first alone."""
+"""Logs of the history: the answers of this process, and the store on disk. Other sources have only the first one."""
 NO_OWNERS = np.empty(0, np.int32)
 
 MATCH_RECORD = np.dtype(
     [
         ("log", np.int64, NUM_LOGS),  # addresses of the context table or of token logs, or 0
-        ("owner", np.int64),  # the answer in hand, which the context table matches
-        ("lane", np.int64),  # address of the record with which it is appended to its log
+        ("owner", np.int64),  # the current answer, which is skipped in logs as the context table matches it
+        ("lane", np.int64),  # address of the record with which the answer is appended to its log
         # The matches of each node.
         ("count", np.int64, (NUM_LOGS, RANGE_ROWS)),
         ("shortest", np.int64, RANGE_ROWS),  # matches of fewer tokens have not been looked up
         ("places", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
         ("lengths", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
-        # What follows the matches of the node in hand.
-        ("followers", np.int64),  # how many there are
-        ("tokens", np.int64, MAX_ROOT_MATCHES),  # the token after each,
-        ("orders", np.int64, MAX_ROOT_MATCHES),  # and the n-gram order of its match
-        ("of_order", np.int64, MATCH_ORDERS + 1),  # how many of them have each order,
-        ("highest", np.int64),  # and the highest one
-        ("total", np.int64),  # followers that were counted
-        ("distinct", np.int64),
-        ("different", np.int64, MAX_ROOT_MATCHES),  # the different ones among them
+        # The tokens that follow the matches of the current node.
+        ("followers", np.int64),  # number of these tokens
+        ("tokens", np.int64, MAX_ROOT_MATCHES),
+        ("orders", np.int64, MAX_ROOT_MATCHES),  # n-gram order of the match before each token
+        ("of_order", np.int64, MATCH_ORDERS + 1),  # number of matches by n-gram order
+        ("highest", np.int64),  # highest n-gram order
+        ("total", np.int64),  # number of tokens counted so far
+        ("distinct", np.int64),  # number of distinct tokens among them
+        ("different", np.int64, MAX_ROOT_MATCHES),  # the distinct tokens
         ("counts", np.int64, MAX_ROOT_MATCHES),
     ],
     align=True,
@@ -88,7 +88,7 @@ MATCH_RECORD = np.dtype(
 
 @compiled
 def order_of_match(length: int) -> int:
-    """The n-gram order of a match."""
+    """Return the n-gram order of a match of this length."""
     if length <= MAX_HASHED_TOKENS:
         return length
     return MAX_HASHED_TOKENS + (1 if length <= 12 else 2 if length <= 16 else 3 if length <= 24 else 4)
@@ -96,7 +96,7 @@ def order_of_match(length: int) -> int:
 
 @compiled
 def matches_at(at: int, source: int) -> Any:
-    """The matches of a source."""
+    """Return the match record of a source."""
     return record_at(at, source, MATCH_RECORD)
 
 
@@ -120,7 +120,7 @@ def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> f
 
 @compiled
 def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
-    """Find the places in the conversation that match the tail of a node, and the tokens after them."""
+    """Find the places in the conversation that match the last tokens of a node, and the tokens after these places."""
     _begin(matches, node)
     if node == 0:
         matches.shortest[0] = CHAIN_LENGTHS[LONG_CHAIN]
@@ -136,7 +136,7 @@ def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, 
 
 @compiled
 def add_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: Array) -> None:
-    """Add those of the latest places after the last token that are shorter than the matches so far."""
+    """Add matches from the short chain that are shorter than all matches so far."""
     before = matches.count[0, node]
     _look_up(table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, marks)
     matches.shortest[node] = CHAIN_LENGTHS[SHORT_CHAIN]
@@ -149,7 +149,7 @@ def _add_to_context(at: int, token: int, emitted: int) -> None:
 
 
 def _log_source(name: SourceName, prior: Prior) -> CompiledSource:
-    """A source that matches token logs."""
+    """Return a source that matches token logs."""
     number = name.value
 
     def find(at: int, node: int) -> int:
@@ -173,7 +173,7 @@ def _log_source(name: SourceName, prior: Prior) -> CompiledSource:
 
 @compiled
 def append_to_log(matches: Any, token: int) -> None:
-    """Append a token to the answer in hand, if there is one."""
+    """Append a token to the current answer if it is logged."""
     if matches.lane:
         lane = array_at(matches.lane, 1, LANE)[0]
         if lane.owner > 0:
@@ -189,7 +189,7 @@ def _begin(matches: Any, node: int) -> None:
 
 @compiled
 def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
-    """Find the matches of a node in a log, those of its parent first."""
+    """Find the matches of a node in a log: those inherited from its parent, or else by a search."""
     record, tail = array_at(matches.log[log], 1, LOG), work.tails[node]
     tokens = places_of(record[0])[:, TOKEN]
     if node > 0:
@@ -203,7 +203,7 @@ def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
 
 @compiled
 def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
-    """Take over the places of the parent that the token of a node continues."""
+    """Copy the parent's matches that the token of a node continues."""
     count, mask = 0, len(tokens) - 1
     for at in range(matches.count[log, parent]):
         place = matches.places[log, parent, at]
@@ -216,7 +216,7 @@ def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens:
 
 @compiled
 def _look_up(table: Any, matches: Any, node: int, chain: int, max_places: int, tail: Array, marks: Array) -> None:
-    """Read at most so many of the latest matches of a chain, and add those that the node does not have."""
+    """Read at most ``max_places`` of the latest matches in a chain, and add those that the node does not have."""
     oldest, start = (
         max(np.int64(0), table.end - CONTEXT_WINDOW),
         table.heads[chain, head_of(marks[CHAIN_LENGTHS[chain]])],
@@ -231,7 +231,7 @@ def _look_up(table: Any, matches: Any, node: int, chain: int, max_places: int, t
 
 @compiled
 def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
-    """Add the tokens after the matches from the ``first`` on, at no higher n-gram order than ``highest``."""
+    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``highest``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
         token = tokens[matches.places[log, node, at] & mask]
@@ -245,7 +245,7 @@ def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, 
 
 @compiled
 def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
-    """Add the tokens after matches of this order or a higher one; return what is left."""
+    """Contribute the tokens after matches of this order or a higher one; return the probability that is left."""
     for place in range(matches.followers if matches.of_order[order] > 0 else 0):
         if matches.orders[place] == order:
             token, different = matches.tokens[place], 0
@@ -259,7 +259,7 @@ def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: flo
     if matches.total == 0:
         return left
     tokens, counts = matches.different[: matches.distinct], matches.counts[: matches.distinct]
-    # Whether all matches go on alike does not tell how reliable they are, unlike in stores.
+    # Unlike in stores, matches that all continue alike are not more reliable, so their spread is not considered.
     bucket = evidence_bucket(matches.total, MANY_TOKENS)
     return contribute(at, source, first + order - 1, tokens, counts, matches.total, bucket, left)
 

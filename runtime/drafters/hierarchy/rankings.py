@@ -1,8 +1,8 @@
 """Sources made from the target's logits: the last logits, recycled rankings, and rankings of neighboring positions.
 
-The tokens that the target ranked high in place of the root are often the next ones (LogitSpec). Each node of a tree,
-accepted or not, gives a ranking that is kept by the last tokens before it (Token Recycling). Rankings at rejected nodes
-also describe their position after other tokens: a wrong token seldom changes everything after it.
+Tokens that the target ranked high when it chose the root often come next (LogitSpec). The ranking at each node of a
+verified tree, accepted or not, is stored by the last tokens before it (Token Recycling). Rankings at rejected nodes are
+also used at the same position after other tokens, since a wrong token seldom changes everything after it.
 """
 
 from __future__ import annotations
@@ -52,47 +52,47 @@ from hdtool.runtime.stores.live_tables import (
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 MAX_NEIGHBOR_TOKENS = 32
-"""The most tokens of a neighboring ranking; those of probable nodes come first."""
+"""Most tokens in a neighboring ranking, beginning with those of the most probable nodes."""
 AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-"""Gains of candidates that a neighboring ranking holds with a share of a half or more, a quarter or more, and so on."""
+"""Factors for candidates whose share in a neighboring ranking is at least 1/2, at least 1/4, and so on."""
 MIN_SHARE_SUM = 1e-9
 LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
-"""Shares are of probabilities raised to these powers."""
+"""Exponents applied to probabilities before they are normalized to shares."""
 RECYCLED_NUMBER = SourceName.RECYCLED.value
 
 RankedNodes = tuple[Array, Array, Array]
-"""The last tokens down to each node that has a row of logits, the root first; their depths; their probabilities."""
+"""Last tokens, depth and probability of the root and each node that has a row of logits."""
 
 
 class Rankings(Uncopyable):
-    """The records of these sources, as far as they are in use; rankings are selected once for all of them."""
+    """Records of the sources that read the target's logits; each row is ranked only once for all of these sources."""
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
-        """``known`` are rankings of single tokens that are there from the first step on."""
+        """``known`` holds rankings after single tokens that are available from the first step on."""
         self.last, self.near = prediction_records([SourceName.LAST]), prediction_records([SourceName.RECYCLED])
         self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
         self._known = known
         self.forget()
-        if self.uses_logits:  # compiled, or loaded from the cache, before a step needs it
+        if self.uses_logits:  # compile the code, or load it from the cache, before the first step
             tokens, scores = topk(torch.full((1, 1), NO_LOGIT), 1)
             note_last_ranking(self.last[0], 0, tokens[0], scores[0])
             note_neighbors(self.near[0], np.zeros(1, np.int64), np.ones(1), tokens, scores, 0)
 
     @property
     def max_ranked(self) -> int:
-        """Tokens of a row's ranking that are read."""
+        """Number of highest logits per row that the sources read."""
         return MAX_PREDICTED_TOKENS + 1 if self._uses_last else RANKING_TOKENS * self._uses_recycled
 
     def forget(self) -> None:
-        """Drop what was ranked in earlier answers; known rankings stay."""
+        """Drop the rankings of earlier answers; known rankings stay."""
         self.recycled.clear()
         if self._known is not None:
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Read the rows of logits of the root and each node; without ``nodes``, only that of the last accepted one."""
+        """Read the logits of the root and each node; without ``nodes``, only those after the last accepted token."""
         if not len(verified):
             return
         if self._uses_last:
@@ -108,7 +108,7 @@ class Rankings(Uncopyable):
 
 @compiled
 def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> None:
-    """Store the top tokens that the root was chosen from, by their logits, without the root itself."""
+    """Store the top tokens of the row from which ``root`` was chosen, without the root itself."""
     last.count = last.ahead = count = 0
     last.tokens[0, :] = NO_CHAIN_TOKEN
     shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
@@ -119,7 +119,7 @@ def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> Non
     for place in range(len(tokens)):
         if shares[place] > 0 and count < MAX_PREDICTED_TOKENS:
             last.tokens[0, count], last.shares[0, count] = tokens[place], int(shares[place])
-            last.count, count = 1, count + 1  # one position
+            last.count, count = 1, count + 1  # the record predicts one position
 
 
 LAST_SOURCE = prediction_source(SourceName.LAST, 0, Prior(1, 0.7))
@@ -142,7 +142,7 @@ def _find_single(at: int, node: int) -> int:
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
-    """Add the ranking that the target last gave after the same tokens."""
+    """Contribute the latest ranking that the target gave after the same tokens."""
     work, table = work_at(at), _recycled_at(at)
     row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.marks[order], order)
     if row < 0:
@@ -165,15 +165,16 @@ RECYCLED_SOURCE = CompiledSource(
     SourceName.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE_TOKEN_SOURCE = RECYCLED_SOURCE._replace(find=_find_single)
-"""Rankings of single tokens that nothing replaces count less than what followed the token in texts."""
+"""The source for known rankings that are never replaced; it comes after the sources that count texts."""
 
 
 @compiled
 def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
-    """Store the rankings of nodes with these depths and probabilities, the root first; ``passed`` were accepted.
+    """Store the rankings at rejected nodes by position, after ``passed`` nodes were accepted.
 
-    All nodes at the depth of the bonus token or deeper were rejected. Their rankings add no candidates: the probability
-    of a candidate of other sources rises where they hold it.
+    ``depths``, ``probs``, ``tokens`` and ``scores`` have a row for the root and for each node. All nodes at the depth
+    of the bonus token or deeper were rejected. Their rankings add no candidates, but raise the probability of
+    candidates from other sources.
     """
     near.count = near.ahead = 0
     near.tokens[:] = NO_CHAIN_TOKEN
@@ -197,7 +198,7 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
 
 @compiled
 def _rank_of(named: Array, token: int) -> int:
-    """Where a token is among those of a position, or the place after them."""
+    """Return the index of a token among those of a position, or the index after them."""
     at = 0
     while at < MAX_NEIGHBOR_TOKENS and named[at] != token and named[at] != NO_CHAIN_TOKEN:
         at += 1
@@ -206,7 +207,7 @@ def _rank_of(named: Array, token: int) -> int:
 
 @compiled
 def weigh_agreement(work: Any, near: Any, place: int) -> None:
-    """Multiply the probabilities of candidates that a ranking of their position holds, and keep the sum."""
+    """Raise the probabilities of candidates that the neighboring ranking of their position contains; keep the sum."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[place], NO_CHAIN_TOKEN)):
         at, kind = candidate_index(work, near.tokens[place, rank]), 0

@@ -1,8 +1,8 @@
-"""Estimates what follows a node, and grows the tree by best-first search over one sorted list of paths.
+"""Estimate what follows a node, and grow the tree by best-first search over one sorted list of paths.
 
-The best path becomes a node, its continuations are estimated, and their paths are inserted after it, as a path is never
-more probable than its prefix. So parents come before their children, nodes are sorted by probability, and a smaller
-tree is a prefix of a larger one.
+The best path becomes a node. Its continuations are estimated and inserted after it, as a path is never more probable
+than its prefix. So parents come before their children, nodes are sorted by probability, and a smaller tree is a prefix
+of a larger one.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 MAX_DEPTH = 64
 WORTH_EXPANDING = 1.6
-"""A node is expanded if its path is so many times as probable as the last one of a full list."""
+"""A node is expanded only if its path is at least this many times as probable as the last path of a full list."""
 WORTH_ADDING = 0.1
-"""A contribution below this share of the last path's probability is left out."""
+"""A contribution is dropped if it is less than this fraction of the last path's probability."""
 MIN_LEFT = 0.002
 MIN_CONTRIBUTION = 1e-4
 LEFT_TO_LEARN = 0.02
-"""Below so much that is left, shorter orders learn nothing from an emitted token."""
+"""Orders learn from an emitted token only while at least this much probability is left to them."""
 TREE_NUMBER, CONTEXT_NUMBER = SourceName.NONE.value, SourceName.CONTEXT.value
 GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
 
 
 @compiled
 def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
-    """Interpolate from the longest n-gram order down, until less than ``min_left`` is left to shorter ones.
+    """Interpolate from the highest n-gram order down, until less than ``min_left`` is left to lower orders.
 
-    Fills the candidates, without contributions below ``floor``. With a ``truth``, the emitted token, it notes
-    the share that each order gives to it instead.
+    If ``truth`` is ``DRAFTING``, fill in the candidates, without contributions below ``floor``. If it is an emitted
+    token, record the share that each order gives to this token instead.
     """
     work, table = work_at(at), table_at(at)
     work.min_left, work.floor, work.truth = min_left, floor, truth
     _start(work, node)
     lap(work, TREE_NUMBER)
     order = 0
-    # Sources are asked from the last row on, since the last ones prefetch what they read later. All are asked, even
-    # where one would suffice: the children of the node inherit their matches.
+    # Call ``find`` from the last row on, as the last sources prefetch what they will read. No source is left out, even
+    # if one would suffice, because the node's children inherit its matches.
     for number in range(work.rows - 1, -1, -1):
         row = table[number]
         row.highest = call_find(row.find, (at, node))
@@ -77,7 +77,7 @@ def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> Non
 
 @compiled
 def _start(work: Any, node: int) -> None:
-    """Begin with no candidates, and hash the last tokens."""
+    """Clear the candidates, and hash the last tokens of a node."""
     work.size = work.used = 0
     work.round += 1
     mark = np.uint64(0)
@@ -88,7 +88,7 @@ def _start(work: Any, node: int) -> None:
 
 @compiled
 def _add_order(at: int, node: int, order: int, left: float) -> float:
-    """Add what all sources have of an n-gram order, as long as enough is left."""
+    """Add the evidence of all sources for an n-gram order while enough probability is left; return what is left."""
     work, table = work_at(at), table_at(at)
     for number in range(work.rows):
         row = table[number]
@@ -102,7 +102,7 @@ def _add_order(at: int, node: int, order: int, left: float) -> float:
 
 @compiled
 def _adjust(at: int, node: int, left: float) -> None:
-    """Multiply the probabilities of the candidates by what is known beside counts."""
+    """Add the evidence for order 0, and adjust probabilities by recency, neighboring rankings and known draws."""
     work, near, weights = work_at(at), near_at(at), weights_at(at)
     # The target's own ranking of the same position already reflects recency.
     ranked = position_after(near, work.depths[node])
@@ -120,7 +120,7 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 @compiled
 def grow(at: int, max_nodes: int) -> int:
-    """Fill the workspace with the ``max_nodes`` most probable nodes, and return how many there are."""
+    """Grow a tree of the ``max_nodes`` most probable nodes in the workspace; return the number of nodes."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
@@ -128,7 +128,7 @@ def grow(at: int, max_nodes: int) -> int:
     while True:
         probs = work.probs[node]
         if node < work.expected and size < max_nodes:
-            # The expected token follows alone; lower nodes inherit the matches.
+            # Only the expected token follows; the estimate is needed as its descendants inherit the matches.
             expand(at, node, MIN_LEFT, MIN_CONTRIBUTION, DRAFTING)
             work.best_probs[node], work.best_keys[node] = probs, GRAMMAR_NUMBER << 40 | node << 32 | work.chain[node]
             size = node + 1
@@ -151,16 +151,19 @@ def grow(at: int, max_nodes: int) -> int:
 
 @compiled
 def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
-    """Grow a tree in each of several workspaces, by their addresses; ``grown`` gets the numbers of nodes."""
+    """Grow a tree for each drafter, given by address; write the numbers of nodes to ``grown``."""
     for row in range(len(max_nodes)):
         grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 
 
 @compiled
 def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -> tuple[int, float]:
-    """Put the continuations of a node into the list; its new size, and the probability to exceed once it is full."""
+    """Insert the continuations of a node into the list.
+
+    Return its new size and, once it is full, the probability that a further path must exceed.
+    """
     for at in range(work.size):
-        # The shares of a damaged store may exceed the whole.
+        # Shares from a damaged store may exceed 1.
         probs = min(1.0, work.chances[at]) * work.probs[node]
         if size < max_nodes:
             place = size
@@ -182,7 +185,7 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
 
 @compiled
 def _make_node(work: Any, node: int) -> None:
-    """Make a node of the next path of the list."""
+    """Turn the next path of the list into a node."""
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.probs[node] = work.best_probs[node - 1]
@@ -193,7 +196,7 @@ def _make_node(work: Any, node: int) -> None:
 
 @compiled
 def extend(work: Any, above: int, node: int, token: int) -> None:
-    """Give a node the last tokens of its parent and its own token."""
+    """Set the last tokens of a node: those of its parent, followed by its own token."""
     for place in range(MAX_MATCH_TOKENS - 1):
         work.tails[node, place] = work.tails[above, place + 1]
     work.tails[node, MAX_MATCH_TOKENS - 1] = token
@@ -201,7 +204,7 @@ def extend(work: Any, above: int, node: int, token: int) -> None:
 
 @compiled
 def restart(at: int, tail: Ints) -> None:
-    """Move the root to the end of another context, which ends with ``tail``."""
+    """Move the root to the end of another context, whose last tokens are ``tail``."""
     work = work_at(at)
     work.tails[0] = -1
     move_all(at, RESTART, 0)
@@ -212,7 +215,7 @@ def restart(at: int, tail: Ints) -> None:
 
 @compiled
 def feed(at: int, tokens: Ints) -> None:
-    """Learn from emitted tokens one by one, and move the root on."""
+    """Learn from emitted tokens one by one, and move the root on by each."""
     work = work_at(at)
     for token in tokens:
         expand(at, 0, LEFT_TO_LEARN, 0.0, token)

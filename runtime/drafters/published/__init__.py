@@ -1,4 +1,4 @@
-"""Methods that others published, written from their papers to be measured beside `hd` in the same loop.
+"""Published methods, implemented from their papers so that they can be compared with `hd` in the same loop.
 
 Imports `data` and the loop.
 """

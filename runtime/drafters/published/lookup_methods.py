@@ -1,17 +1,17 @@
 """Published methods that look up n-grams: prompt lookup, REST, and lookahead decoding.
 
-Lookahead decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens
-the target computes the tokens after them, which are the guesses of the next iteration. A row holds the
-``width`` guesses of one iteration, and each row was computed from the one above it::
+Lookahead decoding solves for many tokens at once by Jacobi iteration: from guesses at the next tokens, the target
+computes the tokens after them, which are the guesses of the next iteration. A row holds the ``width`` guesses of one
+iteration, and each row was computed from the one above it::
 
     row 0    root ── a1 ── a2 ── a3      guesses at the next tokens, a chain below the root
               │      │     │     │
-    row 1     b0     b1    b2    b3      the target's arg-max after each of them
+    row 1     b0     b1    b2    b3      the target's argmax after each token of row 0
               │      │     │     │
-    row 2     c0     c1    c2    c3      the arg-max after those, an iteration later
+    row 2     c0     c1    c2    c3      the argmax after each token of row 1, an iteration later
 
-The arg-max after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The branch is
-a part of the draft tree below the root, so a correct guess in it is accepted like any draft token.
+The argmax after the newest row completes the n-gram of a column: ``a1 b1 c1`` and that token. The branch is a part of
+the draft tree below the root, so a correct guess in it is accepted like any draft token.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 class GrowingContext:
+    """Holds a context in an array that grows in place."""
+
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int64)
         self._size = 0
@@ -43,7 +45,10 @@ class GrowingContext:
         self.grown(prompt)
 
     def grown(self, context: Sequence[int]) -> Ints:
-        """The tokens of ``context``, which must begin with the contexts given since the last restart."""
+        """Return ``context`` as an array that the next call may overwrite.
+
+        ``context`` must begin with the contexts given since the last restart.
+        """
         if len(context) > len(self._tokens):
             larger = np.empty(2 * len(context), np.int64)
             larger[: self._size] = self._tokens[: self._size]
@@ -54,31 +59,33 @@ class GrowingContext:
 
 
 PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
-"""The rate of acceptance that measured ones begin with, its weight, and the window of their averages in tokens."""
+"""Initial acceptance rate, its weight in tokens, and the window of the moving averages in tokens."""
 
 
 class PromptLookup:
-    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does, of the tokens that the budget takes.
+    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does; the budget chooses its length.
 
-    The longest match of at most ``longest`` tokens is used; of equal ones the first. How probable a token is follows
-    from the length of the match before it, the earlier tokens of the chain included, by what was accepted so far.
+    The chain continues the longest match of at most ``longest`` tokens or, of equal matches, the first one. A token's
+    probability is the rate at which tokens after a match of the same length were accepted so far; the match includes
+    the earlier tokens of the chain.
     """
 
     def __init__(self, tokens: int = 10, longest: int = 3, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
-        """Seconds spent in the source since the drafter was made."""
+        """Seconds spent in the source since the drafter was created."""
         self._longest = longest
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
         self._context = GrowingContext()
         self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
-        """Tokens that were compared with the answer, by the length of the match before them, and those that fitted."""
+        """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
+        that agreed with it."""
         self._fitted = self._seen * PRIOR_RATE
         self._chain: Ints = np.empty(0, np.int64)
-        """The tokens after the last match, whether they were drafted or not."""
+        """The tokens after the last match, drafted or not."""
         self._matched = 0
-        first_match(self._context.grown(()), longest)  # compiles or loads it, so that no step waits for it
+        first_match(self._context.grown(()), longest)  # compile it, or load it from the cache, before the first step
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
@@ -88,7 +95,7 @@ class PromptLookup:
         started = time.perf_counter()
         tokens_so_far = self._context.grown(context)
         start, self._matched = first_match(tokens_so_far, self._longest)
-        # Copied, because the buffer is overwritten.
+        # Copied, because the buffer will be overwritten.
         self._chain = tokens_so_far[start : start + len(self._parents)].copy()
         max_nodes = min(len(self._chain), self._budget.max_nodes)
         kept = 0
@@ -100,7 +107,7 @@ class PromptLookup:
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the answer, which shows what would have been accepted of tokens that were not sent, too."""
+        """Learn from the answer, which also shows whether tokens that were not drafted would have been accepted."""
         for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
             fading = min(1.0, FITTED_WINDOW / self._seen[length])
@@ -112,9 +119,9 @@ class PromptLookup:
 
 @compiled
 def first_match(context: Ints, longest: int) -> tuple[int, int]:
-    """The index after the first of the longest matches of the context's end, and the length of that match.
+    """Find the longest matches of the end of the context; return the index after the first one, and its length.
 
-    Without a match, the length of the context and 0.
+    Without a match, return the length of the context and 0.
     """
     size = len(context)
     start, matched = size, 0
@@ -131,14 +138,14 @@ def first_match(context: Ints, longest: int) -> tuple[int, int]:
 
 
 class CorpusDrafter:
-    """Drafts the most frequent continuations, as many nodes as the budget allows."""
+    """Drafts the most frequent continuations in the corpus index, as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
-        """Drafting time by source."""
+        """Seconds spent in the source since the drafter was created."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
-        index.after(())  # compiles the lookup, or loads it, before the first step
+        index.after(())  # compile the lookup, or load it from the cache, before the first step
 
     def begin(self, prompt: Sequence[int]) -> None:
         pass
@@ -150,7 +157,7 @@ class CorpusDrafter:
         kept = self._budget.nodes(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
         tree = DraftTree.bare(context[-1])
         if continuations and kept:
-            # Parents stand before their children and have no smaller counts, so any prefix of the tree is a tree.
+            # Parents come before their children, whose counts are never larger, so any prefix of the tree is a tree.
             tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
             tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
         self.seconds[SourceName.CORPUS] += time.perf_counter() - started
@@ -161,9 +168,9 @@ class CorpusDrafter:
 
 
 class Lookahead:
-    """A window of ``width`` columns that completes n-grams of ``length`` tokens, the head of the column included.
+    """A lookahead branch of ``width`` columns, each of which completes n-grams of ``length`` tokens.
 
-    It starts with row 0 alone, which is wide enough to lose one column per step until all rows exist.
+    The branch starts with row 0 only, which is wide enough to lose one column per step until all rows exist.
     """
 
     def __init__(self, width: int, length: int) -> None:
@@ -175,16 +182,16 @@ class Lookahead:
 
     @property
     def max_nodes(self) -> int:
-        """The largest number of nodes of the branch."""
+        """Largest number of nodes in the branch."""
         return max(map(len, self._parents))
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Initialize the guesses with tokens of the prompt, chosen by a seed that depends on its length."""
+        """Initialize the guesses with random tokens of the prompt; the seed is the prompt's length."""
         guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._max_rows - 2)
         self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
 
     def nodes(self) -> tuple[Ints, Ints]:
-        """Tokens and parents of the branch."""
+        """Return the tokens and parents of the branch."""
         return np.concatenate(self._rows), self._parents[len(self._rows)]
 
     @property
@@ -193,14 +200,14 @@ class Lookahead:
 
     @property
     def num_observed(self) -> int:
-        """The number of nodes at the end of the branch; ``observe`` needs their arg-max."""
+        """Number of nodes at the end of the branch whose argmax ``observe`` needs."""
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:
-        """Advance by the arg-max after the last nodes; return the completed n-grams, one row each."""
+        """Advance by the argmax after the last nodes; return the completed n-grams, one row each."""
         rows = self._rows
         if not self.is_full:
-            # The head of the first column is the new root, which was not guessed: the column is dropped.
+            # Drop the first column: its head is the new root, which was not guessed.
             self._rows = [*(row[1:] for row in rows), argmax]
             return np.empty((0, self._max_rows + 1), np.int64)
         completed = np.empty((self._width, self._max_rows + 1), np.int64)
@@ -212,6 +219,6 @@ class Lookahead:
 
 
 def _parents(rows: int, width: int) -> Ints:
-    """Row 0 is a chain with the root as its first column; nodes of other rows have the node above as parent."""
+    """Return the parents: row 0 is a chain that begins with the root, and other nodes follow the node above them."""
     below = np.arange(max(rows - 1, 0) * width) + ROOT
     return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

@@ -1,10 +1,10 @@
 """RACER (Zhang et al., 2026): retrieved n-grams, completed by a tree of recycled rankings.
 
-All suffixes of the context are looked up from the root of a trie, so unlike in an Aho-Corasick automaton no failure
-link can become stale.
+All suffixes of the context are looked up from the root of a trie. Unlike an Aho-Corasick automaton, a trie has no
+failure links that can become stale.
 
 The most frequent continuations of all matches come first. The rest of the tree follows the rankings: the best token of
-a node gets half of its parent's breadth, each further one half of the one before.
+a node gets half of its parent's breadth, and each further token half of the breadth of the token before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 
 NGRAM_LENGTH = 10
-"""Tokens of an n-gram."""
+"""Number of tokens in an n-gram."""
 MAX_TRIE_NODES = 10_000
 HASH_CHAINS = 1 << 14
 SHORTEST_MATCH = 2
@@ -44,23 +44,25 @@ TRIE = np.dtype(
         ("tokens", np.int64, MAX_TRIE_NODES),
         ("counts", np.int64, MAX_TRIE_NODES),
         ("parents", np.int32, MAX_TRIE_NODES),
-        ("first", np.int32, MAX_TRIE_NODES),  # the latest child, and the next older one of the same node
-        ("next", np.int32, MAX_TRIE_NODES),
-        ("heads", np.int32, HASH_CHAINS),  # by hash of parent and token, and the next one of the same hash
-        ("chain", np.int32, MAX_TRIE_NODES),
-        # The nodes by their last use, in a ring through the root.
-        ("later", np.int32, MAX_TRIE_NODES),  # of the root: the least recently used one
-        ("earlier", np.int32, MAX_TRIE_NODES),  # of the root: the latest one
+        ("first", np.int32, MAX_TRIE_NODES),  # latest child of each node
+        ("next", np.int32, MAX_TRIE_NODES),  # next older child of the same parent
+        ("heads", np.int32, HASH_CHAINS),  # latest node by hash of parent and token
+        ("chain", np.int32, MAX_TRIE_NODES),  # next older node with the same hash
+        # A ring of all nodes through the root, sorted by last use.
+        ("later", np.int32, MAX_TRIE_NODES),  # for the root: the least recently used node
+        ("earlier", np.int32, MAX_TRIE_NODES),  # for the root: the most recently used node
     ],
     align=True,
 )
 
 
 class NgramTrie:
+    """Counts n-grams in a trie of bounded size, which replaces the least recently used leaves."""
+
     def __init__(self) -> None:
         self.memory = np.zeros(1, TRIE)
         self.clear()
-        self.add([0] * NGRAM_LENGTH, 0)  # compiles all, or loads it
+        self.add([0] * NGRAM_LENGTH, 0)  # compile all code, or load it from the cache, before the first step
         self.after([0, 0], 1)
         self.clear()
 
@@ -68,12 +70,12 @@ class NgramTrie:
         _clear(self.memory[0])
 
     def add(self, context: Sequence[int] | Ints, known: int) -> None:
-        """Count the n-grams that end after the first ``known`` tokens of a context."""
+        """Count the n-grams of a context that end after its first ``known`` tokens."""
         start = max(0, known - NGRAM_LENGTH + 1)
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
     def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
-        """The most frequent continuations of all suffixes of a context, as rows and the lengths of these."""
+        """Return the most frequent continuations of all suffixes of a context, one row each, and their lengths."""
         rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
         lengths: Ints = np.zeros(max_rows, np.int64)
         count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)
@@ -120,7 +122,7 @@ def child_of(trie: Any, node: int, token: Any) -> int:
 
 @compiled
 def _new_node(trie: Any, parent: int, token: Any) -> int:
-    """A node below a parent, which takes the place of the least recently used leaf if there is no other."""
+    """Return a new node below a parent; in a full trie, it replaces the least recently used leaf."""
     if trie.size < MAX_TRIE_NODES:
         node = trie.size
         trie.size += 1
@@ -137,7 +139,7 @@ def _new_node(trie: Any, parent: int, token: Any) -> int:
 
 @compiled
 def _unlink(trie: Any, leaf: int) -> None:
-    """Remove a leaf from the lists that hold it."""
+    """Remove a leaf from the children of its parent and from its hash chain."""
     parent = trie.parents[leaf]
     _remove(trie.first, parent, trie.next, leaf)
     _remove(trie.heads, _head(parent, trie.tokens[leaf]), trie.chain, leaf)
@@ -145,7 +147,7 @@ def _unlink(trie: Any, leaf: int) -> None:
 
 @compiled
 def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
-    """Remove a node from the list that begins with ``firsts[key]``."""
+    """Remove a node from the linked list that begins with ``firsts[key]``."""
     if firsts[key] == node:
         firsts[key] = nexts[node]
         return
@@ -157,7 +159,7 @@ def _remove(firsts: Ints, key: Any, nexts: Ints, node: int) -> None:
 
 @compiled
 def _touch_path(trie: Any, node: int) -> None:
-    """Make a node and those above it the latest in use, the node first: the oldest of all nodes is always a leaf."""
+    """Mark a node and then its ancestors as most recently used, so that the least recently used node is a leaf."""
     while node != ROOT_NODE:
         _leave(trie, node)
         _enter(trie, node)
@@ -171,7 +173,7 @@ def _leave(trie: Any, node: int) -> None:
 
 @compiled
 def _enter(trie: Any, node: int) -> None:
-    """Make a node the latest in use."""
+    """Insert a node into the ring as the most recently used one."""
     latest = trie.earlier[ROOT_NODE]
     trie.later[latest], trie.earlier[ROOT_NODE] = node, node
     trie.earlier[node], trie.later[node] = latest, ROOT_NODE
@@ -179,7 +181,7 @@ def _enter(trie: Any, node: int) -> None:
 
 @compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
-    """Fill the rows with the paths from the matches to their most frequent continuations."""
+    """Write the paths from the matches to their most frequent continuations to ``rows``; return the number of rows."""
     max_rows = len(rows)
     nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
@@ -203,7 +205,10 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
-    """Add the nodes below a match to the most frequent ones, sorted by count; the shallower of equals first."""
+    """Merge the nodes below a match into the most frequent nodes, sorted by count; return the number of nodes.
+
+    Of nodes with equal counts, the shallower one comes first.
+    """
     max_rows = len(nodes)
     waiting, depths = np.empty(MAX_TRIE_NODES, np.int64), np.empty(MAX_TRIE_NODES, np.int64)
     waiting[0], depths[0] = match, 0
@@ -229,30 +234,30 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
 
 
 KIND_PRIOR_RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
-"""Prior acceptance rates: of retrieved tokens, then by rank."""
+"""Initial acceptance rates of retrieved tokens, then of ranked tokens by rank."""
 RETRIEVED_KIND = 0
 RECYCLED_NUMBER = SourceName.RECYCLED.value
 
 
 class Racer:
-    """Keeps n-grams and rankings from one conversation to the next unless ``remembers`` is False."""
+    """Drafts from n-grams and rankings, which are kept between conversations unless ``remembers`` is False."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.RECYCLED: 0.0}
-        """Seconds spent in each source since the drafter was made."""
+        """Seconds spent in each source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
         self._ngrams, self._table = NgramTrie(), TopTokens()
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._known = 0
-        """Tokens of the context whose n-grams are counted."""
+        """Number of context tokens whose n-grams have been counted."""
         self._calibration = NodeCalibration(KIND_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """The kinds of the nodes of the last tree, and the tree."""
-        # Compiled, or loaded from the cache, before a step needs it.
+        """Kind of each node in the last tree, and the tree."""
+        # Compile the code, or load it from the cache, before the first step.
         self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceName.CONTEXT, wanted=1)
         _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.nodes(), 1)
 
@@ -301,7 +306,10 @@ class Racer:
 def _fill(
     rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, max_nodes: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The retrieved nodes and, up to ``max_nodes``, ranked tokens breadth first: tokens, parents, sources and kinds."""
+    """Add ranked tokens to the retrieved nodes, breadth first, up to ``max_nodes`` nodes in all.
+
+    Return the tokens, parents, sources and kinds of the nodes.
+    """
     size = min(len(retrieved), max_nodes)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
     sources, kinds = np.empty(max_nodes, np.uint8), np.full(max_nodes, RETRIEVED_KIND)

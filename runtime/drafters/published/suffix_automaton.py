@@ -1,7 +1,7 @@
 """An online suffix automaton (Blumer et al., 1985) that counts occurrences, and SAM-Decoding with it.
 
-A state stands for the substrings that occur at the same places. Its link leads to the longest suffix that occurs at
-more places, so following links enumerates the matches of a text's end, longest first.
+A state represents the substrings that end at the same places. Its link leads to the longest suffix that occurs at more
+places, so following the links enumerates the matches of the end of the text, longest first.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ NO_STATE = -1
 START_STATE = 0
 """The state of the empty string."""
 NUM_TOKENS, NUM_STATES, NUM_EDGES, LAST_STATE = range(4)
-"""Sizes in use, and the state of the text so far."""
+"""Indices in ``Automaton.sizes``: numbers of tokens, states and edges in use, and the state of the text so far."""
 STATES_PER_TOKEN, EDGES_PER_TOKEN, SLOTS_PER_TOKEN = 2, 3, 8
 
 
 class Automaton(NamedTuple):
-    """The arrays of an automaton, which compiled code reads and extends."""
+    """Arrays of a suffix automaton, which compiled code reads and extends."""
 
     sizes: Ints
     tokens: Ints
     lengths: Ints
-    """By state: tokens of its longest substring."""
+    """Length of each state's longest substring."""
     links: Ints
     ends: Ints
-    """By state: the place after its first occurrence."""
+    """Place after the first occurrence of each state's substrings."""
     counts: Ints
-    """By state: its occurrences."""
+    """Number of occurrences of each state's substrings."""
     edges: Ints
-    """By state: its latest edge."""
+    """Latest edge of each state."""
     sources: Ints
-    """By edge: the state it leaves, its token, the state it enters, and the edge before of the same state."""
+    """State that each edge leaves."""
     labels: Ints
+    """Token of each edge."""
     targets: Ints
+    """State that each edge enters."""
     nexts: Ints
+    """Next older edge of the same state."""
     slots: Ints
-    """A hash table of the edges by state and token."""
+    """Hash table of the edges by state and token."""
 
 
 class SuffixAutomaton:
-    """Grows as texts are added."""
+    """A suffix automaton of one or more texts, which grows as tokens are added."""
 
     def __init__(self, tokens: int = 1024) -> None:
-        """Begin with room for so many ``tokens``, a power of two."""
+        """``tokens`` is the initial capacity, a power of two."""
         self.arrays = _empty(tokens)
-        self.extend((0,))  # compiles it, or loads it
+        self.extend((0,))  # compile the code, or load it from the cache, before the first step
         self.clear()
 
     def __len__(self) -> int:
@@ -68,7 +71,7 @@ class SuffixAutomaton:
         self.arrays.slots[:] = NO_STATE
 
     def extend(self, tokens: Sequence[int] | Ints) -> None:
-        """Add tokens to the end of the text."""
+        """Append tokens to the current text."""
         needed = len(self) + len(tokens)
         if needed > len(self.arrays.tokens):
             before, self.arrays = self.arrays, _empty(1 << (needed - 1).bit_length())
@@ -76,7 +79,7 @@ class SuffixAutomaton:
         _extend_all(self.arrays, np.asarray(tokens, np.int64))
 
     def end_text(self) -> None:
-        """The next token begins another text."""
+        """End the current text; the next token begins another one."""
         self.arrays.sizes[LAST_STATE] = START_STATE
 
 
@@ -104,7 +107,7 @@ def _index(automaton: Automaton) -> None:
 
 @compiled
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
-    """The slot of an edge, or the free one where it would go."""
+    """Return the slot that holds an edge, or the free slot where it belongs."""
     mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     slot_mask = np.int64(len(automaton.slots) - 1)
     slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
@@ -117,14 +120,14 @@ def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
 
 @compiled
 def after(automaton: Automaton, state: Any, token: Any) -> Any:
-    """The state that a token leads to, or ``NO_STATE``."""
+    """Return the state that a token leads to, or ``NO_STATE``."""
     edge = automaton.slots[_slot(automaton, state, token)]
     return automaton.targets[edge] if edge != NO_STATE else np.int32(NO_STATE)
 
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
-    """The state of the longest suffix that occurs, and its length, after more tokens of another text."""
+    """Read more tokens of another text; return the state and length of its longest suffix that occurs."""
     for token in tokens:
         while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
@@ -168,7 +171,10 @@ def _extend(automaton: Automaton, token: Any) -> None:
 
 @compiled
 def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
-    """The state of a state's longest substring and a token: the target of that edge, divided if it holds more."""
+    """Return the state of a state's longest substring followed by a token.
+
+    This is the edge's ``target``, which is split if it also represents longer substrings.
+    """
     length = automaton.lengths[state] + 1
     if automaton.lengths[target] == length:
         return np.int64(target)
@@ -204,17 +210,17 @@ def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None
 
 
 TOKENS_AHEAD = 40
-"""Tokens of a draft."""
+"""Most tokens in a draft."""
 PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
-"""The rate of acceptance that the measured one begins with, its weight, and the window of the average in tokens."""
+"""Initial acceptance rate, its weight in tokens, and the window of the moving average in tokens."""
 
 
 class SamDecoding:
-    """Drafts one chain. Its tokens are equally probable, given the one before."""
+    """Drafts one chain; all of its tokens have the same acceptance rate, given that the token before is accepted."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
-        """Seconds spent in the source since the drafter was made."""
+        """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._automaton = SuffixAutomaton()
         self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)
@@ -230,7 +236,7 @@ class SamDecoding:
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
         automaton = self._automaton.arrays
-        # The whole context occurs once; its link is the longest suffix that occurred before.
+        # The whole context occurs only once; its link leads to the longest suffix that occurred before.
         match = automaton.links[automaton.sizes[LAST_STATE]]
         start = int(automaton.ends[match]) if match > START_STATE else int(automaton.sizes[NUM_TOKENS])
         max_nodes = min(TOKENS_AHEAD, self._budget.max_nodes, int(automaton.sizes[NUM_TOKENS]) - start)

@@ -1,8 +1,8 @@
 """SuffixDecoding (Oliaro et al., 2024): a tree of the most frequent continuations of one match of the context.
 
-Two automata count what followed: one of the prompt and the answer so far, one of all answers, that one included. Each
-suffix of the context that occurs in one of them is a match; its tree has more nodes, the longer the match is. The tree
-with the most expected tokens is drafted.
+Two automata count continuations: one in the prompt and the current answer, the other in all answers including the
+current one. Each suffix of the context that occurs in one of them is a match; the longer it is, the more nodes its tree
+has. The tree with the most expected tokens is drafted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 MAX_MATCH_TOKENS = 64
-"""The longest match, in tokens."""
+"""Longest match in tokens."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Tokens of all answers; the answer after so many begins a new memory."""
+"""Number of tokens of earlier answers beyond which the next answer discards them."""
 
 
 class SuffixConfig(NamedTuple):
-    """How much is drafted of a match; the defaults are those of its authors."""
+    """How many nodes to draft for a match; the defaults are those of the paper's authors."""
 
     nodes_per_token: float = 1.0
-    """Nodes drafted for each token of the match."""
+    """Number of nodes for each token of the match."""
     extra_nodes: float = 0.0
-    """Nodes drafted beside those."""
+    """Number of further nodes, regardless of the match."""
     min_prob: float = 0.1
     """Minimum probability of a node."""
 
@@ -50,7 +50,7 @@ DEFAULT_SUFFIX_CONFIG = SuffixConfig()
 
 
 class FoundTree(NamedTuple):
-    """Nodes of a tree, most probable first."""
+    """Buffers for the nodes of a tree, most probable first."""
 
     tokens: Ints
     parents: Ints
@@ -59,20 +59,20 @@ class FoundTree(NamedTuple):
 
 
 class SuffixDecoding:
-    """Remembers earlier answers unless ``remembers`` is False."""
+    """Drafts from the conversation and, unless ``remembers`` is False, from earlier answers."""
 
     def __init__(
         self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
     ) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.HISTORY: 0.0}
-        """Seconds spent in each source since the drafter was made."""
+        """Seconds spent in each source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._config, self._remembers = config, remembers
         self._context, self._answers = SuffixAutomaton(), SuffixAutomaton()
         self._tail: list[int] = []
-        """The last tokens of the context."""
+        """Last tokens of the context, to match with earlier answers."""
         self._best, self._other = _no_nodes(), _no_nodes()
-        # Compiled, or loaded from the cache, before a step needs it.
+        # Compile the code, or load it from the cache, before the first step.
         advance(self._answers.arrays, START_STATE, 0, np.zeros(1, np.int64))
         self._grow(self._context, (START_STATE, 0), 1, 0.0)
 
@@ -91,7 +91,7 @@ class SuffixDecoding:
         started = time.perf_counter()
         local = self._context.arrays
         state = int(local.links[local.sizes[LAST_STATE]])
-        # The whole context occurs once; its link is the longest suffix that occurred before.
+        # The whole context occurs only once; its link leads to the longest suffix that occurred before.
         match = (state, int(local.lengths[state])) if state > START_STATE else (START_STATE, 0)
         size, score = self._grow(self._context, match, max_nodes, 0.0)
         between = time.perf_counter()
@@ -128,7 +128,7 @@ class SuffixDecoding:
     def _grow(
         self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
     ) -> tuple[int, float]:
-        """Fill ``_best`` with the best tree, if it has a higher score; its size and score."""
+        """Write the best tree to ``_best``; return its size and score, or 0 and ``score`` if none scores higher."""
         config, state = self._config, match[0]
         bounds = config.nodes_per_token, config.extra_nodes, config.min_prob
         grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, *self._best)
@@ -153,7 +153,10 @@ def _best_tree(
     probs: Any,
     states: Ints,
 ) -> tuple[int, float]:
-    """The tree of the match with the highest score above ``score``; its size and score."""
+    """Find the match whose tree has the highest score, write the tree, and return its size and score.
+
+    If no tree scores higher than ``score``, return 0 and ``score``.
+    """
     size, best = 0, np.int64(START_STATE)
     limit = 0
     while state > START_STATE:
@@ -182,7 +185,7 @@ def _expand(
     probs: Any,
     states: Ints,
 ) -> int:
-    """The ``max_nodes`` most probable continuations of a state, best first, in one sorted list; how many there are."""
+    """Write the ``max_nodes`` most probable continuations of a state, best first; return the number of nodes."""
     size = node = 0
     above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:

@@ -1,6 +1,6 @@
-"""Token Recycling (Luo et al., 2024): a static tree over what the target ranked highest after each token.
+"""Token Recycling (Luo et al., 2024): a static tree over the tokens that the target ranked highest after each token.
 
-All nodes of a verified tree are recycled, accepted or not. Of the paper's 80 nodes, those that were accepted most
+Rankings are recycled from all nodes of a verified tree, accepted or not. Of the paper's 80 nodes, those accepted most
 often are drafted, as many as the budget allows.
 """
 
@@ -22,23 +22,23 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 RECYCLED_PER_TOKEN = 8
-"""Tokens that are kept for each."""
+"""Number of ranked tokens that are stored for each token."""
 NO_RECYCLED_TOKEN = -1
 
 
 class TopTokens:
-    """A row for each token of the vocabulary; memory is allocated when the first logits arrive."""
+    """Stores the latest ranking after each token of the vocabulary; memory is allocated with the first logits."""
 
     def __init__(self) -> None:
         self.rows = np.empty((0, RECYCLED_PER_TOKEN), np.int64)
-        """Best first; ``NO_RECYCLED_TOKEN`` where nothing is known."""
-        topk(torch.zeros(1, 1), RECYCLED_PER_TOKEN)  # compiles it, or loads it
+        """Ranked tokens by token, best first; ``NO_RECYCLED_TOKEN`` if they are unknown."""
+        topk(torch.zeros(1, 1), RECYCLED_PER_TOKEN)  # compile it, or load it from the cache, before the first step
 
     def clear(self) -> None:
         self.rows[:] = NO_RECYCLED_TOKEN
 
     def keep(self, tree: DraftTree, verified: Verified) -> None:
-        """Keep the rankings after the root and each node of a verified tree."""
+        """Store the rankings after the root and each node of a verified tree."""
         vocabulary = verified.logits.shape[-1]
         if len(self.rows) < vocabulary:
             self.rows = np.full((vocabulary, RECYCLED_PER_TOKEN), NO_RECYCLED_TOKEN)
@@ -50,7 +50,7 @@ class TopTokens:
 
 
 class ConversationTracker:
-    """True if a prompt continues the conversation of the prompt before."""
+    """Tells whether a prompt continues the conversation of the previous prompt."""
 
     def __init__(self) -> None:
         self._prompt: list[int] = []
@@ -69,27 +69,27 @@ CHILDREN = (
     (2, 0, 0, 1, 0, 0, 0, 0),
     (0, 0, 0),
 )
-"""By depth and node: how many of the tokens after it the tree has, best first."""
+"""Number of children of each node in the static tree, by depth; a node's children are its highest-ranked tokens."""
 RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
-"""Prior acceptance rates by rank."""
+"""Initial acceptance rates by rank."""
 
 
 class TokenRecycling:
-    """Keeps its table from one conversation to the next unless ``remembers`` is False."""
+    """Drafts from rankings, which are kept between conversations unless ``remembers`` is False."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
         self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
-        """Seconds spent in the source since the drafter was made."""
+        """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
         self._table = TopTokens()
         self._places = np.array([children for level in CHILDREN for children in level], np.int64)
         self._calibration = NodeCalibration(RANK_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """The ranks of the nodes of the last tree, and the tree."""
-        _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compiles it, or loads it
+        """Rank of each node in the last tree, and the tree."""
+        _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compile it, or load it from the cache
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self._conversation.continues(prompt) and not self._remembers:
@@ -121,7 +121,7 @@ class TokenRecycling:
 
 @compiled
 def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
-    """The places of the tree whose tokens are known: their tokens, parents and ranks."""
+    """Return the tokens, parents and ranks of the nodes of the static tree whose tokens are known."""
     max_nodes = len(places)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
     ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each place

@@ -1,1 +1,1 @@
-"""Trained drafters that read accepted tokens with the target's hidden states, and the draft models beside them."""
+"""Trained drafters: those that read the target's hidden states after accepted tokens, and separate draft models."""

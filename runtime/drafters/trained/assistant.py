@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 def draft_model_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
 ) -> SequentialDrafter:
-    """A drafter of the named model; measured, it drafts as far as that pays. ``tokenizer`` is the target's."""
+    """Return a drafter for the small model called ``name``; if ``is_measured``, it drafts only as far as that pays.
+
+    Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's.
+    """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     pace = pace_for(target, name, is_measured=is_measured)
     return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
@@ -56,12 +59,12 @@ def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -
 
 
 class DraftModel:
-    """A small model that drafts a chain token by token; what is rejected is cut off its cache."""
+    """A small model that drafts a chain token by token; rejected tokens are rolled back from its KV cache."""
 
     passes = MAX_PASSES
 
     def __init__(self, model: Target, vocabulary: int) -> None:
-        """No token outside the first ``vocabulary`` ones is drafted."""
+        """Only the first ``vocabulary`` token ids are drafted."""
         self._model, self._vocabulary = model, vocabulary
         self._cache = model.allocate()
         self.begin([])
@@ -70,9 +73,9 @@ class DraftModel:
         self._model.notice_changes()
         self._context = list(prompt[:1])
         self._limit = self._model.context_limit(max(1, len(prompt)))
-        """The most tokens that the model reads: after them, nothing is drafted."""
+        """Most tokens that the model can read, after which nothing is drafted; None if there is no limit."""
         self._accepted = 0
-        """Tokens of the context that the cache holds."""
+        """Number of context tokens in the cache."""
 
     def skip(self, tokens: int) -> None:
         self.begin([])
@@ -81,7 +84,7 @@ class DraftModel:
         self._context += tokens
         self._drafted = 0
         if max(tokens) >= self._model.vocabulary:
-            self._limit = 0  # it cannot read this answer any further
+            self._limit = 0  # the model has no embedding for one of the tokens
         if self._is_full():
             return NO_RANKING
         slot = self._cache.slots[0]
@@ -94,7 +97,7 @@ class DraftModel:
         else:
             slot.cut(kept)
             logits = self._verified(DraftTree.of(new[0], new[1:], range(-1, len(new) - 2)), new[1:])
-        self._cache.slots[0].keep_states()  # of a recurrent model; slots are others once their cache has grown
+        self._cache.slots[0].keep_states()  # for recurrent models; not ``slot``, which a growing cache replaces
         self._accepted = len(self._context)
         return self._ranked(logits)
 
@@ -109,7 +112,7 @@ class DraftModel:
         return self._limit is not None and len(self._context) + self._drafted > self._limit
 
     def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
-        """Read a chain of tokens after those of the cache; the logits after the last one."""
+        """Read a chain of tokens into the cache; return the logits after the last one."""
         (verified,) = self._model.verify(self._cache, [tree])
         self._model.wait()
         logits = verified.logits[-1:]
@@ -121,7 +124,6 @@ class DraftModel:
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common prefix."""
     number = 0
     for first_token, second_token in zip(first, second, strict=False):
         if first_token != second_token:
@@ -134,7 +136,7 @@ KeyValueViews = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AssistantModule:
-    """An assistant; all its passes are at the position of the last accepted token, and it has no cache."""
+    """A Gemma 4 assistant, which has no KV cache and runs all passes at the position of the last accepted token."""
 
     passes = MAX_PASSES
 
@@ -142,7 +144,7 @@ class AssistantModule:
         self._assistant, self._embed = assistant, target.model.get_input_embeddings()
         self._layers = layers_read(target)
         self.slot: Slot | None = None
-        """Where the target keeps the conversation."""
+        """The target's slot that holds the conversation; None if it is unknown."""
         width = int(assistant.config.backbone_hidden_size)
         self._states = torch.zeros((1 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=target.device)
         self._length, self._rows = 0, 0
@@ -151,13 +153,13 @@ class AssistantModule:
         self.slot, self._length = None, 0
 
     def skip(self, tokens: int) -> None:
-        self._length += tokens  # their keys are the target's
+        self._length += tokens  # the target's KV cache holds them
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._length += len(tokens)
         slot = self.slot
         if slot is None or slot.length != self._length:
-            return NO_RANKING  # the conversation has moved to another slot, which the next step names
+            return NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
         slot.kv.settle()
         kept = slot.kv.storage.layers
         self._kept: KeyValueViews = {
@@ -171,7 +173,7 @@ class AssistantModule:
         return self._pass(self._states[parents], tokens)
 
     def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank what follows tokens with the hidden states before them, each in a batch entry of its own."""
+        """Rank the tokens that follow each of ``tokens``, one batch entry each, given the hidden states before them."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
         output = self._assistant(
@@ -190,7 +192,7 @@ class AssistantModule:
 
 
 class AssistantDrafter(SequentialDrafter):
-    """An assistant during the answers of a target."""
+    """A sequential drafter that tells its assistant which slot of the target holds the conversation."""
 
     module: AssistantModule
 
@@ -200,14 +202,14 @@ class AssistantDrafter(SequentialDrafter):
 
 
 def layers_read(target: Target) -> dict[str, int]:
-    """The last layer of each kind that keeps keys and values."""
+    """Return, for each attention type, the last of the target's layers that stores keys and values."""
     storage = target.cache.storage
     kinds = getattr(target.config, "layer_types", None) or ()
     return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NOTHING}
 
 
 def load_assistant(published: PublishedDrafter, target: Target) -> Any:
-    """The model of an assistant of a target; HeadsError says why it is none."""
+    """Load a Gemma 4 assistant; raise HeadsError or FamilyError if it does not fit the target."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -1,6 +1,6 @@
-"""DFlash drafters: a block of masked tokens after the last one is predicted in one pass, as by a diffusion model.
+"""DFlash drafters, which predict a block of masked tokens in one pass, like a diffusion model.
 
-They read the outputs of some layers of the target; the layout and the cache are those of transformers.
+They read the outputs of some layers of the target. The model and its KV cache are those of transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DFlashDrafter:
-    """A DFlash model during the answers of a target."""
+    """Drafts with a DFlash model during the answers of a target."""
 
     source = SourceName.DRAFTER
 
@@ -57,7 +57,7 @@ class DFlashDrafter:
         self._cache = DFlashCache(config=self._model.config)
         self._cache.activate_past_recording()
         self._length = 0
-        """Accepted positions that were read."""
+        """Number of accepted positions read so far."""
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
@@ -74,7 +74,7 @@ class DFlashDrafter:
         new = len(tokens)
         self._cache.set_previous_accepted_tokens(new)
         if self._length:
-            self._cache.crop(-self._block)  # the block of the last draft
+            self._cache.crop(-self._block)  # drop the block of the last draft
         noise = torch.tensor([[tokens[-1], *[self._mask_token] * (self._block - 1)]], device=self._device)
         positions = torch.arange(self._length, self._length + new + self._block, device=self._device)[None]
         self._length += new
@@ -92,7 +92,7 @@ class DFlashDrafter:
         return self._proposed
 
     def _noise(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings without the norm that some models have behind them."""
+        """Return embeddings without the norm that some models apply after them."""
         norm = getattr(self._embed, "embed_norm", None)
         if norm is None:
             embeddings: torch.Tensor = self._embed(ids)
@@ -106,7 +106,7 @@ class DFlashDrafter:
 
 
 def load_dflash(published: PublishedDrafter, target: Target) -> Any:
-    """The model of a drafter for a target; HeadsError says why it is none."""
+    """Load a DFlash model; raise HeadsError if it does not fit the target, FamilyError if transformers is too old."""
     from transformers import AutoModel
 
     try:

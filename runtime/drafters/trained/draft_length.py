@@ -1,4 +1,4 @@
-"""Decides whether a trained drafter's passes pay, how many to make in a step, and over how many tokens each."""
+"""Decide whether the passes of a trained drafter pay, how many to make in a step, and over how many tokens each."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 GATE_LEARNING_RATE = 0.01
-"""Learning rate of the averages of steps with, or without, the drafter."""
+"""Learning rate of the average tokens and seconds of a step, with and without the drafter."""
 PRIOR_STEPS = 8
-"""Steps by which it is assumed that the drafter adds no tokens, so that a costly one needs more evidence."""
+"""Weight, in steps, of the assumption that the drafter adds no tokens, so that a costly one needs more evidence."""
 TRIAL_STEPS = 4
-"""Steps of a trial of the slower kind."""
+"""Number of steps for which the slower kind of step is tried."""
 MAX_TRIAL_LOSS = 0.01
-"""The share of the time that trials may lose."""
+"""Largest share of the time that trials may lose."""
 MAX_GATE_PAUSE = 512
-"""The longest pause, in steps, before the slower kind is tried again."""
+"""Longest pause before the slower kind of step is tried again, in steps."""
 MAX_STEP_RATIO = 3.0
-"""How many times the average seconds a single step may count: it may have been interrupted."""
+"""Multiple of the average to which the seconds of a step are clipped, as it may have been interrupted."""
 
 
 class TrainedGate:
-    """Compares tokens per second of steps with the drafter and steps without it, and uses the faster kind.
+    """Compares the throughput of steps with and without the drafter, and uses the faster kind.
 
-    The slower kind is tried again after a pause in proportion to what the trial is expected to lose.
+    The slower kind is tried again after a pause that is proportional to the expected loss of the trial.
     """
 
     def __init__(self) -> None:
         self.now = True
-        """True if to run the drafter in the next step."""
+        """True if the next step should run the drafter."""
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
         self._observed = [0, 0]
         self._steps_left = TRIAL_STEPS
 
     def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
-        """Update with the tokens and the seconds of a step, which ``used`` the drafter or not: by default as ``now``.
+        """Record the tokens and seconds of a step, and whether it ``used`` the drafter (by default, as ``now`` says).
 
-        Answers of a batch share a gate, which another one may have switched since the step began.
+        Answers of a batch share a gate and must pass ``used``, as another answer may have switched ``now`` since the
+        step began.
         """
         kind = int(self.now if used is None else used)
         if self._observed[kind]:
@@ -66,12 +67,12 @@ class TrainedGate:
             return
         if is_faster:
             pause = min(TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(self._observed))
-        else:  # with a drafter, a tree is no worse: what a trial may lose is the time of its passes
+        else:  # the drafter makes no tree worse, so a trial loses at most the time of its passes
             pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / MAX_TRIAL_LOSS
         self.now, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), MAX_GATE_PAUSE))
 
     def _speeds(self) -> tuple[float, float]:
-        """Tokens per second without and with the drafter."""
+        """Return the tokens per second without and with the drafter."""
         without, drafting = self._tokens
         known = self._observed[1] / (self._observed[1] + PRIOR_STEPS)
         return without / self._seconds[0], (without + known * (drafting - without)) / self._seconds[1]
@@ -79,17 +80,20 @@ class TrainedGate:
 
 PACE_LEARNING_RATE = 0.03
 MAX_PASS_RATIO = 3.0
-"""How many times the expected seconds a single pass or step may count."""
+"""Multiple of the expected value to which the seconds of a pass or step are clipped."""
 MAX_EXTENDED_ROWS = 16
-"""Passes over more rows, such as those over prompts, tell nothing of those that extend a draft."""
+"""Most rows of a pass whose cost is learned; larger passes, such as prefills, say nothing about drafting."""
 
 
 class Pace(Protocol):
-    """How many tokens the next pass of a drafter extends the draft by."""
+    """Decides how many paths of a draft the drafter's next pass extends."""
 
     def rows(self, path_probs: Array, certainty: float) -> int:
-        """``path_probs`` are those of the tokens that may be extended, in descending order, and ``certainty`` that of
-        the best token that is expected after one of them; 0 ends the draft."""
+        """Return how many of the candidate paths to extend; 0 ends the draft.
+
+        ``path_probs`` are the probabilities of the candidates in descending order; ``certainty`` is the expected
+        probability of the best token after one of them.
+        """
         ...
 
     def note_pass(self, rows: int, seconds: float) -> None: ...
@@ -100,7 +104,7 @@ class Pace(Protocol):
 
 
 class FixedPace:
-    """Extends all allowed paths in every pass."""
+    """Extends all candidate paths in every pass."""
 
     def rows(self, path_probs: Array, certainty: float) -> int:
         return len(path_probs)
@@ -116,10 +120,10 @@ class FixedPace:
 
 
 class MeasuredPace:
-    """As many as bring more expected tokens for the time of the pass than steps bring in the same time."""
+    """Extends as many paths as pay: a pass must add more expected tokens than steps yield in the same time."""
 
     def __init__(self, costs: LinearCost, log: PassLog) -> None:
-        """``costs`` are those of the drafter's passes, and ``log`` tells of the passes of its target."""
+        """``costs`` estimates the cost of the drafter's passes; ``log`` records the target's passes."""
         self._costs, self._log = costs, log
         self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._last: float | None = None
@@ -136,7 +140,7 @@ class MeasuredPace:
 
     @property
     def _speed(self) -> float:
-        """Tokens per second: those of the steps so far, and at least one for the time of the last pass."""
+        """Tokens per second of the steps so far, but at least one token per duration of the target's last pass."""
         passes = 1 / self._log.last_seconds if self._log.last_seconds else 0.0
         return max(passes, self._tokens / self._seconds) if self._steps else passes
 
@@ -145,7 +149,7 @@ class MeasuredPace:
             self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
-        """Update the tokens per second of steps, their drafts included."""
+        """Update the tokens per second of a step, drafting included."""
         now, before = time.perf_counter(), self._last
         self._last = now
         if before is None:
@@ -159,23 +163,23 @@ class MeasuredPace:
         self._seconds += share * (seconds - self._seconds)
 
     def restart(self) -> None:
-        """Another answer begins: the time until its first step is not that of a step."""
+        """Begin another answer; the time until its first step does not count as the duration of a step."""
         self._last = None
 
 
 def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
-    """The pace of a drafter; measured, it begins with the costs that other drafters of this name have seen."""
+    """Return the pace of a drafter; a measured one shares pass costs with the target's other drafters of this name."""
     if not is_measured:
         return FixedPace()
     return MeasuredPace(loaded_once(target, f"{name}: costs of passes", LinearCost), target.log)
 
 
 class LinearCost:
-    """The seconds of a pass as a base and seconds for each row: a regression that forgets."""
+    """Estimates the seconds of a pass as a base plus seconds per row, by linear regression with forgetting."""
 
     def __init__(self) -> None:
         self.observed = 0
-        """Passes that were observed."""
+        """Number of observed passes."""
         self._rows = self._seconds = self._variance = self._covariance = 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -190,7 +194,7 @@ class LinearCost:
         self._covariance += share * ((1 - share) * off_rows * off_seconds - self._covariance)
 
     def of(self, rows: int) -> float:
-        """The expected seconds; a pass over fewer rows never costs more, nor one over no rows less than nothing."""
+        """Return the expected seconds of a pass, which never decrease with the number of rows and are not negative."""
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0 else 0.0
         if self._rows > 0:
             slope = min(slope, self._seconds / self._rows)

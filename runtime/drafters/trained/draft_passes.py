@@ -1,6 +1,6 @@
 """Passes of a small module over accepted tokens and over draft paths after them, with one KV cache.
 
-On a device they have fixed shapes, each captured once and then replayed.
+On a GPU, passes have fixed shapes, each of which is captured once and then replayed.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 READ_CHUNK = 512
-"""Accepted tokens that are read in one pass."""
+"""Most accepted tokens that one pass reads."""
 CAPTURED_SIZES = (1, 2, 4, 8, 16)
-"""Rows of a captured pass."""
+"""Numbers of rows in a captured pass."""
 CAPTURED_HEADER_WORDS = 2
-"""Integers before those of the rows: the number of accepted positions, and the row of the last accepted token."""
+"""Number of integers before those of the rows: accepted positions, and the row of the last accepted token."""
 READS_NOTHING = -1
 
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
-"""Hidden states after tokens ``[1, rows]``, from hidden states before them, positions, a cache and a mask."""
+"""Computes the hidden states after tokens ``[1, rows]``, from hidden states before them, positions, cache and mask."""
 SelectTopTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""The best tokens after hidden states ``[rows, width]``, and their probabilities."""
+"""Computes the best tokens after hidden states ``[rows, width]``, and their probabilities."""
 
 
 class PassRows(NamedTuple):
-    """The rows of a captured pass, padded to its size."""
+    """Inputs for the rows of a captured pass, padded to its size."""
 
     tokens: list[int]
     places: list[int]
-    """How many positions each is after the accepted ones."""
+    """Offset of each row's position from the end of the accepted ones."""
     seen: list[int]
-    """A bit for each drafted position that it sees."""
+    """Bitmask of the drafted positions that each row attends to."""
     parents: list[int]
-    """The row of the hidden state before it."""
+    """Row that holds the hidden state before each token."""
     written: list[int]
-    """The row that its own hidden state becomes."""
+    """Row to which each token's own hidden state is written."""
 
 
 WORDS_PER_ROW = len(PassRows._fields) + 1
-"""Integers of a row: those, and the position that its keys and values are written to."""
+"""Integers per row: the fields of ``PassRows``, and the position to which its keys and values are written."""
 
 
 class DraftPasses:
-    """The passes of a module, its cache, and the hidden states of the paths that are drafted.
+    """Passes of a module, with its KV cache and the hidden states of the current draft.
 
-    Row 0 is the last accepted token; each row of ``extend`` gets the next number. The cache holds the accepted
-    positions, and those of drafted rows after them, which the next accepted ones overwrite.
+    Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it. The cache holds the accepted
+    positions followed by those of drafted rows, which the next accepted positions overwrite.
     """
 
     passes = MAX_PASSES
@@ -73,12 +73,16 @@ class DraftPasses:
         window: int | None,
         target: Target,
     ) -> None:
-        """``width`` is that of the module's hidden states, ``read_width`` that of the target's if it is another one."""
+        """``width`` is that of the module's hidden states.
+
+        ``read_width`` is that of the target's hidden states, if it differs, and ``window`` the size of the sliding
+        window, if there is one.
+        """
         self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
         self._device = target.device
         self._storage = KVTensors.for_layers(shapes, 0)
         self._states = torch.zeros((2 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=self._device)
-        """The hidden state of each row; the last one takes those of padding."""
+        """Hidden state of each row; padding writes to the last one."""
         self._host = torch.zeros(
             CAPTURED_HEADER_WORDS + WORDS_PER_ROW * CAPTURED_SIZES[-1],
             dtype=torch.int64,
@@ -93,11 +97,11 @@ class DraftPasses:
 
     @torch.inference_mode()
     def begin(self, prompt: list[int]) -> None:
-        """Forget all that was read. Old values are zeroed, because a mask hides them only if they are finite."""
+        """Discard everything read so far. Old values are zeroed, because masking works only for finite values."""
         for tensor in self._storage.tensors:
             tensor.zero_()
         self._length = 0
-        """Accepted positions."""
+        """Number of accepted positions."""
         self._forget_rows()
 
     def skip(self, tokens: int) -> None:
@@ -105,10 +109,10 @@ class DraftPasses:
 
     def _forget_rows(self) -> None:
         self._ancestors, self._places = [0], [-1]
-        """The drafted rows that each row sees, a bit for each, and its place after the accepted positions."""
+        """Bitmask of the drafted rows that each row attends to, and its offset from the accepted positions."""
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
-        """Read accepted tokens; the best tokens after the last one."""
+        """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
         for start in range(0, len(tokens), READ_CHUNK):
             chosen, before = tokens[start : start + READ_CHUNK], hidden[start : start + READ_CHUNK]
             ends = start + READ_CHUNK >= len(tokens)
@@ -135,7 +139,7 @@ class DraftPasses:
         return on_host(self._best_of(states))
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        """Extend the paths of earlier rows by a token each; the best tokens after each of them."""
+        """Extend the path of each row in ``parents`` by a token; return the best tokens after it, and probabilities."""
         first = len(self._ancestors)
         for number, parent in enumerate(parents, start=first - 1):
             self._ancestors.append(self._ancestors[parent] | 1 << number)
@@ -170,7 +174,7 @@ class DraftPasses:
         new = len(tokens)
         size = next(size for size in CAPTURED_SIZES if size >= new)
         self._new_hidden[:new].copy_(hidden)
-        self._new_hidden[new:size] = 0  # a mask hides padding only if it is finite
+        self._new_hidden[new:size] = 0  # masking works only for finite values
         places, nothing = list(range(size)), [0] * size
         seen = [(2 << place) - 1 for place in places]
         rows = PassRows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
@@ -191,7 +195,10 @@ class DraftPasses:
         return ranked[0][: len(rows)], ranked[1][: len(rows)]
 
     def _replay(self, rows: PassRows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
-        """A pass over rows that are written after ``first`` drafted ones; of accepted ones, ``last`` is the last."""
+        """Run a captured pass over rows, whose keys and values are written after ``first`` drafted positions.
+
+        If the rows are accepted tokens, ``last`` is the index of the last one.
+        """
         size, start = len(rows.tokens), self._length + first
         self._make_room(start + size)
         extent, is_read = min(extent_for(start + size), self._storage.capacity), last != READS_NOTHING
@@ -216,7 +223,7 @@ class DraftPasses:
             cache = IndexedKVCache(self._storage, indices[None], extent)
             before = self._new_hidden[:size] if is_read else self._states.index_select(0, parents)
             mask = draft_mask(given[0], seen, places, extent, self._window, self._states)
-            positions = given[0] + places + 1  # of the token, after that of the hidden state
+            positions = given[0] + places + 1  # a token's position is one after that of its hidden state
             states = self._module(tokens[None], before[None], positions[None], cache, mask)[0]
             if is_read:
                 states = states.index_select(0, given[1:CAPTURED_HEADER_WORDS])
@@ -229,7 +236,7 @@ class DraftPasses:
 
 
 def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """The mask ``[1, 1, new, first + new]`` of tokens after ``first`` others."""
+    """Return the attention mask ``[1, 1, new, first + new]`` for new tokens after ``first`` others."""
     keys = torch.arange(first + new, device=like.device)
     queries = keys[first:, None]
     visible = keys <= queries
@@ -241,9 +248,10 @@ def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) ->
 def draft_mask(
     base: torch.Tensor, seen: torch.Tensor, places: torch.Tensor, extent: int, window: int | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """The mask ``[1, 1, rows, extent]`` of rows that come ``places`` after ``base`` accepted positions.
+    """Return the attention mask ``[1, 1, rows, extent]`` for drafted rows after ``base`` accepted positions.
 
-    Each sees the drafted positions of its bits in ``seen``.
+    ``seen`` is a bitmask of the drafted positions that each row attends to, and ``places`` is the offset of its own
+    position.
     """
     keys = torch.arange(extent, device=like.device) - base.to(like.device)
     bits = (seen.to(like.device)[:, None] >> keys.clamp(0, 62)) & 1

@@ -1,6 +1,6 @@
 """EAGLE-3 drafters (Li et al., 2025): one decoder layer over the outputs of three layers of the target.
 
-Checkpoints of the original and of vLLM's speculators are read.
+Checkpoints may have the format of the original implementation or of vLLM's speculators.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
-"""Beginnings of the names of tensors, in the two kinds of checkpoints, and ours."""
+"""Prefixes of tensor names in the two checkpoint formats, and the prefixes used here."""
 TARGET_IDS, OFFSETS = "t2d", "d2t"
-"""Which tokens of the target can be drafted, and how far the id of each lies above its number among these."""
+"""Tensors of a checkpoint: a mask of the target's tokens that can be drafted, and for each draft token the difference
+between the target's id and its own."""
 
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Sizes of a drafter."""
-
     width: int
     target_width: int
     embedding: int
@@ -40,13 +39,13 @@ class EagleShape:
     head: int
     epsilon: float
     vocabulary: int
-    """Tokens that it can draft."""
+    """Number of tokens that the drafter can draft."""
     adds_normed: bool = False
-    """True if the residual is the normed hidden state."""
+    """True if the residual connection adds the normed hidden state."""
 
     @classmethod
     def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
-        """The shape that a checkpoint's configuration states."""
+        """Return the shape stated by the configuration of a checkpoint."""
         layer = settings.get("transformer_layer_config") or settings
         width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         embeddings: Any = target.model.get_input_embeddings()
@@ -65,7 +64,7 @@ class EagleShape:
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads a token and a hidden state side by side."""
+    """A decoder layer whose attention reads the token's embedding and a hidden state, concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The whole drafter; a checkpoint may leave the embedding to the target."""
+    """An EAGLE-3 drafter; it uses the target's embedding if the checkpoint has none."""
 
     def __init__(self, shape: EagleShape, rotary: nn.Module) -> None:
         super().__init__()
@@ -133,12 +132,12 @@ class Eagle3(nn.Module):
         self.rotary = rotary
         self.embed_tokens: Any = None
         self.token_ids: torch.Tensor | None = None
-        """The target's id of each token that it can draft; None if it can draft all."""
+        """The target's id of each draft token; None if all tokens can be drafted."""
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states after tokens, from those of the target's three layers or from its own before them."""
+        """Return hidden states after tokens, given those before them: of the target's three layers, or its own."""
         if hidden.shape[-1] == self.fc.in_features:
             hidden = self.fc(hidden)
         states: torch.Tensor = self.layer(
@@ -169,13 +168,16 @@ class EagleModule(DraftPasses):
 
 
 def layers_of(settings: dict[str, Any], number: int) -> list[int]:
-    """The layers of a target whose outputs a drafter reads; checkpoints name those that follow them."""
+    """Return the target's layers whose outputs a drafter reads; checkpoints name the layers after these."""
     named = settings.get("eagle_aux_hidden_state_layer_ids") or (2, number // 2, number - 3)
     return [int(layer) - 1 for layer in named]
 
 
 def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, list[int]]:
-    """A drafter for a target, and the layers of the target that it reads."""
+    """Load an EAGLE-3 drafter; return it and the target's layers that it reads.
+
+    Raise HeadsError if it does not fit the target.
+    """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,7 +1,7 @@
-"""Drafting by multi-token-prediction layers: one that is applied again and again, or several in turn.
+"""Drafting by multi-token-prediction (MTP) layers: a single layer applied repeatedly, or several layers in turn.
 
-The only module that knows the library's ``MtpModel``. Checkpoints store these layers beside the model's own; most
-configurations say how many there are, each in its own words.
+No other module uses ``MtpModel`` of transformers. Checkpoints store these layers beside the model's own; most
+configurations state their number, under different names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Settings that hold the number of MTP layers."""
+"""Configuration fields that may hold the number of MTP layers."""
 MAX_LAYERS = 8
 FULL_ATTENTION = "full_attention"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -54,31 +54,34 @@ TRAINING_ADVICE = (
 
 
 class LibraryMtp:
-    """MTP layers; layer ``k`` predicts the token after the next one, ``k`` positions further ahead."""
+    """MTP layers loaded by transformers.
+
+    Layer 0 predicts the token after the next one, and layer ``k`` the token ``k`` positions further ahead.
+    """
 
     def __init__(self, layers: Any, width: int) -> None:
-        """``width`` is that of the model's hidden states."""
+        """``width`` is the width of the model's hidden states."""
         self._layers = layers.eval().requires_grad_(False)
         self.number = int(layers.num_mtp_layers)
         self._mask: torch.Tensor | None = None
-        # The library would make causal masks by its own cache; draft trees need others.
+        # transformers would make causal masks for its own cache; draft trees need other masks.
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
         self.width = width
         self.shapes = self._shapes()
-        """Shapes of what each layer caches per position."""
+        """Shapes that each layer caches per position."""
 
     @property
     def module(self) -> torch.nn.Module:
-        """All layers, with the parts that they share with the model."""
+        """All MTP layers, with the parts that they share with the model."""
         return cast(torch.nn.Module, self._layers)
 
     @property
     def own(self) -> torch.nn.Module:
-        """The layers alone."""
+        """The MTP layers without shared parts."""
         return cast(torch.nn.Module, self._layers.layers)
 
     def window(self, layer: int) -> int | None:
-        """The positions that a layer with a sliding window attends to."""
+        """Return the size of a layer's sliding window; None if the layer attends to all positions."""
         kinds = getattr(self._layers.config, "layer_types", None) or [FULL_ATTENTION] * self.number
         is_sliding = "sliding" in kinds[layer]
         return int(self._layers.config.sliding_window) if is_sliding else None
@@ -106,7 +109,7 @@ class LibraryMtp:
         cache: Any,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states ``[1, tokens, width]`` after tokens, each with the hidden state before it."""
+        """Return a layer's hidden states ``[1, tokens, width]`` after tokens; ``hidden`` holds those before them."""
         self._mask = mask
         return cast(torch.Tensor, self._layers.forward_layer(layer, hidden, positions, cache, input_ids=tokens))
 
@@ -115,12 +118,12 @@ class LibraryMtp:
 
 
 class WithMtpLayers:
-    """A model with a configuration that tells of its MTP layers in the library's words."""
+    """Wraps a model with a configuration that describes its MTP layers as transformers expects."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = model
         self.config = config = copy.deepcopy(model.config)
-        # A configuration that was saved with its model may name its dtype instead.
+        # A configuration saved with its model may hold the name of the dtype instead of the dtype.
         config.dtype = model.dtype
         text = config.get_text_config(decoder=True)
         text.dtype = model.dtype
@@ -131,20 +134,20 @@ class WithMtpLayers:
             text.mtp_mlp_layer_types = [text.mlp_layer_types[-1]] * number
 
         self._keys_to_ignore_on_load_unexpected = patterns_of(model)
-        """Where the library looks for the names of these layers' tensors."""
+        """Patterns by which transformers recognizes the tensors of MTP layers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
 def _kind_of_layer(kinds: list[str]) -> str:
-    """The kind of layers after the last one of a model: full attention, unless it has none."""
+    """Return the type of the MTP layers of a model: full attention, unless none of its own layers has that type."""
     others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
     return FULL_ATTENTION if FULL_ATTENTION in kinds or not others else others[-1]
 
 
 def mtp_layers_of(model: PreTrainedModel) -> int:
-    """How many MTP layers the checkpoint of a model has."""
+    """Return how many MTP layers the checkpoint of a model has."""
     config = model.config.get_text_config(decoder=True)
     numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in LAYER_COUNT_FIELDS]
     configured = next((number for number in numbers if isinstance(number, int)), 0)
@@ -155,9 +158,9 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """What the names of the tensors of MTP layers match: those that the model leaves out, or layers after its last.
+    """Return patterns for the names of MTP tensors: those that the model ignores, and layers after its last one.
 
-    The library knows the latter by the number of layers of published sizes alone.
+    transformers knows the latter only for the layer counts of published models.
     """
     ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -167,7 +170,7 @@ def patterns_of(model: PreTrainedModel) -> list[str]:
 
 
 def load_mtp(model: PreTrainedModel) -> LibraryMtp:
-    """The MTP layers of a model; FamilyError or HeadsError says why there are none."""
+    """Load the MTP layers of a model's checkpoint; raise FamilyError or HeadsError if that is impossible."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -189,7 +192,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
 
 
 def _tensors_of(model: PreTrainedModel) -> list[str]:
-    """The names of the tensors of a model's checkpoint; none if its files are not here."""
+    """Return the names of the tensors in a model's checkpoint; none if its files are not on this machine."""
     import json
 
     from safetensors import safe_open
@@ -218,7 +221,10 @@ MTP_CACHE_NAME = "MTP layers"
 
 
 def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
-    """A drafter of the MTP layers of a target's checkpoint; measured, it makes the passes that pay."""
+    """Return a drafter for the MTP layers of the target's checkpoint.
+
+    If ``is_measured``, a layer that is applied repeatedly makes only the passes that pay.
+    """
     with target.changing():
         layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))
         columns = target.watch_hidden()
@@ -236,7 +242,7 @@ def _loaded(target: Target) -> LibraryMtp:
 
 
 class IteratedMtp(DraftPasses):
-    """A single MTP layer, which extends drafts by reading its own hidden states."""
+    """A single MTP layer, which is applied repeatedly to its own hidden states."""
 
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         super().__init__(
@@ -250,9 +256,10 @@ class IteratedMtp(DraftPasses):
 
 
 class MtpLayersInTurn:
-    """Several MTP layers: each reads what the one before it gave, one position further ahead.
+    """Several MTP layers in turn; each reads the hidden states of the one before it, one position further ahead.
 
-    All but the first read drafted tokens at the last positions, which are read again when the real ones are known.
+    At the last positions, all layers but the first read drafted tokens. They read these positions again once the
+    accepted tokens are known.
     """
 
     source = SourceName.HEADS
@@ -274,10 +281,10 @@ class MtpLayersInTurn:
 
     def _restart(self) -> None:
         self._settled = 0
-        """Positions that all layers have read with real tokens."""
+        """Number of positions that all layers have read with accepted tokens."""
         self._hidden: torch.Tensor | None = None
         self._tokens: list[int] = []
-        """Hidden states and tokens of the accepted positions after these."""
+        """Hidden states and tokens of the accepted positions after the settled ones."""
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         proposed, self._proposed = self._proposed, None
@@ -311,14 +318,14 @@ class MtpLayersInTurn:
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
         self._buckets = prob_bucket(probs)
         after = np.full(best_tokens.shape, NO_RANKING_AFTER)
-        after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the one before it
+        after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the layer before it
         calibrated = self._calibration(self._buckets)
         self._proposed = Proposal(best_tokens, calibrated, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
         self.seconds += time.perf_counter() - started
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read all tokens after the settled ones into a layer's cache."""
+        """Read all tokens after the settled ones into a layer's cache; return their hidden states."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)

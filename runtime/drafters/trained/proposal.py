@@ -1,6 +1,6 @@
 """Proposals of trained drafters, their calibration, and checkpoints of published drafters.
 
-A proposal ranks the next token after the root and after paths that begin there.
+A proposal ranks the next tokens after the root and after draft paths below it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 Loaded = TypeVar("Loaded")
 LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
-"""By target and name."""
+"""Results of ``loaded_once`` by target and name."""
 
 
 def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded:
-    """The cached result of ``load`` for this target and name."""
+    """Return the result of ``load``, which is called only once for each target and name."""
     loaded = LOADED_BY_TARGET.setdefault(target, {})
     if name not in loaded:
         loaded[name] = load()
@@ -43,19 +43,19 @@ def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded
 
 
 EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"
-"""Kinds of drafters; the last one is any model of text."""
+"""Kinds of published drafters; the last one is any small language model."""
 UNSUPPORTED_KINDS = {
     "eagle": "an EAGLE drafter of an earlier kind",
     "medusa": "a set of Medusa heads",
     "peagle": "a P-EAGLE drafter",
 }
-"""Words in the class of a drafter that is not supported."""
+"""Descriptions of unsupported drafters, by a word in the name of their class."""
 CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """A drafter that was named by its folder or by its name on the hub."""
+    """The checkpoint of a drafter, given by its folder or its name on the Hugging Face Hub."""
 
     name: str
     folder: Path
@@ -74,7 +74,7 @@ class PublishedDrafter:
 
     @property
     def kind(self) -> str:
-        """Which kind of drafter it is; HeadsError names one that is not supported."""
+        """The kind of drafter; raises HeadsError if it is not supported."""
         classes = " ".join(map(str, self.settings.get("architectures") or ())).lower()
         speculator = str(self.settings.get("speculators_model_type", "")).lower()
         if "eagle3" in classes or speculator == "eagle3":
@@ -89,7 +89,7 @@ class PublishedDrafter:
         return SMALL_MODEL
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the checkpoint, on the host."""
+        """Load all tensors of the checkpoint into host memory."""
         from safetensors.torch import load_file
 
         by_name: dict[str, torch.Tensor] = {}
@@ -109,7 +109,7 @@ class PublishedDrafter:
         return by_name
 
     def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Load a module from tensors; all of its own must be among them, in its shapes."""
+        """Load the parameters of a module from ``tensors``; raise HeadsError if one is missing or has another shape."""
         parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
         missing = sorted(parameters.keys() - tensors.keys())
         mismatched = sorted(
@@ -122,7 +122,7 @@ class PublishedDrafter:
 
 
 class RankedBlock:
-    """Memory of so many rankings on a device, and where they arrive on the host."""
+    """Device buffer for rankings of ``best`` tokens each, and the host buffer to which it is copied."""
 
     def __init__(self, rows: int, best: int, device: torch.device) -> None:
         self._shape, ranked = (rows, best), rows * best
@@ -137,13 +137,13 @@ class RankedBlock:
         return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
 
     def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Keep the rankings of a pass in the first rows; part of what is captured."""
+        """Write the rankings of a pass to the first rows. Captured as a part of the pass."""
         rows, best = tokens.shape
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
 
     def received(self, rows: int) -> tuple[Array, Array]:
-        """Wait for the pass that was started last; the first of its rankings."""
+        """Wait for the last pass, and return the tokens and probabilities of its first ``rows`` rankings."""
         self._clock.start()
         self._host.copy_(self._block, non_blocking=True)
         self._clock.stop()
@@ -153,35 +153,35 @@ class RankedBlock:
 
 
 TOKENS_PER_RANKING = 10
-"""Tokens of a ranking."""
+"""Number of tokens in a ranking."""
 MAX_RANKINGS = 64
 NO_RANKING_AFTER = -1
-"""In place of the number of a ranking: nothing is known after this token."""
+"""Index of a ranking that does not exist: the tokens that may follow are unknown."""
 
 
 class Proposal(NamedTuple):
-    """Rankings of the next token, each after another path; the first one is for the root."""
+    """Rankings of the next token after several paths; the first ranking follows the root."""
 
     tokens: Array
-    """``[rankings, best]``, most probable first."""
+    """Tokens ``[rankings, best]``, most probable first."""
     probs: Array
-    """The probability of each token, given that the path before it is accepted."""
+    """Probability of each token, given that the path before it is accepted."""
     after: Array
-    """The ranking that follows each token, or ``NO_RANKING_AFTER``."""
+    """Index of the ranking that follows each token, or ``NO_RANKING_AFTER``."""
     after_others: Array
-    """The ranking that follows a token that is not named, or ``NO_RANKING_AFTER``."""
+    """Index of the ranking that follows any token which a ranking does not contain, or ``NO_RANKING_AFTER``."""
     depths: Array
-    """The tokens between the root and what a ranking is for."""
+    """Number of tokens between the root and the token that each ranking predicts."""
 
     @classmethod
     def in_parallel(cls, tokens: Array, probs: Array) -> Proposal:
-        """Rankings by position ``[positions, best]``, whatever the tokens before them."""
+        """Return a proposal of rankings ``[positions, best]`` that do not depend on the tokens before them."""
         positions = np.arange(len(tokens))
         follows = np.where(positions + 1 < len(tokens), positions + 1, NO_RANKING_AFTER)
         return cls(tokens, probs, np.broadcast_to(follows[:, None], tokens.shape), follows, positions)
 
     def along(self, tokens: list[int]) -> list[int]:
-        """The rankings of the positions of these emitted tokens, as far as there are any."""
+        """Return the index of the ranking for each emitted token, up to the first token that has none."""
         rankings, at = list[int](), 0
         for token in tokens:
             if at == NO_RANKING_AFTER or at >= len(self.tokens):
@@ -193,28 +193,28 @@ class Proposal(NamedTuple):
 
 
 class TrainedDrafter(Protocol):
-    """A drafter that was trained for its target, as one of the sources of a tree or as the only one."""
+    """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree."""
 
     @property
     def source(self) -> SourceName:
-        """Whose nodes they are."""
+        """The source to which drafted nodes are attributed."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in its own passes."""
+        """Seconds spent in passes of the drafter."""
         ...
 
     def begin(self, prompt: list[int]) -> None:
-        """Start another answer. Its first input is the prompt, which the target reads next."""
+        """Begin another answer, whose first input is the prompt. The target prefills it next."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Note accepted tokens and their hidden states; nothing is computed."""
+        """Queue accepted tokens and their hidden states, without running a pass."""
         ...
 
     def propose(self, max_nodes: int) -> Proposal:
-        """Read what was noted, and rank what may follow; no tree will have more than ``max_nodes`` nodes."""
+        """Read the queued tokens and rank the tokens that may follow, for a tree of at most ``max_nodes`` nodes."""
         ...
 
 
@@ -222,9 +222,10 @@ class TrainedDrafter(Protocol):
 def best_paths(
     probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
 ) -> int:
-    """Fill the arrays with the most probable nodes of a proposal, best first; return how many.
+    """Write the most probable nodes of a proposal to the last four arrays, best first; return the number of nodes.
 
-    Each node is a token of the ranking after its parent: ``rankings`` gets its number, and ``ranks`` the place in it.
+    Each node is a token of the ranking that follows its parent: ``rankings`` gets the index of this ranking, ``ranks``
+    the token's rank in it.
     """
     best = probs.shape[1]
     below = np.zeros(max_nodes + 1, np.int64)  # number of children of the root and each node
@@ -248,42 +249,42 @@ def best_paths(
 
 PROB_BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
-"""Buckets per halving of the probability."""
+"""Number of buckets per halving of the probability."""
 BUCKET_WINDOW = 200.0
-"""Window of the moving averages, in observations of a bucket."""
+"""Window of the moving averages, in observations per bucket."""
 BUCKET_PRIOR_WEIGHT = 30.0
-"""Weight of the acceptance rates found in training, in observations."""
+"""Weight of the initial acceptance rates, in observations."""
 MIN_BUCKET_PROB = 1e-4
 
 
 class Calibration:
-    """Calibrated probabilities of a head's tokens after an accepted path, by bucket of the head's probability."""
+    """Learns how often a head's tokens are accepted after an accepted path, by bucket of the head's probability."""
 
     def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
-        """``probs`` are the acceptance rates found in training; by default the prior is the heads' own probability."""
+        """``probs`` are initial acceptance rates by head and bucket; by default, the heads' own probabilities."""
         first = np.array(probs) if probs else np.tile(bucket_center(np.arange(PROB_BUCKETS)), (heads, 1))
         self._observed = np.full(first.shape, BUCKET_PRIOR_WEIGHT)
         self._accepted = BUCKET_PRIOR_WEIGHT * np.clip(first, MIN_BUCKET_PROB, 1.0)
 
     def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The probabilities of each head's best tokens ``[heads, best]``, best first."""
+        """Return the calibrated probabilities ``[heads, best]`` of each head's best tokens, given their buckets."""
         return self._probs(np.arange(len(buckets))[:, None], buckets)
 
     def at(self, head: int, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The probabilities of the best tokens of several rankings of one head ``[rankings, best]``, best first.
+        """Return the calibrated probabilities ``[rankings, best]`` for several rankings of one head.
 
-        Heads beyond the last one are calibrated like it.
+        Heads beyond the last one share its calibration.
         """
         return self._probs(min(head, len(self._observed) - 1), buckets)
 
     def _probs(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
-        # Probabilities of a head must not increase with the rank, and their sum must not exceed 1.
+        # The probabilities of a head must not increase with the rank, and their sum must not exceed 1.
         probs = np.minimum.accumulate(probs, axis=1)
         return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
 
     def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
-        """Update the rates of a head: the buckets of its best tokens, and which of them was the next token."""
+        """Update the rates of a head, given the buckets of its best tokens and which of these was the next token."""
         observed, hits = self._observed[head], self._accepted[head]
         decay = np.minimum(1.0, BUCKET_WINDOW / observed[buckets])
         observed[buckets] *= decay
@@ -292,14 +293,14 @@ class Calibration:
         np.add.at(hits, buckets, accepted)
 
     def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
-        """Update the rates by the rankings along emitted tokens; those after another path have no observation."""
+        """Update the rates by the rankings along the emitted tokens; rankings after other paths were not tested."""
         for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
             head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
             self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
 
 
 def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:
-    """The bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN is 0."""
+    """Return the bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN counts as 0."""
     probs = np.nan_to_num(probs)
     complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
     high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
@@ -308,7 +309,7 @@ def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:
 
 
 def bucket_center(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The probability at the centre of a bucket."""
+    """Return the probability at the centre of each bucket."""
     high = 1 - 2.0 ** (-(12 - bucket + 0.5) / BUCKETS_PER_HALVING)
     low = 2.0 ** (-(bucket - 9 + 0.5) / BUCKETS_PER_HALVING)
     return np.where(bucket <= 10, high, low)

@@ -1,4 +1,4 @@
-"""Selects the trained drafter of a method (heads, checkpoint layers or a draft model), and runs one on its own."""
+"""Select the trained drafter of a method (heads, MTP layers or a draft model), and draft with it alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class StandaloneDrafter:
-    """The methods that draft from one trained drafter."""
+    """Drafts trees from a single trained drafter."""
 
     def __init__(
         self,
@@ -59,19 +59,22 @@ class StandaloneDrafter:
         static: StaticTree | None = None,
         gate: TrainedGate | None = None,
     ) -> None:
-        """With a ``gate``, the drafter runs while it pays; by default, in every step."""
+        """With a ``gate``, the drafter runs only while it pays; by default, it runs in every step.
+
+        With a ``static`` tree, every draft has its shape; by default, a draft has the most probable nodes.
+        """
         self.trained, self.budget = trained, budget
         self._gate = gate
         self._began: float | None = None
-        """When the draft began that no outcome was observed of yet."""
+        """Time at which the current draft began; None without a gate, without a draft, or once its outcome is known."""
         self._used = True
-        """True if the trained drafter ran for the last draft."""
+        """True if the trained drafter ran for the current draft."""
         self._static = static
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)
         self._path_probs = np.zeros(LARGEST_TREE)
         self._sources = np.full(LARGEST_TREE, trained.source, np.uint8)
-        # Compile or load it now, so that no step waits for it.
+        # Compile the search, or load it from the cache, before the first step.
         self._best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
 
     def _best_paths(self, probs: npt.NDArray[np.float64], after: npt.NDArray[np.int64], max_nodes: int) -> int:
@@ -129,7 +132,7 @@ STATIC = "static"
 def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
-    """The trained drafter of a method; a draft model must have this ``tokenizer``."""
+    """Return the trained drafter of ``config.method``; a draft model must have ``tokenizer``, which is the target's."""
     kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
@@ -144,7 +147,10 @@ def trained_drafter(
 def published_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, *, is_measured: bool
 ) -> TrainedDrafter:
-    """A drafter that was published for a target, or any small model; measured, it makes the passes that pay."""
+    """Return a drafter for a published checkpoint: one made for the target, or any small model.
+
+    If ``is_measured``, drafters that work token by token make only the passes that pay.
+    """
     published = PublishedDrafter.named(name)
     kind = published.kind
     if kind == SMALL_MODEL:
@@ -162,7 +168,7 @@ def published_drafter(
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:
-    """The drafter of some heads, all at once or token by token."""
+    """Return the drafter for these heads, which draft in parallel or token by token."""
     if isinstance(saved.heads, ParallelHeads):
         return HeadsState(saved, target)
     return sequential_drafter(saved, target, is_measured=is_measured)
@@ -171,7 +177,7 @@ def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> Train
 def trained_alone(
     config: DecodeConfig, target: Target, budget: Budget, tokenizer: TokenizerFingerprint | None = None
 ) -> StandaloneDrafter:
-    """The drafter of a method that has no other source."""
+    """Return the drafter of a method whose only source is a trained drafter."""
     gate = None if config.draft_tokens else gate_for(config, target)
     if config.method not in OPTION_METHODS["tree"]:
         return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget, gate=gate)
@@ -181,12 +187,12 @@ def trained_alone(
 
 
 def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
-    """The gate that drafters of one method share."""
+    """Return the gate that all drafters of a method share for this target."""
     return loaded_once(target, f"{config.method}: gate", TrainedGate)
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
-    """The methods whose trained drafter is there: found, shipped with the model, or named."""
+    """Return the methods whose trained drafter is available: named, found, or shipped with the model."""
     has_drafter = {
         HEADS_DRAFTER: False,
         MTP_DRAFTER: bool(mtp_layers_of(model)),

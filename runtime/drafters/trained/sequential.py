@@ -1,4 +1,4 @@
-"""Autoregressive drafting: each pass of a small module ranks what follows the most probable paths so far."""
+"""Autoregressive drafting: each pass of a small module extends the most probable paths and ranks their next tokens."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from hdtool.runtime.model.families import picked
 from hdtool.runtime.source_names import SourceName
 
 NO_HIDDEN = torch.empty((0, 0))
-"""Where the target's hidden states are not watched."""
+"""Placeholder for hidden states that the drafter does not read."""
 LONG_PAUSE = 32
-"""Steps without a pass of the drafter after which it forgets what it had read."""
+"""Number of steps without a pass after which a drafter reads only the last tokens."""
 READ_AFTER_PAUSE = 128
-"""After such a pause, the drafter reads only so many of the last tokens."""
+"""Number of last tokens that a drafter reads after a long pause."""
 
 
 class QueuedTokens(NamedTuple):
-    """Accepted tokens, and the hidden states before them ``[tokens, width]``."""
+    """Accepted tokens, each with the hidden state that it was chosen from, ``[tokens, width]``."""
 
     hidden: torch.Tensor
     tokens: list[int]
     skipped: int
-    """Tokens before these that are not read, after a long pause."""
+    """Number of tokens before these that are skipped after a long pause."""
 
 
 class AcceptedTokens:
-    """Queues what was accepted until the drafter runs; while drafting pauses, nothing is computed.
+    """Queues accepted tokens and their hidden states until the drafter runs.
 
-    A token is paired with the hidden state that it was chosen from: that of the token before it.
+    Each token is paired with the hidden state that it was chosen from, which is that of the token before it.
     """
 
     def __init__(self, columns: slice | None = None) -> None:
-        """``columns`` of the target's hidden states are read; see ``Target.watch_hidden``."""
+        """``columns`` selects the hidden states to queue (see ``Target.watch_hidden``); None queues none."""
         self._columns = columns
         self._queued: list[tuple[torch.Tensor, list[int]]] = []
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Start another answer, whose first hidden states are those of the prompt."""
+        """Begin another answer; the hidden states added first will be those of the prompt."""
         self._queued.clear()
         self._prompt, self._is_prompt = list(prompt), True
 
@@ -67,7 +67,7 @@ class AcceptedTokens:
         self._queued.append((hidden if hidden is NO_HIDDEN else picked(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
-        """What is queued, in one piece; after a long pause, the last tokens of it."""
+        """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
@@ -80,49 +80,50 @@ class AcceptedTokens:
 ROWS_PER_PASS = 4
 """Most paths that a pass extends."""
 MAX_PASSES = 12
-"""Most passes after the one that reads what was accepted."""
+"""Most passes per draft, not counting the first, which reads the accepted tokens."""
 MAX_CALIBRATED_DEPTH = 7
-"""Rankings further ahead are calibrated like this one, where there are no odds."""
+"""Depth from which on all rankings share one calibration, if there are no ``odds``."""
 
 Ranked = tuple[Array, Array]
-"""The best tokens of each row, and their probabilities."""
+"""Best tokens of each row ``[rows, best]``, and their probabilities."""
 NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
-"""In place of the ranking of a single row: what follows is unknown."""
+"""Ranking of a single row whose next tokens are unknown."""
 
 
 class SequentialModule(Protocol):
-    """What ranks the tokens after a path from what it computed for the path before its last token."""
+    """Ranks the tokens after a draft path from the path's last token and the state computed before that token."""
 
     @property
     def passes(self) -> int:
-        """Passes after the first that it can make."""
+        """Most passes that it can make after the first one."""
         ...
 
     def begin(self, prompt: list[int]) -> None:
-        """Forget all that was read; another answer begins."""
+        """Discard everything read so far and begin another answer."""
         ...
 
     def skip(self, tokens: int) -> None:
-        """Forget all that was read, and go on after so many tokens that are not."""
+        """Skip this many accepted tokens; a module with its own KV cache clears it."""
         ...
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Read accepted tokens, the first of the prompt excepted, with the hidden states before them.
+        """Read accepted tokens with the hidden states before them, and rank the tokens that follow the last one.
 
-        Ranks what follows the last one.
+        The first token of the prompt has no hidden state before it and is left out.
         """
         ...
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        """Extend paths by a token each. Row 0 is the end of what was read, later rows are those of ``extend``, in turn.
+        """Extend each path in ``parents`` by a token, and rank the tokens that follow.
 
-        All of one call are at the same depth.
+        Row 0 is the last token read; ``extend`` numbers its rows consecutively after it. All rows of one call are at
+        the same depth.
         """
         ...
 
 
 class SequentialDrafter:
-    """A sequential module during the answers of a target."""
+    """Drafts with a sequential module during the answers of a target."""
 
     def __init__(
         self,
@@ -134,8 +135,10 @@ class SequentialDrafter:
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,
     ) -> None:
-        """``columns`` of the target's hidden states are read. ``odds`` are acceptance rates by depth and bucket of
-        probability, see ``Calibration``; rankings further ahead than these are calibrated like the last of them.
+        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
+
+        ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
+        use the last of them. ``width`` is the most paths that a pass extends.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
@@ -150,7 +153,7 @@ class SequentialDrafter:
         )
         self._depths, self._path_probs = np.zeros(rankings, np.int64), np.zeros(rankings)
         self._proposed: Proposal | None = None
-        """What the next accepted tokens are compared with."""
+        """The proposal to compare with the next accepted tokens."""
 
     def begin(self, prompt: list[int]) -> None:
         self._accepted.begin(prompt)
@@ -190,7 +193,7 @@ class SequentialDrafter:
         return self._proposed
 
     def _noted(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
-        """Note rankings from row ``first`` on; the first row after them."""
+        """Store rankings from row ``first`` on; return the number of the first row after them."""
         tokens, probs = ranked
         rows, best = first + len(tokens), tokens.shape[1]
         self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = (
@@ -205,9 +208,10 @@ class SequentialDrafter:
         return rows
 
     def _extended(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Which tokens of the rankings from row ``first`` to ``rows`` to extend: their numbers, the best one first.
+        """Choose which tokens of the rankings ``first`` to ``rows`` to extend; return their flat indices, best first.
 
-        None that is not among the ``max_nodes`` best nodes so far: what follows it is less probable still.
+        A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
+        probable.
         """
         nodes = (self._path_probs[:rows, None] * self._probs[:rows]).ravel()
         bar = np.partition(nodes, -max_nodes)[-max_nodes] if len(nodes) > max_nodes else 0.0
@@ -223,7 +227,7 @@ class SequentialDrafter:
         self._pace.note_pass(rows, seconds)
 
     def _calibrate(self, accepted: Accepted) -> None:
-        """Compare the rankings on the accepted path with its tokens, once."""
+        """Update the calibration by the last proposal's rankings along the accepted tokens, once per proposal."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return
