@@ -172,7 +172,7 @@ class Bench:
 
 def _is_compiled_step(*given: Any) -> bool:
     """Return True unless the compiled pass is a piece of a prompt, which has logits for its last row only."""
-    first, walks = given[-3:-1]
+    first, walks = given[-4:-2]
     return bool(walks or first == 0)
 
 
