@@ -56,7 +56,7 @@ SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
 SHAPE_MODEL_OPTIONS = only("model", "device", "dtype", "threads", "trust_remote_code").described(
-    model=options.THAT_ANSWERED
+    model=options.ANSWERING_MODEL_HELP
 )
 
 

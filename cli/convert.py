@@ -112,7 +112,7 @@ def export(
     out: Annotated[Path, option(OUTPUT_PANEL, "The new folder, or SGLang's new file.")],
     loading: Annotated[
         ModelConfig,
-        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
+        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
     ],
     decoding: Annotated[DecodeConfig, without("max_new_tokens", "batch_size")],
     store_set: Annotated[StoresConfig, without("namespace")],

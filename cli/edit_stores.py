@@ -16,7 +16,7 @@ from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option, qu
 from hdtool.cli.options import only
 from hdtool.cli.store_output import (
     history_in_words,
-    open_reading,
+    open_documents,
     print_built,
     rankings_for,
     store_in_words,
@@ -205,7 +205,7 @@ def add(
         require_store(before, store, MODEL_KIND, mark)
         ranked = rankings_for(loading, mark, quiet=quiet)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
-    with open_reading(
+    with open_documents(
         inputs or [], tokenizer, mark, LocalBuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
     ) as (
         sources,

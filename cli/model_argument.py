@@ -27,7 +27,7 @@ class Conflict(NamedTuple):
 
 
 AMPHISTA_OPTIONS = ("auto_embedding", "positions", "adaptation", "sampled_token")
-OF_A_FOLDER = (
+DRAFTING_OPTIONS = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
@@ -57,7 +57,7 @@ CONFLICTS = (
     ),
     Conflict(("temperatures",), ("report",), (None,), "without --report"),
     Conflict(("address",), ("engine",), ("local",), "without --engine ray"),
-    Conflict(OF_A_FOLDER, ("to",), ("sglang",), "with --to sglang, which writes what stores hold"),
+    Conflict(DRAFTING_OPTIONS, ("to",), ("sglang",), "with --to sglang, which writes what stores hold"),
 )
 
 

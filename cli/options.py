@@ -252,5 +252,5 @@ _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").describ
 )
 Tokenizer = Annotated[ModelConfig, _TOKENIZER]
 ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
-REQUIRED_MODEL = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
-THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."
+REQUIRED_MODEL_HELP = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
+ANSWERING_MODEL_HELP = "Model that answered; only its tokenizer is read. Default: the demo model."

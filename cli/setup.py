@@ -40,7 +40,7 @@ def setup(
     settings: SetupConfig,
     named: Annotated[
         ModelConfig,
-        without("device_map", "generation_config").described(model=options.REQUIRED_MODEL).as_argument(),
+        without("device_map", "generation_config").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
     ],
     replaced: Annotated[
         bool, option(BUILD_PANEL, "Replace the stores that this model has in hdtool's home.", "--replace")

@@ -90,7 +90,7 @@ def _is_part(part: Any) -> bool:
 
 
 RESPONSE_FORMAT = "response_format"
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_CHARACTERS = 1 << 20
 """Maximum number of characters of a grammar. Larger ones take minutes to compile."""
 
 
@@ -118,8 +118,8 @@ class Grammar:
         name = f"the {self.kind.label}"
         if not self.text.strip():
             raise PromptError(f"{name} is empty: leave it out for free text")
-        if len(self.text) > MAX_GRAMMAR_BYTES:
-            raise PromptError(f"{name} has {len(self.text):,} characters: {MAX_GRAMMAR_BYTES:,} are the most")
+        if len(self.text) > MAX_GRAMMAR_CHARACTERS:
+            raise PromptError(f"{name} has {len(self.text):,} characters: {MAX_GRAMMAR_CHARACTERS:,} are the most")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:

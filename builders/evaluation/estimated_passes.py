@@ -18,7 +18,7 @@ from hdtool.runtime.model.pass_inputs import WITHOUT_MASK
 
 TOP_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 """Names under which configurations store the number of active experts per token."""
-OF_WEIGHT = 2
+OPS_PER_WEIGHT = 2
 """Operations per row and weight: one multiplication and one addition."""
 
 
@@ -86,7 +86,7 @@ class PassReads:
 
     def operations(self, rows: int) -> float:
         """Return the number of multiplications and additions of a pass over ``rows`` rows."""
-        return OF_WEIGHT * rows * self.weights(1) / self.itemsize
+        return OPS_PER_WEIGHT * rows * self.weights(1) / self.itemsize
 
 
 @dataclass(frozen=True)

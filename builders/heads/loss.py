@@ -147,7 +147,7 @@ class FrozenTarget:
         logits, hidden = self._both(ids)
         self.hidden_width = int(hidden.shape[-1])
         self.vocabulary = int(logits.shape[-1])
-        self.has_plain_output = self._gives(ids, hidden, logits)
+        self.has_plain_output = self._is_reproduced_by_parts(ids, hidden, logits)
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor) -> TargetOutput:
@@ -211,7 +211,7 @@ class FrozenTarget:
             handle.remove()
 
     @torch.no_grad()
-    def _gives(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+    def _is_reproduced_by_parts(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
         """Return True if decoder and output layer, run separately, reproduce these hidden states and logits."""
         weight = getattr(self._output, "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():

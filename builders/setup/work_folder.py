@@ -28,8 +28,8 @@ from hdtool.builders.setup.candidates import method_options, usable_drafter_meth
 from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation import USER, Conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import PromptError, RecordError, ResultError, os_errors_as
-from hdtool.data.kept_records import file_lock
 from hdtool.data.output_files import (
     O_BINARY,
     O_NOFOLLOW,

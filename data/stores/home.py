@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
 
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.manifest import (
     HISTORY_FILES,
     LMDB_LOCK_ENDING,

@@ -45,7 +45,7 @@ from tests.support.one_sequence import OneSequence
 
 BUDGETS = (22, 35, 45, 64)
 TEMPERATURES = (0.0, 0.7)
-HARDER = 32
+ACCURACY_DRAFT_TOKENS = 32
 """Number of draft tokens for the answers on which head accuracy is measured."""
 
 Folders = Mapping[str, Path]
@@ -92,7 +92,7 @@ class Sums:
 
 def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
     """Measure the accuracy of heads on the model's answers; prompt tokens do not count."""
-    plain = bench.drafter("hd", draft_tokens=HARDER)
+    plain = bench.drafter("hd", draft_tokens=ACCURACY_DRAFT_TOKENS)
     lessons = []
     for prompt in bench.prompts:
         said = [token for step in bench.answer(prompt, plain) for token in step.tokens]
