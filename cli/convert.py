@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries
-from hdtool.cli.model_argument import require_model
+from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import OptionError

@@ -18,6 +18,7 @@ from hdtool.cli.command import (
     HELP_ALL,
     INPUT_PANEL,
     MEASUREMENT_PANEL,
+    MODEL_ARGUMENT,
     MODEL_PANEL,
     OUTPUT_PANEL,
     SAMPLING_PANEL,
@@ -25,9 +26,10 @@ from hdtool.cli.command import (
     STRUCTURE_PANEL,
     TRAINING_PANEL,
     help_all,
+    method_names,
+    model_argument,
     option,
 )
-from hdtool.cli.model_argument import MODEL_ARGUMENT, method_names, model_argument
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SOURCE_NAMES, ModelConfig
 from hdtool.runtime.config.model import Settings, option_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
-from hdtool.cli.model_argument import require_model
+from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs

@@ -5,8 +5,8 @@ The embedded stores hold the demo model's greedy answers to training questions, 
 contains held-out text. FILE holds the answers as ``hdtool collect`` writes them; missing answers are collected.
 
 The stores of the real model are built when the demo first runs, from the answers to everyday questions that ship with
-the package (``chat_questions``) and from the documents of the embedded index. Neither contains a question that the demo
-asks.
+the package (``prompts --everyday``) and from the documents of the embedded index. Neither contains a question that the
+demo asks.
 """
 
 from __future__ import annotations

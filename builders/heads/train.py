@@ -14,15 +14,17 @@ import numpy.typing as npt
 import torch
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     draft_labels,
     draft_vocabulary,
     head_labels,
     head_logits,
     label_positions,
+    read_examples,
 )
 from hdtool.builders.heads.training_loop import (
     HiddenStatesFile,

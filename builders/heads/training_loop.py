@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.builders.heads.examples import BatchSampler, Example
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     HeadsLoss,
     TargetOutput,

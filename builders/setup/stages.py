@@ -16,15 +16,20 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.builders.setup.candidates import Overhead, SetupStores, replay_by_source, replay_with_model_store
+from hdtool.builders.setup.measurements import (
+    Overhead,
+    answer_prompts,
+    number_of_prompts,
+    replay_by_source,
+    replay_with_model_store,
+)
 from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS
 from hdtool.builders.setup.work_folder import (
     LearnedPart,
+    SetupStores,
     WorkFolder,
-    answer_prompts,
     choose_held_out,
     learned_name,
-    number_of_prompts,
     opening_hash,
 )
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings

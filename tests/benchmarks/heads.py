@@ -27,8 +27,7 @@ import torch
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.bench import rotated
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted

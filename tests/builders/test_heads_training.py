@@ -17,15 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.heads import training_loop, training_loop as processes
-from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     HeadsLoss,
     TargetProbs,
     cross_entropy,
     draft_vocabulary,
     label_positions,
+    read_examples,
 )
 from hdtool.builders.heads.train import evaluate
 from hdtool.builders.heads.training_loop import Processes, Training, draw_training, learning_rate_factor

@@ -12,8 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import LabelPositions, draft_labels, draft_vocabulary, frequent_tokens, head_logits
+from hdtool.builders.heads.loss import (
+    Example,
+    LabelPositions,
+    draft_labels,
+    draft_vocabulary,
+    frequent_tokens,
+    head_logits,
+)
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig

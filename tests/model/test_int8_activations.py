@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.setup.work_folder import answer_prompts
+from hdtool.builders.setup.measurements import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
