@@ -169,7 +169,7 @@ def _devices() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
-    text = f"{torch.get_num_threads()} at most; measured here: {measured} models"
+    text = f"{torch.get_num_threads()} at most; measured here: {count_of(measured, 'model')}"
     if not measured:
         return Finding(
             "threads", text, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"

@@ -201,7 +201,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """Return the folders to export, an iterator over their documents, and the number of tokens without the history."""
+    """Return the folders to export, an iterator over their documents, and the number of their tokens."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
@@ -219,7 +219,7 @@ def _documents(
         for one in contents:
             yield from one.documents()
 
-    return folders, documents(), sum(one.manifest.counts["tokens"] for one in contents)
+    return folders, documents(), answers.tokens + sum(one.manifest.counts["tokens"] for one in contents)
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:

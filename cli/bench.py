@@ -235,8 +235,8 @@ def bench_cost(
         float,
         option(
             MEASUREMENT_PANEL,
-            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass wake "
-            "fewer experts than independent ones would.",
+            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass "
+            "activate fewer experts than independent ones would.",
         ),
     ] = 0.0,
     out: Annotated[Path, option(OUTPUT_PANEL, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),

@@ -29,7 +29,7 @@ from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.model.families import hidden_in, module_of_hidden
 from hdtool.runtime.model.target import Target
 
-MIN_TOKENS = 4
+MIN_TOKENS = 3
 """Minimum number of tokens of an example; the first head predicts the third token of a text."""
 
 

@@ -282,6 +282,8 @@ class HistoryDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
         """Raise a ``StoreError`` if a store has another tokenizer. Conversations appended later are not included."""
         self.sources: list[Source] = []
+        self.tokens = 0
+        """Number of tokens of all documents."""
         self._parts: list[Callable[[], Iterator[Document]]] = []
         for folder in folders:
             if holds_history(folder):
@@ -299,12 +301,14 @@ class HistoryDocuments:
             of_source = [conversation for conversation in held if conversation.source == name]
             digest = hashlib.sha256(b"".join(conversation.hash for conversation in of_source)).hexdigest()
             self._parts.append(partial(_history_documents, store, of_source, len(self.sources)))
+            self.tokens += sum(conversation.tokens for conversation in of_source)
             self.sources.append(Source(f"{folder / name}", digest))
 
     def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
         contents = StoreContents.of(folder)
         require_store(contents.manifest, folder, MODEL_KIND, tokenizer)
         self._parts.append(partial(_stored_documents, contents, len(self.sources)))
+        self.tokens += contents.manifest.counts["tokens"]
         self.sources += contents.sources
 
     def __iter__(self) -> Iterator[Document]:

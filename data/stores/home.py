@@ -162,7 +162,7 @@ def has_stores(namespace: str) -> bool:
     """
     folder = _namespace(namespace)
     try:
-        return folder.is_dir() and {path.name for path in folder.glob("*/*")} != {HISTORY_KIND}
+        return folder.is_dir() and any(path.name != HISTORY_KIND for path in folder.glob("*/*"))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -6,6 +6,7 @@ same size arrives as a prompt.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -50,6 +51,7 @@ def in_one(read: Callable[[list[int]], object], tokens: list[int]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     first, second = conversation(1), conversation(2)
     live, paper = ContextTable(), SequenceTable(PaperConfig().sequences)
     live.read(second[:100])  # warm-up: compiles

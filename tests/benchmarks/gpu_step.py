@@ -29,7 +29,7 @@ TURNS, SHOWN = 15, 14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", help="a shape, or a config.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--contexts", type=numbers, default=[1000, 7000])

@@ -135,7 +135,7 @@ def tokens_per_step(epochs: Epochs, others: list[Sample], *, history: bool, roll
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.3])
     options.add_argument("--epochs", type=int, default=4)
     given = options.parse_args()

@@ -41,7 +41,7 @@ def answered(loaded: Loaded, ids: list[int], *, cached: bool) -> tuple[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=1)

@@ -43,7 +43,7 @@ def answers(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -173,7 +173,7 @@ def contenders(most: int) -> dict[str, Player]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--raw", action="store_true")

@@ -17,6 +17,7 @@ from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig, StoresConfig
@@ -134,6 +135,24 @@ def test_answers_of_a_history_come_first(tmp_path: Path, tokenizer: Any) -> None
     options = ("--history", str(folder), "--corpus-db", str(store))
     assert exported(out, "--model-db", "none", *options) == 0
     assert list(read_back(out, tokenizer)) == [answer, ids(tokenizer, "other")]
+
+
+def test_the_progress_counts_the_tokens_of_all_documents(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = tmp_path / "history", TokenizerFingerprint.of(tokenizer)
+    create_if_new(folder, mark, "model", MAX_STORE_BYTES)
+    answer, other, totals = ids(tokenizer, TEXTS[0]), ids(tokenizer, "other"), list[int]()
+    assert HistoryStore(folder).append(answer, [1, 2])
+
+    def recorded(total: int, *arguments: Any, **options: Any) -> Any:
+        totals.append(total)
+        return progress_bar(total, *arguments, **options)
+
+    monkeypatch.setattr("hdtool.builders.export.progress_bar", recorded)
+    stores = StoresConfig("none", str(index(tmp_path / "store", tokenizer, [other])))
+    export_corpus(ModelConfig(), tmp_path / "corpus.jsonl", stores, str(folder))
+    assert totals == [len(answer) + len(other)]
 
 
 class TestRefusals:

@@ -26,6 +26,7 @@ from hdtool.builders.heads.loss import (
     TargetProbs,
     cross_entropy,
     draft_vocabulary,
+    head_labels,
     label_positions,
     read_examples,
 )
@@ -319,6 +320,14 @@ def test_lessons_of_collected_answers_keep_their_tokens(tmp_path: Path) -> None:
 def test_plain_texts_are_cut_into_windows(tmp_path: Path) -> None:
     found = read_lessons(written(tmp_path / "a.jsonl", {"text": "import os\n" * 60}), window=50)
     assert len(found) > 2 and all(len(example.ids) <= 50 and example.drafted.all() for example in found)
+
+
+def test_three_tokens_are_enough(tmp_path: Path) -> None:
+    """The first head predicts the third one."""
+    (example,) = read_lessons(written(tmp_path / "a.jsonl", {"text": "import os"}), window=3)
+    assert len(example.ids) == 3
+    batch = Batch.of([example], torch.device("cpu"))
+    assert head_labels(batch, label_positions(batch, 1)).tolist() == [[int(example.ids[2])]]
 
 
 @pytest.mark.parametrize(

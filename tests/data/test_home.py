@@ -82,7 +82,9 @@ def test_a_name_that_cannot_be_a_folder_has_no_stores_and_is_refused_where_it_is
 
 def test_the_first_name_with_stores_is_taken() -> None:
     assert namespace_among(["one", "two"]) is None
-    folder_of("two").mkdir(parents=True)
+    folder_of("one").mkdir(parents=True)
+    assert namespace_among(["one", "two"]) is None, "an empty folder holds no stores"
+    store_at_home("model", MARK, "two").mkdir(parents=True)
     assert namespace_among(["x" * 500, "one", "two"]) == "two"
     assert namespace_among(["Two"]) is None
 
