@@ -145,7 +145,7 @@ class RecordedAnswer:
     """Index of the answer's message in the conversation."""
     ids: tuple[int, ...] | None = None
     """Recorded token ids, including the one that ends the turn; None if there are none."""
-    most: int | None = None
+    max_tokens: int | None = None
     """Limit of the answer's length in tokens, if known. An answer of this length was cut off."""
     rankings: Rankings | None = None
 

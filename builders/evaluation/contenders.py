@@ -236,7 +236,7 @@ class GenerateContender:
         self._loaded = loaded
         self._model: Any = model
         self._seed = sampling.seed
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._drafting = drafting
         refuse_settings(model.generation_config)
         self._sampling = sampling
@@ -253,7 +253,7 @@ class GenerateContender:
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         if self._assistant:
             self._assistant.generation_config = self._learned
-        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         torch.manual_seed(self._seed % 2**63)
         passes = PassCounter(len(prompt))
         generated = partial(

@@ -38,7 +38,7 @@ class RecordedTurn:
     prompt: list[int]
     answer: list[int]
     """Token ids; the last one is a stop token, unless the answer was cut off."""
-    most: int | None = None
+    max_tokens: int | None = None
     """Maximum length of the answer, near which the decoding loop clips draft trees; None if unknown."""
     rankings: Rankings | None = None
     """Top-k tokens of the target at each position, if they were recorded."""
@@ -85,7 +85,10 @@ class TurnReader:
         if recorded.ids is None:
             answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.place + 1]), None
         else:
-            answer, max_tokens = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
+            answer, max_tokens = (
+                self._checked(recorded.ids, trace.messages[recorded.place]["content"]),
+                recorded.max_tokens,
+            )
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:

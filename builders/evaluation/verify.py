@@ -110,7 +110,7 @@ class Verifier:
         self._model = loaded.target.model
         self._sampling = sampling
         self._drafter = drafter
-        self._most, self._draft_tokens = max_new_tokens, draft_tokens
+        self._max_new_tokens, self._draft_tokens = max_new_tokens, draft_tokens
 
     @property
     def oracles(self) -> list[Oracle]:
@@ -125,7 +125,7 @@ class Verifier:
         drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            room, _ = room_for(self._loaded.target, ids, self._most)
+            room, _ = room_for(self._loaded.target, ids, self._max_new_tokens)
             masks = masks_of(self._loaded.guide(grammar))
             expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
             pairs.append((Oracle.GENERATE, expected, plain))
@@ -158,7 +158,7 @@ class Verifier:
         guide = self._loaded.guide(grammar)
         drafter = guided(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
-        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
+        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._max_new_tokens, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Verifier:
         if guide:
             guide.follow(difference.before)
         sampler, _ = self._loaded.sampler(
-            self._sampling, difference.asked, max_new_tokens=self._most, first=masks_of(guide)
+            self._sampling, difference.asked, max_new_tokens=self._max_new_tokens, first=masks_of(guide)
         )
         sampler.context += difference.before
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))

@@ -39,9 +39,11 @@ SAMPLINGS = {
 Ids = list[int]
 
 
-def answer(loaded: Loaded, ids: Ids, sampling: SamplingConfig, most: int, drafter: Drafter) -> tuple[Ids, int]:
-    sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=most)
-    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+def answer(
+    loaded: Loaded, ids: Ids, sampling: SamplingConfig, max_new_tokens: int, drafter: Drafter
+) -> tuple[Ids, int]:
+    sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=max_new_tokens)
+    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps)
 
 

@@ -135,12 +135,12 @@ class Case:
 
 
 class Bench:
-    def __init__(self, loaded: Loaded, stores: StoresConfig, prompts: Sequence[Prompt], most: int) -> None:
-        self.loaded, self._stores, self._prompts, self._most = loaded, stores, prompts, most
+    def __init__(self, loaded: Loaded, stores: StoresConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        self.loaded, self._stores, self._prompts, self._max_new_tokens = loaded, stores, prompts, max_new_tokens
 
     def run(self, method: str, nodes: int | None, batch: int, *, marked: bool) -> Case:
         config = DecodeConfig(
-            method, self._most, draft_tokens=nodes, batch_size=batch, history="memory", prefix_caching=False
+            method, self._max_new_tokens, draft_tokens=nodes, batch_size=batch, history="memory", prefix_caching=False
         )
         with mock.patch.object(answerer, "load", lambda _: self.loaded):
             asked = Answerer(ModelConfig(device="cpu", threads=1), config, SamplingConfig(), store_set=self._stores)

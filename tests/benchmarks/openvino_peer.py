@@ -45,7 +45,7 @@ class OpenVinoContender:
         import openvino_genai
 
         self._loaded = loaded
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._looks_up = lookup
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
@@ -63,7 +63,7 @@ class OpenVinoContender:
     def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
         """Return a contender with another answer length that shares the loaded pipeline."""
         other = copy.copy(self)
-        other._most = max_new_tokens
+        other._max_new_tokens = max_new_tokens
         return other
 
     def fresh(self) -> OpenVinoContender:
@@ -73,7 +73,7 @@ class OpenVinoContender:
         import openvino
         import openvino_genai
 
-        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens = room
         settings.do_sample = False

@@ -50,10 +50,10 @@ WAYS = (OneByOne, Sampler)
 
 
 def steps_of(
-    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, most: int
+    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, max_new_tokens: int
 ) -> list[Step]:
     """Return all steps of an answer except the prefill."""
-    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=most, prefix_caching=False)
+    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=max_new_tokens, prefix_caching=False)
     return list(found)[1:]
 
 

@@ -65,11 +65,11 @@ class Peer(Protocol):
 class SuffixDecoding:
     """SuffixDecoding with a cache that remembers all answers."""
 
-    def __init__(self, most: int, settings: dict[str, float]) -> None:
+    def __init__(self, max_nodes: int, settings: dict[str, float]) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
         self._cache = SuffixDecodingCache(max_tree_depth=DEEPEST, max_cached_requests=100_000)
-        self._most, self._settings, self._request = most, settings, 0
+        self._max_nodes, self._settings, self._request = max_nodes, settings, 0
 
     def start(self, prompt: list[int]) -> None:
         self._request += 1
@@ -80,7 +80,7 @@ class SuffixDecoding:
 
     def draft(self, context: Any) -> Any:
         return self._cache.speculate(
-            self._request, context, max_spec_tokens=self._most, use_tree_spec=True, **self._settings
+            self._request, context, max_spec_tokens=self._max_nodes, use_tree_spec=True, **self._settings
         )
 
     def tree(self, drafted: Any, root: int) -> DraftTree:
@@ -96,8 +96,8 @@ class SuffixDecoding:
 class Ours:
     """hd that drafts from the conversation and its history alone."""
 
-    def __init__(self, most: int) -> None:
-        self._drafter = Hierarchy(budget=FixedBudget(most), history=History())
+    def __init__(self, max_nodes: int) -> None:
+        self._drafter = Hierarchy(budget=FixedBudget(max_nodes), history=History())
         self.start, self.draft, self.stop = self._drafter.begin, self._drafter.draft, self._drafter.end
 
     def context(self, tokens: list[int]) -> Any:
@@ -167,9 +167,9 @@ def turns_of(given: argparse.Namespace) -> Sequence[RecordedTurn]:
     return [turn for trace in read_traces([given.traces], None) if trace.answers for turn in reader.turns(trace)]
 
 
-def contenders(most: int) -> dict[str, Player]:
-    peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
-    return {name: Player(peer) for name, peer in ({"hd": Ours(most)} | peers).items()}
+def contenders(max_nodes: int) -> dict[str, Player]:
+    peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(max_nodes, of) for name, of in SETTINGS.items()}
+    return {name: Player(peer) for name, peer in ({"hd": Ours(max_nodes)} | peers).items()}
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ PROMPTS = [
     for number, (first, *later) in enumerate(TALKS)
 ]
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, seed=7)
-LONGEST = 10
+MAX_NEW_TOKENS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[SamplingConfig, Any]:
     """Plain decoding, one prompt after another."""
-    plain = DecodeConfig("ar", LONGEST)
+    plain = DecodeConfig("ar", MAX_NEW_TOKENS)
     return {
         sampling: told(Answerer(ModelConfig(), plain, sampling).all_answers(PROMPTS))
         for sampling in (SamplingConfig(), SAMPLED)
@@ -77,7 +77,7 @@ def alone() -> dict[SamplingConfig, Any]:
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:
-    decoding = DecodeConfig(method, LONGEST, batch_size=size, drafter=drafter_for(method))
+    decoding = DecodeConfig(method, MAX_NEW_TOKENS, batch_size=size, drafter=drafter_for(method))
     answerer = Answerer(ModelConfig(), decoding, sampling)
     for _ in range(2):  # drafters have learned something when they are used again
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]

@@ -70,9 +70,11 @@ def test_a_replay_of_logitspec_is_a_real_run(turns: list[RecordedTurn], loaded: 
     played = replay_method(ReplayMethod("logitspec", config), turns, StoreSet())
     for turn, one in zip(turns, played.turns, strict=True):
         sampler = Sampler(SamplingConfig(), turn.prompt)
-        assert turn.most is not None
+        assert turn.max_tokens is not None
         steps = list(
-            decode(loaded.target, turn.prompt, sampler, max_new_tokens=turn.most, stops=loaded.stops, drafter=drafter)
+            decode(
+                loaded.target, turn.prompt, sampler, max_new_tokens=turn.max_tokens, stops=loaded.stops, drafter=drafter
+            )
         )
         assert [len(step.tokens) for step in steps] == one.accept_lengths.tolist()
         assert [len(step.tree) for step in steps] == one.nodes.tolist()

@@ -21,7 +21,7 @@ from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import SAMPLINGS, answered, run, said
+from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import LyingDrafter
@@ -163,22 +163,22 @@ def test_drafts_and_further_turns_change_no_answer(family: str) -> None:
     model, target, prompt = model_of(family), target_of(family), prompt_of(45)
     assert not target.takes_trees
     expected = generated(model, prompt, 40)
-    assert said(run(target, prompt, SamplingConfig(), 40)) == expected
+    assert output_tokens(run(target, prompt, SamplingConfig(), 40)) == expected
     for seed in range(3):
         steps = run(target, prompt, SamplingConfig(), 40, drafter=LyingDrafter(45, expected, VOCABULARY, seed))
-        assert said(steps) == expected and len(steps) < 38
+        assert output_tokens(steps) == expected and len(steps) < 38
     again = [*prompt, *expected, *prompt_of(9)]
     expected = generated(model, again, 20)
     steps = run(target, again, SamplingConfig(), 20, drafter=LyingDrafter(len(again), expected, VOCABULARY, 5))
-    assert said(steps) == expected and steps[0].cached_tokens > 45
+    assert output_tokens(steps) == expected and steps[0].cached_tokens > 45
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.one_in(2)
 def test_an_answer_is_drawn_with_its_seed(sampling: SamplingConfig) -> None:
     target, prompt = target_of("zaya"), prompt_of(30)
-    expected = said(run(target, prompt, sampling))
-    assert said(run(target, prompt, sampling, drafter=LyingDrafter(30, expected, VOCABULARY, 1))) == expected
+    expected = output_tokens(run(target, prompt, sampling))
+    assert output_tokens(run(target, prompt, sampling, drafter=LyingDrafter(30, expected, VOCABULARY, 1))) == expected
 
 
 def test_several_answers_at_once_and_conversations_in_turn() -> None:
@@ -214,7 +214,7 @@ def test_a_changed_end_of_a_long_prompt_goes_on_from_a_kept_cache() -> None:
     run(target, prompt, SamplingConfig(), 8)
     other = [*prompt[:290], *prompt_of(12)]
     steps = run(target, other, SamplingConfig(), 8)
-    assert said(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
+    assert output_tokens(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
     slot = target.cache.slots[0]
     assert isinstance(slot, ReplaySlot)
     parts = [one.cache for one in slot.older]
@@ -257,7 +257,7 @@ def test_an_interrupted_answer_leaves_the_conversation_usable(monkeypatch: pytes
     said_before = target.cache.slots[0].tokens
     again = [*said_before, *prompt_of(7)]
     steps = run(target, again, SamplingConfig(), 12)
-    assert said(steps) == generated(model, again, 12) and steps[0].cached_tokens >= 45
+    assert output_tokens(steps) == generated(model, again, 12) and steps[0].cached_tokens >= 45
 
 
 def test_a_pass_that_overflows_is_made_again_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_pass_that_overflows_is_made_again_without_drafts(monkeypatch: pytest.
 
     monkeypatch.setattr(target.stock, "call", overflowing)
     drafter = LyingDrafter(45, expected, VOCABULARY, 2)
-    assert said(run(target, prompt, SamplingConfig(), 16, drafter=drafter)) == expected
+    assert output_tokens(run(target, prompt, SamplingConfig(), 16, drafter=drafter)) == expected
 
 
 def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
@@ -295,7 +295,7 @@ def test_many_waiting_tokens_are_read_without_drafts(monkeypatch: pytest.MonkeyP
     model, target, prompt = model_of("zaya"), target_of("zaya"), prompt_of(33)
     expected = generated(model, prompt, 30)
     steps = run(target, prompt, SamplingConfig(), 30, drafter=LyingDrafter(33, expected, VOCABULARY, 1))
-    assert said(steps) == expected and any(not len(step.tree) for step in steps)
+    assert output_tokens(steps) == expected and any(not len(step.tree) for step in steps)
 
 
 def test_trees_are_cut_to_their_first_chain() -> None:

@@ -25,7 +25,7 @@ from tests.support.oracle import assert_same_logits, generated, plain_logits, pr
 from tests.support.rehearsed import Rehearsed
 from tests.support.trees import LyingDrafter, tokens_to, trees
 
-MOST = 20
+MAX_NEW_TOKENS = 20
 
 
 def stock() -> tuple[Target, Any]:
@@ -81,7 +81,9 @@ def said(engine: Engine, prompt: Sequence[int], drafter: Any = None, **sampling:
     sampler = Sampler(SamplingConfig(**sampling), prompt)
     return [
         token
-        for step in decode(engine, prompt, sampler, max_new_tokens=MOST, drafter=drafter, prefix_caching=False)
+        for step in decode(
+            engine, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter, prefix_caching=False
+        )
         for token in step.tokens
     ]
 
@@ -89,7 +91,7 @@ def said(engine: Engine, prompt: Sequence[int], drafter: Any = None, **sampling:
 def test_plain_decoding_says_what_the_library_says(engine: tuple[Target, Any]) -> None:
     target, model = engine
     for length in (1, 7, 150):
-        assert said(target, prompt_of(length)) == generated(model, prompt_of(length), MOST)
+        assert said(target, prompt_of(length)) == generated(model, prompt_of(length), MAX_NEW_TOKENS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

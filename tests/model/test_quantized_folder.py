@@ -36,7 +36,7 @@ from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.model.quantized_folder import BLOCKS, MANIFEST, QuantizedManifest
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.project import ROOT
@@ -154,10 +154,10 @@ def test_drafted_answers_are_those_of_plain_decoding(scheme: str, activations: s
     place, prompt = checkpoint(tmp_path), [token % SIZE for token in range(3, 600, 29)]
     target = load(config_of(place, scheme, activations=activations)).target
     assert compiled(target).activations_are_int8 == (activations == "int8")
-    plain = said(run(target, prompt, SAMPLINGS["greedy"]))
-    liar = LyingDrafter(len(prompt), plain, SIZE, seed=1)
-    assert said(run(target, prompt, SAMPLINGS["greedy"], drafter=liar)) == plain
-    assert liar.accepted > 0
+    plain = output_tokens(run(target, prompt, SAMPLINGS["greedy"]))
+    wrong_drafter = LyingDrafter(len(prompt), plain, SIZE, seed=1)
+    assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
+    assert wrong_drafter.accepted > 0
 
 
 def test_later_starts_read_what_was_kept(

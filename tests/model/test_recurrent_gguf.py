@@ -23,7 +23,7 @@ from tests.support.gguf_files import add_tokenizer, vocabulary
 from tests.support.oracle import prompt_of
 from tests.support.trees import LyingDrafter
 
-PROMPT, MOST = prompt_of(30), 24
+PROMPT, MAX_NEW_TOKENS = prompt_of(30), 24
 LAYERS = ["conv", "full_attention", "conv"]
 
 
@@ -120,7 +120,7 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
     loaded = load(ModelConfig(str(path)))
     if kind == "F32":
         ids = torch.tensor([PROMPT])
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MOST, "do_sample": False}
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
         expected = model.generate(ids, **given, eos_token_id=None)[0, len(PROMPT) :].tolist()
     else:
         expected = answer(loaded, None)
@@ -128,7 +128,9 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
 
 
 def answer(loaded: Any, drafter: Any) -> list[int]:
-    steps = decode(loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MOST, drafter=drafter)
+    steps = decode(
+        loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter
+    )
     return [token for step in steps for token in step.tokens]
 
 
@@ -144,4 +146,4 @@ def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_pa
     for seed in range(3):
         drafter = LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
         assert answer(loaded, drafter) == expected and drafter.accepted
-    assert compiled.passes > MOST
+    assert compiled.passes > MAX_NEW_TOKENS

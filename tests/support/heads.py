@@ -77,7 +77,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     return SavedHeads(heads, fingerprint(target.model), "random", judged, {})
 
 
-def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
+def reference_logits(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
     """Compute logits ``[rows, heads, tokens]`` number by number, after every row or only after the ``last``."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
@@ -103,7 +103,7 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bo
     return found
 
 
-def slowly_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Numbers:
+def reference_logits_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Numbers:
     """Compute the logits of heads that draft token by token, after embedded accepted tokens and an embedded path."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads

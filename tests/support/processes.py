@@ -11,7 +11,7 @@ from threading import Timer
 from typing import Any
 
 HDTOOL = [sys.executable, "-m", "hdtool.cli"]
-LONGEST = 120.0
+TIMEOUT_SECONDS = 120.0
 """Timeout in seconds, for a busy machine."""
 
 
@@ -29,7 +29,7 @@ def hear_ctrl_c() -> None:
 def read_until(process: subprocess.Popen[str], words: str) -> str:
     """Return the lines of standard error up to one with these words. Fails if the process ends before."""
     assert process.stderr
-    stuck = Timer(LONGEST, process.kill)
+    stuck = Timer(TIMEOUT_SECONDS, process.kill)
     stuck.start()
     told = ""
     try:
@@ -44,7 +44,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 def wait_until(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
     """Wait until ``done`` returns True or the process succeeds. Fails if the process fails or times out."""
-    deadline = time.monotonic() + LONGEST
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not done():
         if process.poll() is not None:
             if process.returncode:
@@ -52,5 +52,5 @@ def wait_until(process: subprocess.Popen[str], done: Callable[[], bool]) -> None
             return
         if time.monotonic() > deadline:
             process.kill()
-            raise AssertionError(f"nothing happened for {LONGEST:.0f} seconds:\n{process.communicate()[1]}")
+            raise AssertionError(f"nothing happened for {TIMEOUT_SECONDS:.0f} seconds:\n{process.communicate()[1]}")
         time.sleep(0.005)
