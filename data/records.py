@@ -141,7 +141,7 @@ def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Recor
 class RecordedAnswer:
     """Answer of the model in a recorded conversation."""
 
-    place: int
+    message_index: int
     """Index of the answer's message in the conversation."""
     ids: tuple[int, ...] | None = None
     """Recorded token ids, including the one that ends the turn; None if there are none."""

@@ -78,15 +78,15 @@ class TurnReader:
         return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
 
     def _turn(self, trace: Trace, number: int, recorded: RecordedAnswer) -> RecordedTurn:
-        prompt_text = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
+        prompt_text = conversation_text(self.tokenizer, trace.messages[: recorded.message_index], chat=self._chat)
         prompt = self._ids(prompt_text)
         if not prompt:
             raise PromptError("there is nothing before the answer: leave the conversation out")
         if recorded.ids is None:
-            answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.place + 1]), None
+            answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.message_index + 1]), None
         else:
             answer, max_tokens = (
-                self._checked(recorded.ids, trace.messages[recorded.place]["content"]),
+                self._checked(recorded.ids, trace.messages[recorded.message_index]["content"]),
                 recorded.max_tokens,
             )
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)

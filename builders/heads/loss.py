@@ -367,7 +367,7 @@ class LabelPositions(NamedTuple):
 
     rows: torch.Tensor
     columns: torch.Tensor
-    known: torch.Tensor
+    has_label: torch.Tensor
     """``[heads, positions]``; True where the head has a label."""
 
 
@@ -378,21 +378,21 @@ def label_positions(batch: Batch, heads: int) -> LabelPositions:
     """
     length = batch.drafted.shape[1]
     padded = functional.pad(batch.drafted, (0, heads + 2))
-    known = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
-    rows, columns = known.any(dim=0).nonzero(as_tuple=True)
-    return LabelPositions(rows, columns, known[:, rows, columns])
+    has_label = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
+    rows, columns = has_label.any(dim=0).nonzero(as_tuple=True)
+    return LabelPositions(rows, columns, has_label[:, rows, columns])
 
 
-def head_labels(batch: Batch, places: LabelPositions) -> torch.Tensor:
+def head_labels(batch: Batch, positions: LabelPositions) -> torch.Tensor:
     """Return the token ids to predict, ``[heads, positions]``; arbitrary where a head has no label."""
     last = batch.ids.shape[1] - 1
-    ahead = torch.arange(2, len(places.known) + 2, device=batch.ids.device)[:, None]
-    return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
+    ahead = torch.arange(2, len(positions.has_label) + 2, device=batch.ids.device)[:, None]
+    return batch.ids[positions.rows, (positions.columns + ahead).clamp_max(last)]
 
 
-def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: LabelPositions) -> torch.Tensor:
+def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, positions: LabelPositions) -> torch.Tensor:
     """Return the logits ``[heads, positions, tokens]``, given hidden states and embeddings of the next tokens."""
-    return heads.logits(heads.along(hidden, embedded, places.rows, places.columns))
+    return heads.logits(heads.along(hidden, embedded, positions.rows, positions.columns))
 
 
 def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
@@ -431,21 +431,21 @@ class HeadsLoss(torch.nn.Module):
         self._lm_weight = lm_weight
 
     def forward(
-        self, batch: Batch, places: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
+        self, batch: Batch, positions: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss summed over all labels, and per head the number of labels that equal its argmax.
 
         Labels outside the draft vocabulary add no loss, because the heads cannot predict them.
         """
-        labels = draft_labels(self.heads, head_labels(batch, places))
-        states = self.heads.along(hidden, embedded, places.rows, places.columns)
+        labels = draft_labels(self.heads, head_labels(batch, positions))
+        states = self.heads.along(hidden, embedded, positions.rows, positions.columns)
         total = states.new_zeros((), dtype=torch.float32)
         hits = []
         last = batch.ids.shape[1] - 1
-        for head, known in enumerate(places.known & (labels >= 0)):
+        for head, is_labelled in enumerate(positions.has_label & (labels >= 0)):
             output = self.heads.output(head)
-            rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
-            narrowed, own = output.narrowed(states[known, head]), labels[head][known]
+            rows = target.row_of[positions.rows, (positions.columns + head + 1).clamp_max(last)][is_labelled]
+            narrowed, own = output.narrowed(states[is_labelled, head]), labels[head][is_labelled]
             loss, correct = cross_entropy(
                 narrowed, output.up.weight, target.probs, rows, own, self._lm_weight, output.up.bias
             )

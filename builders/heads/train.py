@@ -66,9 +66,9 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
     ordered = sorted(examples, key=lambda example: len(example.ids))
     for start in range(0, len(ordered), EVAL_BATCH):
         batch = Batch.of(ordered[start : start + EVAL_BATCH], target.device)
-        output, places = target.read(batch.ids), label_positions(batch, number)
-        logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, places).float()
-        batch_ranks = _ranks(logits, draft_labels(heads, head_labels(batch, places)), places.known)
+        output, positions = target.read(batch.ids), label_positions(batch, number)
+        logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, positions).float()
+        batch_ranks = _ranks(logits, draft_labels(heads, head_labels(batch, positions)), positions.has_label)
         _count(seen, logits, batch_ranks)
         ranks.append(batch_ranks)
     every = np.concatenate(ranks, axis=1)

@@ -282,9 +282,9 @@ class Training:
         batch = Batch.of(examples, self._target.device)
         with autocast(self._target.device):
             output = self._stored.read(examples, batch) if self._stored else self._target.read(batch.ids)
-            places = label_positions(batch, self.heads.config.heads)
+            positions = label_positions(batch, self.heads.config.heads)
             probs = TargetProbs.of(self._target, output, batch, self.heads)
-            loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
+            loss, hits = self._loss(batch, positions, output.hidden, output.embedded, probs)
         # Gradients are averaged over processes; scale so that the result is the mean over all labels.
         (loss * (self.heads.config.heads * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])

@@ -75,7 +75,7 @@ def conversations(paths: Sequence[Path], most: int) -> list[list[Request]]:
     made = []
     for trace in read_traces(paths)[:most]:
         messages = [dict(message) for message in trace.messages]
-        made.append([messages[: answer.place] for answer in trace.answers if answer.place])
+        made.append([messages[: answer.message_index] for answer in trace.answers if answer.message_index])
     return [requests for requests in made if requests]
 
 

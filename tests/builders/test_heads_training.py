@@ -141,10 +141,10 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
     assert isinstance(heads, ParallelHeads)
     mine = torch.arange(VOCABULARY) if token_ids is None else torch.from_numpy(token_ids)
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), label_positions(batch, 4)
+    output, positions = target.read(batch.ids), label_positions(batch, 4)
     heads.requires_grad_(False)
     probs = TargetProbs.of(target, output, batch, heads)
-    found, hits = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, probs)
+    found, hits = HeadsLoss(heads, 0.3)(batch, positions, output.hidden, output.embedded, probs)
     expected, right = 0.0, [0] * 4
     for row, example in enumerate(learned):
         ids = torch.from_numpy(example.ids)
@@ -181,9 +181,9 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
     for weight in heads.parameters():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), label_positions(batch, 4)
+    output, positions = target.read(batch.ids), label_positions(batch, 4)
     found, hits = HeadsLoss(heads, 0.3)(
-        batch, places, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
+        batch, positions, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
     )
     expected, right = 0.0, [0] * 4
     bias = heads.output(0).up.bias

@@ -60,7 +60,7 @@ def test_what_the_assistant_says_after_somebody_is_an_answer(
     tmp_path: Path, messages: list[dict[str, str]], places: list[int]
 ) -> None:
     traces = read_traces([written(tmp_path, CHAT, {"messages": messages})])
-    assert [answer.place for answer in traces[1].answers] == places
+    assert [answer.message_index for answer in traces[1].answers] == places
     assert (traces[1].id, traces[1].category) == ("2", "")
 
 

@@ -309,7 +309,7 @@ def test_a_benchmarks_answers_are_conversations() -> None:
     row = answered(7, "qa", turn_of([1, 2], 1.0), cut.__class__(**{**cut.__dict__, "finish": "length"}))
     (trace,) = bench_traces([prompt, prompt], [row])
     assert [message["content"] for message in trace.messages] == ["one", "[0, 1, 2]", "two", "[0, 1, 2, 3]"]
-    assert [(one.place, one.ids, one.max_tokens) for one in trace.answers] == [
+    assert [(one.message_index, one.ids, one.max_tokens) for one in trace.answers] == [
         (1, (0, 1, 2), None),
         (3, (0, 1, 2, 3), 4),
     ]

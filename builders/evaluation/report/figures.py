@@ -159,8 +159,8 @@ def _shares(data: SourceShares) -> Figure:
     steps = max(1, data.steps)
     sources = data.sources.items()
     values = "; ".join(
-        f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.won:.0%} of these, "
-        f"and {share.verified:.0%} of its tokens are accepted"
+        f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.win_rate:.0%} of "
+        f"these, and {share.acceptance_rate:.0%} of its tokens are accepted"
         for name, share in sources
     )
     columns = {
@@ -181,7 +181,7 @@ def _shares(data: SourceShares) -> Figure:
             f"Sources of {data.method}",
             columns,
             (
-                (name, counts.hits / steps, counts.won, counts.drafted, counts.accepted, counts.verified)
+                (name, counts.hits / steps, counts.win_rate, counts.drafted, counts.accepted, counts.acceptance_rate)
                 for name, counts in sources
             ),
             f"Of {data.steps:,} steps.",
@@ -212,14 +212,16 @@ def _coverage(data: Coverage) -> Figure:
     values = "; ".join(
         f"{name} {source.positions:,}, of which {source.alone:,} from no other" for name, source in sources
     )
-    words = ", ".join(f"{name} {source.words:,} ({source.words_alone:,})" for name, source in sources)
+    distinct = ", ".join(
+        f"{name} {source.distinct_tokens:,} ({source.distinct_tokens_alone:,})" for name, source in sources
+    )
     columns = ("accepted", "from no other", "different tokens", "of these, from no other")
     return Figure(
         f"coverage-{data.method}",
         f"Token coverage of {data.method}",
         f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.nobody:,} were "
         "accepted from none. Filled: where neither of the others, alone, had the same token accepted. Different "
-        f"tokens of the vocabulary (from no other source): {words}.",
+        f"tokens of the vocabulary (from no other source): {distinct}.",
         f"Bars. {values}",
         partial(plots.coverage, data),
         Table.of(

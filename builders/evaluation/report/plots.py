@@ -173,8 +173,8 @@ def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
     places = np.arange(len(names))
     colours = [theme.source(name) for name in names]
     drafts = [100 * share.hits / data.steps if data.steps else 0 for share in data.sources.values()]
-    wins = [100 * share.won for share in data.sources.values()]
-    accepted = [100 * share.verified for share in data.sources.values()]
+    wins = [100 * share.win_rate for share in data.sources.values()]
+    accepted = [100 * share.acceptance_rate for share in data.sources.values()]
     looks: Sequence[tuple[list[float], dict[str, Any], str]] = (
         (drafts, {"fill": False}, "steps in which it drafts"),
         (wins, {"fill": False, "hatch": "////"}, "of these, with a token accepted"),

@@ -51,12 +51,12 @@ class SourceCounts:
     """Number of steps in which at least one of its tokens was accepted."""
 
     @property
-    def verified(self) -> float:
+    def acceptance_rate(self) -> float:
         """Ratio of accepted to drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def won(self) -> float:
+    def win_rate(self) -> float:
         """Ratio of steps with an accepted token to steps with a draft."""
         return self.wins / self.hits if self.hits else 0.0
 
@@ -102,9 +102,10 @@ class SourceCoverage:
     """Number of accepted tokens."""
     alone: int
     """Number of accepted tokens that no other source had accepted when it was the only one."""
-    words: int
+    distinct_tokens: int
     """Number of distinct accepted tokens."""
-    words_alone: int
+    distinct_tokens_alone: int
+    """Number of distinct accepted tokens that no other source had accepted when it was the only one."""
 
 
 @dataclass(frozen=True)
@@ -255,8 +256,10 @@ def _verify_success(shares: Sequence[SourceShares]) -> Iterator[tuple[str, bool,
         if len(sources) < len(PAPER_SOURCES):
             continue
         counts = {
-            "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
-            "accepted of the tokens that it drafted": [one.verified for one in sources],
+            "steps in which something of it was accepted, of those that it drafted in": [
+                one.win_rate for one in sources
+            ],
+            "accepted of the tokens that it drafted": [one.acceptance_rate for one in sources],
         }
         values = "; ".join(f"{what}: {_each(rates, '.1%')}" for what, rates in counts.items())
         yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), values
