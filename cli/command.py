@@ -314,10 +314,10 @@ class Conflict(NamedTuple):
     """Options that have no effect if other options have certain values."""
 
     options: tuple[str, ...]
-    others: tuple[str, ...]
+    deciding_options: tuple[str, ...]
     """Parameters whose values decide. Commands that lack one of them have no conflict."""
     values: tuple[object, ...]
-    """Values of ``others`` with which the options have no effect. Empty means any value but None."""
+    """Values of ``deciding_options`` with which the options have no effect. Empty means any value but None."""
     reason: str
 
 
@@ -368,9 +368,9 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
             if option in typed:
                 _no_effect_error(option, "with greedy decoding", "set --temperature above 0 or leave it out")
     for conflict in CONFLICTS:
-        values = [settings[name] for name in conflict.others if name in settings]
+        values = [settings[name] for name in conflict.deciding_options if name in settings]
         holds = all(value in conflict.values if conflict.values else value is not None for value in values)
-        if holds and len(values) == len(conflict.others):
+        if holds and len(values) == len(conflict.deciding_options):
             for option in conflict.options:
                 if option in typed:
                     _no_effect_error(option, conflict.reason)

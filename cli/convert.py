@@ -78,8 +78,8 @@ def convert(
     file = canonical_file(out)
     file.check()
     reader = ConversationReader(paths, tolerance=config.max_bad_fraction)
-    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        written = write_canonical(reader, file, shown)
+    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as progress:
+        written = write_canonical(reader, file, progress)
     print_left_out(reader.tally)
     counts = {**written.counts(), "left_out": reader.tally.bad}
     if as_json:

@@ -158,7 +158,7 @@ def _value(name: str, given: Any) -> Any:
     return method_names(given) if name == "methods" else tuple(given) if isinstance(given, list) else given
 
 
-def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
+def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
     """Parse an option that takes comma-separated numbers. Returns None if it was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))

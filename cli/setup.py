@@ -119,8 +119,8 @@ def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     count = sum(opening in chosen for opening in openings)
     read = f"{count_of(len(openings), 'conversation')} in {count_of(len(plan.logs), 'file')}"
     print(f"logs      {read}, {count:,} held out")
-    for kind, (fate, place) in stages.planned_stores().items():
-        print(f"{kind:<9} {fate} {place or UNKNOWN_FOLDER_NOTE}")
+    for kind, (build_effect, place) in stages.planned_stores().items():
+        print(f"{kind:<9} {build_effect} {place or UNKNOWN_FOLDER_NOTE}")
     print(f"work      {folder.path}")
     remaining = stages.remaining()
     for number, (name, title) in enumerate(stages.titles().items(), start=1):

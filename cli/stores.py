@@ -97,7 +97,7 @@ def stores(
 
 
 def _all_items() -> list[StoredItem]:
-    from hdtool.builders.setup.work_folder import kept_setups
+    from hdtool.builders.setup.work_folder import stored_setups
     from hdtool.data.stores.manifest import Checkpoint
     from hdtool.runtime.model.gguf.converted_folder import MANIFEST, manifests
     from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED_MANIFEST, quantized_manifests
@@ -125,7 +125,7 @@ def _all_items() -> list[StoredItem]:
         for folder, manifest in quantized_manifests()
     ]
     return with_unique_names(
-        [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *kept_setups()]
+        [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *stored_setups()]
     )
 
 

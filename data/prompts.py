@@ -259,7 +259,7 @@ def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[P
 
 def _refuse_bad(tally: Tally) -> None:
     if tally.bad:
-        raise PromptError(f"{tally.shown[0]}: correct or remove it")
+        raise PromptError(f"{tally.messages[0]}: correct or remove it")
 
 
 def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:

@@ -82,7 +82,7 @@ class RowError(ValueError):
 class Row(NamedTuple):
     """Row of a file with its place."""
 
-    place: str
+    location: str
     """Suffix of the file name in messages, such as ``:7`` or ``[6]``."""
     value: Any
     """Parsed value, or a RowError if the row cannot be parsed. Later rows are still read."""

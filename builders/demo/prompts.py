@@ -27,11 +27,11 @@ PROMPT_KEYS = ("id", "category", "messages", "reference", "from")
 """Keys of a line; lines of training questions have only the first three."""
 
 
-def prompts(everything: Iterable[TrainingDocument], of_each: int = PROMPTS_PER_KIND) -> Iterator[dict[str, Any]]:
+def prompts(everything: Iterable[TrainingDocument], per_kind: int = PROMPTS_PER_KIND) -> Iterator[dict[str, Any]]:
     """Yield held-out prompts, alternating between kinds so that the first ones cover every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
     once = {document.question: document for document in held_out}
-    for number, row in enumerate(one_of_each_kind(once.values(), of_each), start=1):
+    for number, row in enumerate(one_of_each_kind(once.values(), per_kind), start=1):
         for document in row:
             yield {
                 "id": f"{document.kind}-{number:02}",
@@ -42,18 +42,18 @@ def prompts(everything: Iterable[TrainingDocument], of_each: int = PROMPTS_PER_K
             }
 
 
-def one_of_each_kind(ordered: Collection[TrainingDocument], of_each: int) -> Iterator[tuple[TrainingDocument, ...]]:
-    """Yield tuples of one document per kind, at most ``of_each`` of them."""
-    return zip(*([d for d in ordered if d.kind == kind][:of_each] for kind in PROMPT_KINDS), strict=False)
+def one_of_each_kind(ordered: Collection[TrainingDocument], per_kind: int) -> Iterator[tuple[TrainingDocument, ...]]:
+    """Yield tuples of one document per kind, at most ``per_kind`` of them."""
+    return zip(*([d for d in ordered if d.kind == kind][:per_kind] for kind in PROMPT_KINDS), strict=False)
 
 
-def learned_questions(everything: Sequence[TrainingDocument], of_each: int) -> Iterator[Prompt]:
+def learned_questions(everything: Sequence[TrainingDocument], per_kind: int) -> Iterator[Prompt]:
     """Yield distinct training questions, alternating between kinds, in an order given by a hash."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
     # Sorting by name would put the two tasks of a function next to each other.
     ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
-    for number, row in enumerate(one_of_each_kind(ordered, of_each), start=1):
+    for number, row in enumerate(one_of_each_kind(ordered, per_kind), start=1):
         for document in row:
             message = {"role": "user", "content": document.question}
             yield Prompt((message,), id=f"{document.kind}-{number:03}", category=document.kind)
@@ -179,23 +179,23 @@ QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def chat_questions(of_each: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of the questions: up to ``of_each`` topics per form, chosen by hash."""
+def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of the questions: up to ``per_form`` topics per form, chosen by hash."""
     for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
-        yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:of_each])
+        yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:per_form])
 
 
 def document_questions(
-    everything: Iterable[TrainingDocument], of_each: int = QUESTIONS_PER_KIND
+    everything: Iterable[TrainingDocument], per_kind: int = QUESTIONS_PER_KIND
 ) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of questions about documents that are not held out, up to ``of_each`` per kind."""
+    """Yield kind and text of questions about documents that are not held out, up to ``per_kind`` per kind."""
     texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:
             texts[document.kind].add(document.question)
     for kind, kind_texts in texts.items():
-        yield from ((kind, text) for text in sorted(kind_texts, key=stable_hash)[:of_each])
+        yield from ((kind, text) for text in sorted(kind_texts, key=stable_hash)[:per_kind])
 
 
 def everyday_rows(everything: Iterable[TrainingDocument]) -> Iterator[dict[str, Any]]:

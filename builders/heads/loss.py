@@ -42,7 +42,7 @@ class Example:
     """True for each token that the model wrote; all True for plain text. Heads are trained on these tokens only."""
 
 
-def read_examples(reading: RecordReader, turns: TurnReader, window: int, shown: ProgressBar) -> list[Example]:
+def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
     """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
     longest = 0
@@ -50,7 +50,7 @@ def read_examples(reading: RecordReader, turns: TurnReader, window: int, shown: 
         for whole in _examples_of(record, turns):
             longest = max(longest, len(whole.ids))
             examples += _cut(whole, window)
-        shown.to(reading.bytes_read)
+        progress.to(reading.bytes_read)
     if not examples:
         raise RecordError(
             f"no examples: the longest text has {longest} tokens, and heads need {MIN_TOKENS} at least "

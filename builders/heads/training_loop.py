@@ -333,11 +333,11 @@ class Training:
 
 def checkpoint_file(folder: Path) -> OutputFile:
     advice = "make room, choose another --out, or move it away, and run the command again"
-    is_ours = checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
+    is_ours = is_checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
     return OutputFile(folder / CHECKPOINT_FILE, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
 
 
-def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
+def is_checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
     """Return a function that tells whether a file is a torch checkpoint with exactly these keys."""
 
     def is_ours(path: Path) -> bool:

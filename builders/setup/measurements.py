@@ -222,7 +222,7 @@ def answer_prompts(
     store_set: StoreSet,
     model: ModelConfig,
     prompts: Sequence[Prompt],
-    most_prompts: int,
+    max_prompts: int,
     max_new_tokens: int,
     chat: bool | None,
     on_progress: Callable[[int], None],
@@ -238,7 +238,7 @@ def answer_prompts(
     names = (GENERATE_NAME, PLAIN_NAME, DRAFTED_NAME, *offered)
     contenders = ContenderFactory(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
     bench = Bench(loaded, contenders, max_new_tokens, chat)
-    questions = [prompt for prompt in prompts if bench.fits(prompt)][:most_prompts]
+    questions = [prompt for prompt in prompts if bench.fits(prompt)][:max_prompts]
     if not questions:
         raise PromptError("no held-out conversation fits the model's context: name logs of shorter ones")
     bench.warm_up(warm_up_questions(questions, (), 1, bench.fits))

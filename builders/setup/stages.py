@@ -191,10 +191,10 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """Return the fate and folder of each store; the folder is None if it depends on missing weights."""
+        """Return the effect of the build on each store, and its folder, or None if that depends on missing weights."""
         stores = self._planned
         return {
-            kind: (stores.fate(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
+            kind: (stores.build_effect(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
             for kind in ((MODEL, CORPUS) if self._plan.corpus else (MODEL,))
         }
 

@@ -229,7 +229,7 @@ def _make_private(folder: Path) -> None:
             place.chmod(PRIVATE_FOLDER)
 
 
-def kept_setups() -> list[StoredItem]:
+def stored_setups() -> list[StoredItem]:
     """Return the work folders in hdtool's home, as ``hdtool stores`` lists them."""
     folders = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS_FILE}") if is_regular(path))
     return [
@@ -323,7 +323,7 @@ class SetupStores:
             if check := self.replacement_check(kind):
                 check(folder)
 
-    def fate(self, kind: str) -> str:
+    def build_effect(self, kind: str) -> str:
         """Return what will happen to a folder that ``check`` accepted, worded as the start of a sentence."""
         folder = self.folders[kind]
         if not holds_manifest(folder):

@@ -240,20 +240,22 @@ def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterat
 
 def _rebuild(
     folder: Path,
-    like: Manifest,
+    template: Manifest,
     documents: Iterable[Document],
     sources: Sequence[Source],
     check: FolderCheck | None,
     rankings: Ints | None,
 ) -> Manifest:
-    """Build a store with the kind, tokenizer, options and model of the manifest ``like``."""
-    build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
-    options = {name: like.options[name] for name in names if name in like.options}
-    if like.model:
-        options["model"] = like.model
+    """Build a store with the kind, tokenizer, options and model of the manifest ``template``."""
+    build, names = (
+        (build_corpus_index, CORPUS_OPTIONS) if template.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
+    )
+    options = {name: template.options[name] for name in names if name in template.options}
+    if template.model:
+        options["model"] = template.model
     if rankings is not None:
         options["rankings"] = rankings
-    return build(folder, documents, like.tokenizer, sources, check=check, **options)
+    return build(folder, documents, template.tokenizer, sources, check=check, **options)
 
 
 class DropConversationsResult(NamedTuple):
@@ -327,9 +329,9 @@ def _history_documents(store: HistoryStore, conversations: list[StoredConversati
         yield Document(tokens, source)
 
 
-def _stored_documents(contents: StoreContents, before: int) -> Iterator[Document]:
+def _stored_documents(contents: StoreContents, first_source: int) -> Iterator[Document]:
     for document in contents.documents():
-        yield Document(document.ids, before + document.source)
+        yield Document(document.ids, first_source + document.source)
 
 
 def drop_conversations(

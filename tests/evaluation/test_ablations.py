@@ -135,7 +135,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
         said = set(chain.from_iterable(words[other] for other in "CMS" if other != letter))
         expected = SourceCoverage(len(own), len(own - rest), len(words[letter]), len(words[letter] - said))
         assert found.sources[str(letters[letter])] == expected
-    assert found.nobody == len(rows) - len(set.union(*places.values()))
+    assert found.unaccepted == len(rows) - len(set.union(*places.values()))
 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
@@ -257,7 +257,7 @@ def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
     assert found.places["earlier answers"] == (0.0, 0.0, 0.5)
     assert found.places["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
     assert found.places["none of them"] == (1.0, 0.8, 0.5)
-    assert found.within[-1] == pytest.approx(1 / 9)
+    assert found.shares_within[-1] == pytest.approx(1 / 9)
     assert ngram_repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
 
 

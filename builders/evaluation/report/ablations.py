@@ -215,7 +215,7 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
             distinct_tokens=len(distinct_tokens[letter]),
             distinct_tokens_alone=len(distinct_tokens[letter] - others),
         )
-    return Coverage(method, len(tokens), covered, nobody=int((count == 0).sum()))
+    return Coverage(method, len(tokens), covered, unaccepted=int((count == 0).sum()))
 
 
 THINNING_FACTORS = (16, 8, 4, 2)

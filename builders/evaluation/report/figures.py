@@ -219,7 +219,7 @@ def _coverage(data: Coverage) -> Figure:
     return Figure(
         f"coverage-{data.method}",
         f"Token coverage of {data.method}",
-        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.nobody:,} were "
+        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.unaccepted:,} were "
         "accepted from none. Filled: where neither of the others, alone, had the same token accepted. Different "
         f"tokens of the vocabulary (from no other source): {distinct}.",
         f"Bars. {values}",
@@ -228,7 +228,7 @@ def _coverage(data: Coverage) -> Figure:
             f"Token coverage of {data.method}",
             {"only source": "", **dict.fromkeys(columns, ",")},
             ((name, *astuple(source)) for name, source in sources),
-            f"Of {data.positions:,} tokens; {data.nobody:,} were accepted from none.",
+            f"Of {data.positions:,} tokens; {data.unaccepted:,} were accepted from none.",
         ),
     )
 
@@ -251,7 +251,7 @@ def _repeats(data: Repeats) -> Iterator[Figure]:
             ),
         ),
     )
-    shares = list(zip(data.distances, data.within, strict=True))
+    shares = list(zip(data.distances, data.shares_within, strict=True))
     yield Figure(
         "4-gram-distances",
         "Distance to the last occurrence of a 4-gram",

@@ -36,7 +36,7 @@ class BenchMeasurements:
 
     results: Results
     baseline: str | None = None
-    others: Sequence[Results] = ()
+    other_temperatures: Sequence[Results] = ()
 
     @property
     def scores(self) -> Scores:
@@ -62,7 +62,7 @@ class BenchMeasurements:
 
     def temperatures(self) -> Speeds | None:
         """Return speeds by temperature; None if there is only one temperature."""
-        runs = {run_temperature(run): run for run in (self.results, *self.others)}
+        runs = {run_temperature(run): run for run in (self.results, *self.other_temperatures)}
         if len(runs) < 2:
             return None
         overall = {at: scores_of(runs[at], self.baseline).tasks[ALL_TASKS] for at in sorted(runs)}
@@ -183,7 +183,7 @@ def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: St
             for name, flags in places.items()
         },
         distances=tuple(steps.tolist()),
-        within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
+        shares_within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
     )
 
 

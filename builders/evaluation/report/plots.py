@@ -250,7 +250,7 @@ def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
 
 
 def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
-    axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.source("context"))
+    axes.plot(data.distances, 100 * np.array(data.shares_within), "o-", color=theme.source("context"))
     axes.set_xscale("log", base=2)
     axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
     axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))

@@ -116,7 +116,7 @@ class Coverage:
     positions: int
     """Number of tokens of all answers."""
     sources: Mapping[str, SourceCoverage]
-    nobody: int
+    unaccepted: int
     """Number of tokens that were accepted from no source."""
 
 
@@ -129,7 +129,7 @@ class Repeats:
     places: Mapping[str, tuple[float, ...]]
     """For each place, the share of a group's 4-grams that occur there."""
     distances: tuple[int, ...]
-    within: tuple[float, ...]
+    shares_within: tuple[float, ...]
     """Share of all 4-grams whose last occurrence is at most this far back."""
 
 
@@ -229,7 +229,7 @@ def claim_findings(
 ) -> tuple[ClaimFinding, ...]:
     return (
         _finding("C > M > S in verify success", _verify_success(shares)),
-        _finding("each source accepts tokens that no other does", _own_tokens(coverage)),
+        _finding("each source accepts tokens that no other does", _unique_tokens(coverage)),
         _finding("C+M beats any single source", _pair_beats_singles(subsets)),
         _finding("the order C, M, S is the best of the six", _best_order(orders)),
     )
@@ -261,19 +261,21 @@ def _verify_success(shares: Sequence[SourceShares]) -> Iterator[tuple[str, bool,
             ],
             "accepted of the tokens that it drafted": [one.acceptance_rate for one in sources],
         }
-        values = "; ".join(f"{what}: {_each(rates, '.1%')}" for what, rates in counts.items())
+        values = "; ".join(f"{what}: {_values_by_source(rates, '.1%')}" for what, rates in counts.items())
         yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), values
 
 
-def _each(values: Sequence[float], form: str) -> str:
+def _values_by_source(values: Sequence[float], form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in zip(PAPER_SOURCES, values, strict=True))
 
 
-def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
+def _unique_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
     for covered in coverage:
         alone = [covered.sources[name].alone for name in PAPER_SOURCES if name in covered.sources]
         if len(alone) == len(PAPER_SOURCES):
-            values = f"of {covered.positions:,} tokens, accepted from this source alone: {_each(alone, ',')}"
+            values = (
+                f"of {covered.positions:,} tokens, accepted from this source alone: {_values_by_source(alone, ',')}"
+            )
             yield covered.method, min(alone) > 0, values
 
 
