@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
-from tests.support.methods import OF_DEMO, drafter_for
+from tests.support.methods import DEMO_METHODS, drafter_for
 from tests.support.processes import read_until, start
 
 TALKS: list[list[str]] = [
@@ -73,7 +73,7 @@ def alone() -> dict[SamplingConfig, Any]:
 @pytest.mark.each_value
 @pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in OF_DEMO), ("hd", 2), ("hd", 8)])
+@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in DEMO_METHODS), ("hd", 2), ("hd", 8)])
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:

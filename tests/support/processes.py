@@ -18,11 +18,11 @@ TIMEOUT_SECONDS = 120.0
 def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
     """Start a process with captured output that reacts to Ctrl-C, which a shell's background processes ignore."""
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c, **options
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=accept_ctrl_c, **options
     )
 
 
-def hear_ctrl_c() -> None:
+def accept_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -31,15 +31,15 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     assert process.stderr
     stuck = Timer(TIMEOUT_SECONDS, process.kill)
     stuck.start()
-    told = ""
+    output = ""
     try:
         for line in process.stderr:
-            told += line
+            output += line
             if words in line:
-                return told
+                return output
     finally:
         stuck.cancel()
-    raise AssertionError(f"the process ended with {process.wait()} before it printed {words!r}:\n{told}")
+    raise AssertionError(f"the process ended with {process.wait()} before it printed {words!r}:\n{output}")
 
 
 def wait_until(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:

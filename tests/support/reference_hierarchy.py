@@ -16,21 +16,21 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
 # The constants of the compiled policy are repeated here, so that changing one there fails the tests.
-LONGEST_MATCH, MAX_MATCHES, MAX_CHILD_MATCHES = 32, 64, 16
+MAX_MATCH_LENGTH, MAX_MATCHES, MAX_CHILD_MATCHES = 32, 64, 16
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Longest match length of each order."""
 MAX_HISTORY_MATCHES, MAX_CHILD_HISTORY_MATCHES, OVERLAP = 32, 8, 8
-LONGEST_PREFIX = 4
-LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
-LONGEST_NODE, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
-MOST_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
+MAX_MODEL_ORDER = 4
+MAX_CORPUS_ORDER, SAMPLES, MIN_SAMPLES = 6, 64, 16
+MAX_RECYCLED_ORDER, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
+MAX_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
 CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS = 0, 12, 16, 22, 27
 LAST_ORDERS, ORDERS = 39, 40
 PRIORS = {
     CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
-    MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
-    CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
-    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.0, 0.0),
+    MODEL_ORDERS: (MAX_MODEL_ORDER, 0.9, 0.75, 0.4, 0.05),
+    CORPUS_ORDERS: (MAX_CORPUS_ORDER, 0.9, 0.75, 0.35, 0.12),
+    RECYCLED_ORDERS: (MAX_RECYCLED_ORDER, 0.9, 0.9, 0.0, 0.0),
     HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
     LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
 }
@@ -57,8 +57,8 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
 )
 """Factors by the bit length of the distance to the last occurrence, 0 if there is none, and by range of probability."""
-NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
-MAX_DEPTH, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
+NEIGHBOR_KINDS, NEIGHBOR_DEPTHS, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
+MAX_DEPTH, MIN_REMAINDER, MIN_SHARE, LEARNING_REMAINDER, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
 WORTH_A_SEARCH = 5.0
 
 Counts = dict[int, int]
@@ -155,7 +155,7 @@ class SlowHierarchy:
         if node.parent:
             node.shortest = node.parent.shortest + 1
             node.matches = [
-                (at + 1, min(LONGEST_MATCH, length + 1))
+                (at + 1, min(MAX_MATCH_LENGTH, length + 1))
                 for at, length in node.parent.matches
                 if self.context[at] == node.token and at + 1 < len(self.context)
             ]
@@ -175,7 +175,9 @@ class SlowHierarchy:
 
     def _match_length(self, context: list[int], at: int) -> int:
         length = 0
-        while length < min(LONGEST_MATCH, at, len(context)) and self.context[at - 1 - length] == context[-1 - length]:
+        while (
+            length < min(MAX_MATCH_LENGTH, at, len(context)) and self.context[at - 1 - length] == context[-1 - length]
+        ):
             length += 1
         return length
 
@@ -207,7 +209,7 @@ class SlowHierarchy:
         return [place for place in places[: 2 * wanted] if place[0] is not self.current_answer[0]][:wanted]
 
     def ask_model(self, node: Node, order: int) -> Evidence | None:
-        deepest = min(LONGEST_PREFIX, node.parent.known + 1) if node.parent else LONGEST_PREFIX
+        deepest = min(MAX_MODEL_ORDER, node.parent.known + 1) if node.parent else MAX_MODEL_ORDER
         if not self.model or order > deepest or order > len(node.context):
             return None
         entries = self.model.after(node.context[-order:])
@@ -227,7 +229,7 @@ class SlowHierarchy:
         if node.parent:
             parent = node.parent
             if order > 1 and parent.parent and order - 1 not in parent.searched:
-                follows = order == LONGEST_RANGE and bool(parent.longest_matches)
+                follows = order == MAX_CORPUS_ORDER and bool(parent.longest_matches)
                 if not follows:
                     return None
             node.searched.add(order)
@@ -245,7 +247,7 @@ class SlowHierarchy:
         read = min(len(goes_on), max_samples)
         step = (len(goes_on) << 16) // read
         followers = [self._token(*goes_on[turn * step >> 16]) for turn in range(read)]
-        if order == LONGEST_RANGE and read == len(goes_on):
+        if order == MAX_CORPUS_ORDER and read == len(goes_on):
             node.longest_matches = goes_on
         counts = Counter(token for token in followers if token != self.end)
         level = CORPUS_ORDERS + order - 1
@@ -264,7 +266,7 @@ class SlowHierarchy:
     def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
         owner, counts = self.rankings.get(row_of(tail), NO_RANKING)
-        if order > LONGEST_NODE or owner != tail:
+        if order > MAX_RECYCLED_ORDER or owner != tail:
             return None
         sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
         level = RECYCLED_ORDERS + order - 1
@@ -276,28 +278,28 @@ class SlowHierarchy:
             self._combine_rankings(nodes[1:], logits[1:], len(accepted.path))
         rows = [0, *(node + 1 for node in accepted.path)]
         if "L" in self.letters:
-            best = logits[rows[-1]].topk(min(MOST_CANDIDATES + 1, logits.shape[1]))
+            best = logits[rows[-1]].topk(min(MAX_CANDIDATES + 1, logits.shape[1]))
             shares = np.exp(LAST_SHARPNESS * (best.values - best.values[0]).double().numpy())
             shares[best.indices.numpy() == accepted.tokens[-1]] = 0.0
             millionths = (shares * (MILLION / shares.sum())).astype(int).tolist()
             found = [
                 pair for pair in zip(best.indices.tolist(), millionths, strict=True) if pair[0] != accepted.tokens[-1]
             ]
-            self.last = dict(found[:MOST_CANDIDATES])
+            self.last = dict(found[:MAX_CANDIDATES])
         for row in reversed(range(len(logits)) if "R" in self.letters else []):
             best = logits[row].topk(BEST)
             shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
             whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
             ranking = dict(zip(best.indices.tolist(), whole, strict=True))
-            for order in range(1, LONGEST_NODE + 1):
+            for order in range(1, MAX_RECYCLED_ORDER + 1):
                 tail = tail_of(nodes[row].context, order)
                 self.rankings[row_of(tail)] = tail, ranking
 
     def _combine_rankings(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """Combine the rankings of each depth after the new root, weighted by the probabilities of their nodes."""
-        shares = [Counter[int]() for _ in range(NEIGHBOR_PLACES)]
+        shares = [Counter[int]() for _ in range(NEIGHBOR_DEPTHS)]
         for node, row in zip(nodes, logits, strict=True):
-            if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_PLACES:
+            if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_DEPTHS:
                 best = row.topk(BEST)
                 chances = np.exp(NEIGHBOR_SHARPNESS * (best.values - best.values[0]).double().numpy())
                 for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
@@ -372,13 +374,13 @@ class SlowHierarchy:
             weigh(self.ask_model(node, order))
             if left_open < least:
                 break
-            if self.shards and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
-                weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
+            if self.shards and order <= MAX_CORPUS_ORDER and left_open >= WORTH_A_SEARCH * least:
+                weigh(self.ask_corpus(node, order, max(MIN_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
         chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
         if not node.known and left_open < least:
-            node.known = LONGEST_PREFIX
+            node.known = MAX_MODEL_ORDER
         if not node.parent and left_open >= least and self.last:
             weigh(
                 Evidence(
@@ -407,8 +409,8 @@ class SlowHierarchy:
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
         while True:
             if node.depth < MAX_DEPTH and node.probs > WORTH_EXPANDING * bar:
-                least = max(WORTH_EXPANDING * bar / node.probs, LEAST_LEFT)
-                floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
+                least = max(WORTH_EXPANDING * bar / node.probs, MIN_REMAINDER)
+                floor = max(WORTH_ADDING * bar / node.probs, MIN_SHARE)
                 parts, chances, _ = self.expand(node, least, floor)
                 chances = self._agree(node, chances)
                 chances = self._draw(node, chances)
@@ -431,7 +433,7 @@ class SlowHierarchy:
 
     def observe_token(self, token: int) -> None:
         """Update the weights with one step of expectation maximisation, and append the token to the context."""
-        *_, evidences = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)
+        *_, evidences = self.expand(Node(self.context), LEARNING_REMAINDER, 0.0)
         explained, left_open = [], 1.0
         for evidence in evidences:
             weight = self.weight[evidence.level, evidence.bucket]
@@ -472,7 +474,7 @@ def order_of(length: int) -> int:
 
 def match_length(answer: list[int], at: int, context: list[int]) -> int:
     length = 0
-    while length < min(LONGEST_MATCH, at, len(context)) and answer[at - 1 - length] == context[-1 - length]:
+    while length < min(MAX_MATCH_LENGTH, at, len(context)) and answer[at - 1 - length] == context[-1 - length]:
         length += 1
     return length
 

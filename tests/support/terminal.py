@@ -11,7 +11,7 @@ from typing import Any
 import pexpect
 import pyte
 
-from tests.support.processes import hear_ctrl_c
+from tests.support.processes import accept_ctrl_c
 
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
@@ -50,7 +50,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", **environment},
             encoding="utf-8",
             timeout=TIMEOUT_SECONDS,
-            preexec_fn=hear_ctrl_c,
+            preexec_fn=accept_ctrl_c,
         )
         self.process.delaybeforesend = None
 

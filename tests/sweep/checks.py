@@ -36,7 +36,7 @@ GREEDY = SamplingConfig()
 SHORT, LONG = prompt_of(45), prompt_of(150)
 """Prompts. The second one is longer than every window of a tiny model."""
 BATCH = prompt_of(12), SHORT, prompt_of(80)
-MAX_NEW_TOKENS, FEWER = 40, 24
+MAX_NEW_TOKENS, FEWER_TOKENS = 40, 24
 """Maximum number of tokens of an answer."""
 NEAR_TIE = 1e-3
 """Gap between two logits, in standard deviations, below which float32 rounding may decide."""
@@ -115,7 +115,7 @@ class _Checks:
             result.verdict, result.reason = FAILS, short(error)
             self._refused(model)
             return False
-        if generated(model, SHORT, FEWER) != self._short[:FEWER]:
+        if generated(model, SHORT, FEWER_TOKENS) != self._short[:FEWER_TOKENS]:
             result.notes.append("generate is not deterministic")
         if len(set(self._short)) < 4:
             result.notes.append(f"dull: {len(set(self._short))} different tokens")
@@ -159,8 +159,8 @@ class _Checks:
     def _looked_up(self, model: Any) -> None:
         """Compare prompt lookup of transformers with its plain decoding."""
         try:
-            found = generated(model, SHORT, FEWER, prompt_lookup_num_tokens=4)
-            self._result.lookup = SAME if found == self._short[:FEWER] else "other tokens"
+            found = generated(model, SHORT, FEWER_TOKENS, prompt_lookup_num_tokens=4)
+            self._result.lookup = SAME if found == self._short[:FEWER_TOKENS] else "other tokens"
         except Exception as error:
             self._result.lookup = f"fails: {short(error)}"
 
@@ -183,12 +183,12 @@ class _Checks:
         )
 
     def _second_turn(self, target: Target) -> None:
-        prompt = [*SHORT, *self._short[:FEWER], *prompt_of(9)]
-        truth = generated(target.model, prompt, FEWER)
+        prompt = [*SHORT, *self._short[:FEWER_TOKENS], *prompt_of(9)]
+        truth = generated(target.model, prompt, FEWER_TOKENS)
 
         def answered() -> list[int]:
-            run(target, SHORT, GREEDY, FEWER, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
-            steps = run(target, prompt, GREEDY, FEWER, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
+            run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
+            steps = run(target, prompt, GREEDY, FEWER_TOKENS, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
             if not steps[0].cached_tokens:
                 self._result.notes.append("a second turn reads all again")
             return output_tokens(steps)
@@ -196,7 +196,9 @@ class _Checks:
         self._same("second turn", prompt, truth, answered)
 
     def _batch(self, target: Target) -> None:
-        truths = [self._short[:FEWER] if one is SHORT else generated(target.model, one, FEWER) for one in BATCH]
+        truths = [
+            self._short[:FEWER_TOKENS] if one is SHORT else generated(target.model, one, FEWER_TOKENS) for one in BATCH
+        ]
 
         def requests() -> Iterator[Request[int]]:
             for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
@@ -205,7 +207,7 @@ class _Checks:
 
         def answered() -> list[list[int]]:
             answers: list[list[int]] = [[] for _ in BATCH]
-            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER):
+            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER_TOKENS):
                 answers[request.key] += step.tokens
             return answers
 
@@ -218,7 +220,7 @@ class _Checks:
 
     def _sampled(self, target: Target) -> None:
         for name in ("T 0.7", "T 1, top-p 0.9"):
-            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER)
+            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER_TOKENS)
             plain = self._tried("sampled", sampled)
             if plain is not None:
                 wrong_drafter = LyingDrafter(len(SHORT), plain, VOCABULARY, 8)
@@ -272,12 +274,12 @@ class _Checks:
             if target.captures:
                 self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
             wrong_drafter = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
-            found = output_tokens(run(target, SHORT, GREEDY, FEWER, drafter=wrong_drafter))
+            found = output_tokens(run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter))
         except Exception as error:  # the simulated device lacks some operations
             self._result.captured = ""
             self._result.notes.append(f"not simulated: {short(error)}")
         else:
-            self._compare("captured", SHORT, self._short[:FEWER], found)
+            self._compare("captured", SHORT, self._short[:FEWER_TOKENS], found)
 
     def _same(self, name: str, prompt: list[int], truth: list[int], answered: Callable[[], list[int]]) -> None:
         found = self._tried(name, answered)
