@@ -20,7 +20,7 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
 
 PACKAGE = "openvino-genai"
-DRAFTED, LONGEST_NGRAM = 5, 3
+DRAFTED, MAX_NGRAM_SIZE = 5, 3
 """Draft tokens and longest n-gram of prompt lookup, as in the example of OpenVINO's documentation."""
 
 
@@ -79,7 +79,7 @@ class OpenVinoContender:
         settings.do_sample = False
         settings.stop_token_ids = set(self._loaded.stops)
         if self._looks_up:
-            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, LONGEST_NGRAM
+            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, MAX_NGRAM_SIZE
         ids = np.array([prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))

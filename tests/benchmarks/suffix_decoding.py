@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 WARM_UP = 5
 """Number of turns that separate drafters replay first."""
-DEEPEST = 64
+MAX_DEPTH = 64
 NO_LOGITS = Verified(torch.empty(0))
 WINDOWS, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
@@ -68,7 +68,7 @@ class SuffixDecoding:
     def __init__(self, max_nodes: int, settings: dict[str, float]) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
-        self._cache = SuffixDecodingCache(max_tree_depth=DEEPEST, max_cached_requests=100_000)
+        self._cache = SuffixDecodingCache(max_tree_depth=MAX_DEPTH, max_cached_requests=100_000)
         self._max_nodes, self._settings, self._request = max_nodes, settings, 0
 
     def start(self, prompt: list[int]) -> None:
@@ -76,7 +76,7 @@ class SuffixDecoding:
         self._cache.start_request(self._request, np.array(prompt, np.int32))
 
     def context(self, tokens: list[int]) -> Any:
-        return np.array(tokens[-DEEPEST:], np.int32)
+        return np.array(tokens[-MAX_DEPTH:], np.int32)
 
     def draft(self, context: Any) -> Any:
         return self._cache.speculate(
@@ -93,7 +93,7 @@ class SuffixDecoding:
         self._cache.stop_request(self._request)
 
 
-class Ours:
+class HierarchyPeer:
     """hd that drafts from the conversation and its history alone."""
 
     def __init__(self, max_nodes: int) -> None:
@@ -169,7 +169,7 @@ def turns_of(given: argparse.Namespace) -> Sequence[RecordedTurn]:
 
 def contenders(max_nodes: int) -> dict[str, Player]:
     peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(max_nodes, of) for name, of in SETTINGS.items()}
-    return {name: Player(peer) for name, peer in ({"hd": Ours(max_nodes)} | peers).items()}
+    return {name: Player(peer) for name, peer in ({"hd": HierarchyPeer(max_nodes)} | peers).items()}
 
 
 def main() -> None:

@@ -32,8 +32,10 @@ class Replayed(NamedTuple):
     accepted: list[bool]
 
 
-def replayed(turns: list[RecordedTurn], minimum: float, most: int) -> Replayed:
-    drafter = BatchDrafter(StoreSet(), VllmConfig(most, minimum, 256, MEMORY), rows=1, longest=MAX_MODEL_LENGTH)
+def replayed(turns: list[RecordedTurn], minimum: float, max_draft_tokens: int) -> Replayed:
+    drafter = BatchDrafter(
+        StoreSet(), VllmConfig(max_draft_tokens, minimum, 256, MEMORY), rows=1, longest=MAX_MODEL_LENGTH
+    )
     work = drafter._hierarchy.work[0]
     tokens = steps = 0
     estimates: list[float] = []

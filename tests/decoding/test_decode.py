@@ -14,7 +14,7 @@ from hdtool.runtime.sequence import Finish, Stats
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 
 @pytest.mark.each_value
@@ -24,7 +24,7 @@ def test_wrong_drafts_do_not_change_the_output(family: str, sampling: SamplingCo
     target = Target(model_of(family))
     prompt = prompt_of(20)
     plain = output_tokens(run(target, prompt, sampling))
-    wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
     steps = run(target, prompt, sampling, drafter=wrong_drafter)
     assert output_tokens(steps) == plain
     assert wrong_drafter.accepted > 0, "a liar that is never right tests nothing"
@@ -41,7 +41,7 @@ def test_random_drafts_lengths_and_seeds_do_not_change_the_output(
     prompt = prompt_of(length)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
     plain = output_tokens(run(target, prompt, sampling, most))
-    drafted = run(target, prompt, sampling, most, drafter=LyingDrafter(length, plain, VOCABULARY, seed))
+    drafted = run(target, prompt, sampling, most, drafter=WrongDrafter(length, plain, VOCABULARY, seed))
     assert output_tokens(drafted) == plain
     assert drafted[-1].finish is Finish.LENGTH
 
@@ -63,7 +63,7 @@ def test_a_stop_token_ends_the_answer_even_inside_a_draft() -> None:
     stop = plain[10]
     expected = plain[: plain.index(stop) + 1]
     for seed in range(8):
-        wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
         steps = run(TARGET, prompt, SamplingConfig(), stops={stop, 10**9}, drafter=wrong_drafter)
         assert output_tokens(steps) == expected
         assert [step.finish for step in steps] == [None] * (len(steps) - 1) + [Finish.STOP]
@@ -73,7 +73,7 @@ def test_the_length_limit_holds_inside_a_draft() -> None:
     prompt = prompt_of(12)
     plain = output_tokens(run(TARGET, prompt, SamplingConfig()))
     for most in (1, 2, 3, 17):
-        wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=most, max_nodes=30)
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=most, max_nodes=30)
         steps = run(TARGET, prompt, SamplingConfig(), most, drafter=wrong_drafter)
         assert output_tokens(steps) == plain[:most]
         assert steps[-1].finish is Finish.LENGTH
@@ -88,7 +88,7 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     plain = run(target, prompt, SamplingConfig(), 100)
     assert len(output_tokens(plain)) == 12
     assert plain[-1].finish is Finish.CONTEXT
-    wrong_drafter = LyingDrafter(len(prompt), output_tokens(plain) * 2, VOCABULARY, seed=5, max_nodes=30)
+    wrong_drafter = WrongDrafter(len(prompt), output_tokens(plain) * 2, VOCABULARY, seed=5, max_nodes=30)
     assert output_tokens(run(target, prompt, SamplingConfig(), 100, drafter=wrong_drafter)) == output_tokens(plain)
 
 

@@ -28,7 +28,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import output_tokens
 from tests.support.oracle import generated
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 METHODS = ["ar", "pld", "hd", "hd+logitspec"]
 GREEDY = SamplingConfig()
@@ -235,7 +235,7 @@ def test_memory_does_not_grow_from_answer_to_answer(hybrid: Loaded) -> None:
     process, used, tensors, rejected = psutil.Process(), list[int](), list[int](), 0
     for number in range(550):
         one = asked[number % len(asked)]
-        lies = LyingDrafter(len(one.prompt), one.answer, len(hybrid.tokenizer), number)
+        lies = WrongDrafter(len(one.prompt), one.answer, len(hybrid.tokenizer), number)
         assert output_tokens(answer(hybrid, one.prompt, 16, lies)) == one.answer
         rejected += lies.drafted - lies.accepted
         used.append(process.memory_info().rss)
@@ -276,7 +276,7 @@ def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loade
         wanted = by_the_library(hybrid, longer, GREEDY, 30)
         for passes in range(5):  # the first one tells whether the model is the same, and the second reads the prompt
             left.append(passes)
-            lies = LyingDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
+            lies = WrongDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
             with pytest.raises(KeyboardInterrupt):
                 answer(hybrid, longer, 30, lies)
             again = answer(hybrid, [*longer, *wanted[:3]], 27, drafter(hybrid, "pld"))

@@ -31,7 +31,7 @@ from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_o
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 GREEDY = SamplingConfig()
 MAX_NEW_TOKENS = 12
@@ -189,7 +189,7 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
             prompt = [*before[conversation][:known], *new]
             expected.append(output_tokens(answer(fresh, prompt, cached=False)))
             before[conversation] = [*prompt, *expected[-1]]
-            drafter = LyingDrafter(len(prompt), expected[-1], VOCABULARY, number)
+            drafter = WrongDrafter(len(prompt), expected[-1], VOCABULARY, number)
             while loop.is_full:
                 note(loop.step())
             note([loop.add(Request(number, prompt, Sampler(GREEDY, prompt), drafter, owner=owner))])
@@ -214,7 +214,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
         for known, new, seed, given_up in turns:
             prompt = [*before[:known], *new]
             expected = output_tokens(answer(fresh, prompt, seed=seed, cached=False))
-            drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+            drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
             sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
             found: list[int] = []
             for step in decode(kept, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter):
@@ -328,7 +328,7 @@ def test_after_an_interrupt_inside_a_pass_answers_are_right(capture: str, passes
         wanted = output_tokens(answer(fresh, longer, cached=False))
         left.append(passes)
         with pytest.raises(KeyboardInterrupt):
-            answer(target, longer, LyingDrafter(len(longer), wanted, VOCABULARY, seed=passes))
+            answer(target, longer, WrongDrafter(len(longer), wanted, VOCABULARY, seed=passes))
         left.clear()
         again = answer(target, [*longer, *wanted[:3]])
         assert output_tokens(again) == output_tokens(answer(fresh, [*longer, *wanted[:3]], cached=False))
@@ -373,7 +373,7 @@ def test_watched_hidden_states_are_those_of_the_whole_prompt() -> None:
     for target in (kept, fresh):
         target.watch_hidden()
     prompt = prompt_of(40)
-    drafter = LyingDrafter(len(prompt), output_tokens(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
+    drafter = WrongDrafter(len(prompt), output_tokens(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
     longer = [*prompt, *output_tokens(answer(kept, prompt, drafter)), *prompt_of(20)]
     (found, cached), (expected, _) = (read(target, target.cache, longer) for target in (kept, fresh))
     assert cached > len(prompt)

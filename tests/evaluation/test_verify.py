@@ -32,7 +32,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 40
@@ -65,7 +65,7 @@ def said(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> list[int]:
 
 def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, list[Explanation]]:
     """A small model under drafts that are partly true."""
-    wrong_drafter = LyingDrafter(len(PROMPT), said(loaded, sampling), VOCABULARY, seed=1)
+    wrong_drafter = WrongDrafter(len(PROMPT), said(loaded, sampling), VOCABULARY, seed=1)
     verifier = Verifier(loaded, sampling, wrong_drafter, MAX_NEW_TOKENS)
     check = verifier.check("it", PROMPT)
     return check, verifier.explain(check.differences)

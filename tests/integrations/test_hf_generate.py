@@ -44,7 +44,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 40
@@ -56,9 +56,9 @@ def ask(model: Any, prompt: list[int] | None = None, **options: Any) -> Any:
     return model.generate(ids, **settings)
 
 
-def hooked(model: Any, truth: list[int], *, lies: int = 0, **options: Any) -> tuple[Any, LyingDrafter]:
+def hooked(model: Any, truth: list[int], *, lies: int = 0, **options: Any) -> tuple[Any, WrongDrafter]:
     """The same call through the hook, with drafts that are partly true; and the drafter that lied."""
-    wrong_drafter = LyingDrafter(len(PROMPT), truth, VOCABULARY, lies)
+    wrong_drafter = WrongDrafter(len(PROMPT), truth, VOCABULARY, lies)
     return ask(model, custom_generate=Generator(wrong_drafter), **options), wrong_drafter
 
 
@@ -290,7 +290,7 @@ def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
     expected = ask(model, prompt, stopping_criteria=[criterion])
     assert expected.shape[1] < len(prompt) + MAX_NEW_TOKENS
     for seed in range(4):
-        wrong_drafter = LyingDrafter(len(prompt), truth, 1000, seed)
+        wrong_drafter = WrongDrafter(len(prompt), truth, 1000, seed)
         found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(wrong_drafter))
         assert found.tolist() == expected.tolist()
 
@@ -374,7 +374,7 @@ def test_padding_on_the_left_is_left_out(family: str, options: dict[str, Any]) -
     padded = [0] * 7 + PROMPT
     mask = torch.tensor([[0] * 7 + [1] * len(PROMPT)])
     expected = ask(model, padded, attention_mask=mask, **options)
-    wrong_drafter = LyingDrafter(len(PROMPT), expected[0, len(padded) :].tolist(), VOCABULARY, seed=1)
+    wrong_drafter = WrongDrafter(len(PROMPT), expected[0, len(padded) :].tolist(), VOCABULARY, seed=1)
     found = ask(model, padded, attention_mask=mask, custom_generate=Generator(wrong_drafter), **options)
     assert found.tolist() == expected.tolist()
     assert wrong_drafter.accepted > 0
@@ -416,7 +416,7 @@ def test_threads_that_share_a_generator_take_turns() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
     prompts = [prompt_of(8 + turn) for turn in range(6)]
     expected = [ask(model, prompt)[0].tolist() for prompt in prompts]
-    generator = Generator(LyingDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
+    generator = Generator(WrongDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
     together, active, most = Barrier(len(prompts)), [0], [0]
 
     class Counted(LogitsProcessor):

@@ -32,7 +32,7 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Replayed
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 MAX_NEW_TOKENS = 16
 CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Replayed()}
@@ -135,7 +135,7 @@ def is_compiled(target: Target) -> bool:
 
 
 def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: list[int] | None = None) -> list[Step]:
-    drafter = LyingDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
+    drafter = WrongDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
     return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter))
 
 
@@ -290,7 +290,7 @@ def test_a_generator_answers_as_generate_does_with_the_changed_model(
 ) -> None:
     monkeypatch.setattr(hf_generate, "Target", partial(Target, capture=CAPTURES[capture]))
     model, prompt = own_model(), prompt_of(40)
-    generator = Generator(LyingDrafter(40, generated(model, prompt, MAX_NEW_TOKENS), VOCABULARY, seed=2))
+    generator = Generator(WrongDrafter(40, generated(model, prompt, MAX_NEW_TOKENS), VOCABULARY, seed=2))
     targets = []
     for is_changed in (False, True):
         if is_changed:

@@ -36,7 +36,7 @@ from tests.support import families
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 DTYPES = [torch.bfloat16, torch.float16]
 LENGTHS = (1, 3, 16, 64, 65, 100)
@@ -118,7 +118,7 @@ def test_drafts_do_not_change_the_answer(family: str) -> None:
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = output_tokens(run(Target(wide), prompt, sampling))
         assert output_tokens(run(target, prompt, sampling)) == plain
-        wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
         assert output_tokens(run(target, prompt, sampling, drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
     assert has_compact_weights(compact)
@@ -220,7 +220,7 @@ def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtyp
     assert _saved_file(compact) != _saved_file(wide)
     prompt = prompt_of(12)
     plain = output_tokens(run(wide, prompt, SamplingConfig()))
-    wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=3)
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=3)
     assert output_tokens(run(compact, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
 
 

@@ -32,7 +32,7 @@ from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, path_to, tokens_to
+from tests.support.trees import WrongDrafter, path_to, tokens_to
 
 KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
@@ -114,7 +114,7 @@ def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
     expected = output_tokens(run(usual, prompt, SAMPLINGS[sampling], max_new_tokens=24))
     assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24)) == expected
     for seed in range(3):
-        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
         assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24, drafter=drafter)) == expected
         assert drafter.accepted
     assert compiled(target).passes > 40
@@ -132,7 +132,7 @@ def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
     while waiting or len(loop):
         while waiting and not loop.is_full:
             number, prompt = waiting.pop(0)
-            drafter = LyingDrafter(len(prompt), expected[number], VOCABULARY, number)
+            drafter = WrongDrafter(len(prompt), expected[number], VOCABULARY, number)
             outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
         outcomes += loop.step()
     found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}

@@ -32,7 +32,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, tokens_to
+from tests.support.trees import WrongDrafter, tokens_to
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
 CERTAIN = replace(TREE, certain=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
@@ -229,7 +229,7 @@ def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) ->
     prompt = prompt_of(20)
     plain = output_tokens(run(fused, prompt, sampling))
     assert plain == output_tokens(run(usual, prompt, sampling))
-    wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
     assert output_tokens(run(fused, prompt, sampling, drafter=wrong_drafter)) == plain
     assert wrong_drafter.accepted > 0
     if sampling == SamplingConfig():
@@ -309,7 +309,7 @@ def test_answers_of_a_batch_are_those_given_alone(size: int, sampling: SamplingC
 
     def requests() -> Iterator[Request[int]]:
         for length in lengths:
-            wrong_drafter = LyingDrafter(length, alone[length], VOCABULARY, seed=length)
+            wrong_drafter = WrongDrafter(length, alone[length], VOCABULARY, seed=length)
             yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), wrong_drafter)
 
     asked, answers = requests(), dict[int, list[int]]()

@@ -33,7 +33,7 @@ from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
@@ -68,7 +68,7 @@ def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) 
     assert compiled(target).activations_are_int8
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = output_tokens(run(target, PROMPT, sampling))
-        wrong_drafter = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
         assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
 

@@ -37,7 +37,7 @@ from hdtool.runtime.model.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 MAX_ROWS = 256
 """Rows, more than a pass of the compiled model has."""
@@ -274,7 +274,7 @@ def test_drafts_do_not_change_the_answer_of_a_model(compiled_rows: list[int]) ->
     assert_same_logits(plain_logits(model, prompt), plain_logits(stock, prompt))
     plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
     assert plain == generated(stock, prompt, len(plain))
-    wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
     assert output_tokens(run(Target(model), prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
     assert wrong_drafter.accepted > 0
     assert {1, 20} < set(compiled_rows)

@@ -15,7 +15,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT, MAX_NEW_TOKENS, TURNS = prompt_of(20), 30, 6
 
@@ -48,7 +48,7 @@ def test_threads_share_a_model(family: str) -> None:
     def draft(seed: int) -> None:
         target = Target(model)
         for turn in range(TURNS):
-            drafter = LyingDrafter(len(PROMPT), expected, VOCABULARY, seed + turn)
+            drafter = WrongDrafter(len(PROMPT), expected, VOCABULARY, seed + turn)
             steps = decode(
                 target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter
             )

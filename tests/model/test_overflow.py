@@ -30,7 +30,7 @@ from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import direct
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 MAX_NEW_TOKENS = 24
 GREEDY = SamplingConfig()
@@ -58,7 +58,7 @@ def answer(
     return [token for step in steps for token in step.tokens]
 
 
-class Poisoner(LyingDrafter):
+class Poisoner(WrongDrafter):
     """Also drafts a token that overflows."""
 
     def __init__(self, *arguments: Any, poison: int = POISON) -> None:
@@ -113,7 +113,7 @@ def test_an_overflow_of_the_answer_itself_is_decoded_as_generate_decodes_it(fami
     assert token in plain[:6] and plain[-3:] == [0, 0, 0], "what overflows must be a part of the answer"
     target = Target(model, LAYOUTS[layout])
     for seed in range(3):
-        assert answer(target, prompt, drafter=LyingDrafter(len(prompt), plain, VOCABULARY, seed)) == plain
+        assert answer(target, prompt, drafter=WrongDrafter(len(prompt), plain, VOCABULARY, seed)) == plain
 
 
 def test_a_sampled_answer_that_overflows_itself_is_refused() -> None:

@@ -40,7 +40,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.project import ROOT
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks need a conversion of float16")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -155,7 +155,7 @@ def test_drafted_answers_are_those_of_plain_decoding(scheme: str, activations: s
     target = load(config_of(place, scheme, activations=activations)).target
     assert compiled(target).activations_are_int8 == (activations == "int8")
     plain = output_tokens(run(target, prompt, SAMPLINGS["greedy"]))
-    wrong_drafter = LyingDrafter(len(prompt), plain, SIZE, seed=1)
+    wrong_drafter = WrongDrafter(len(prompt), plain, SIZE, seed=1)
     assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
     assert wrong_drafter.accepted > 0
 

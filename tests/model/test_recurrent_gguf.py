@@ -21,7 +21,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.gguf_files import add_tokenizer, vocabulary
 from tests.support.oracle import prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT, MAX_NEW_TOKENS = prompt_of(30), 24
 LAYERS = ["conv", "full_attention", "conv"]
@@ -124,7 +124,7 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
         expected = model.generate(ids, **given, eos_token_id=None)[0, len(PROMPT) :].tolist()
     else:
         expected = answer(loaded, None)
-    assert answer(loaded, LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, 3)) == expected
+    assert answer(loaded, WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, 3)) == expected
 
 
 def answer(loaded: Any, drafter: Any) -> list[int]:
@@ -144,6 +144,6 @@ def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_pa
     assert isinstance(compiled, CompiledModel) and compiled.activations_are_int8 == (activations == "int8")
     expected = answer(loaded, None)
     for seed in range(3):
-        drafter = LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
+        drafter = WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
         assert answer(loaded, drafter) == expected and drafter.accepted
     assert compiled.passes > MAX_NEW_TOKENS

@@ -25,7 +25,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 BY_LEVELS = {"jamba"}
 """The functions by which it mixes tokens, Mamba's of the first version, have no closed form here."""
@@ -160,7 +160,7 @@ def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: A
     if sampling == SAMPLINGS["greedy"]:
         assert plain == generated(target.model, prompt, MAX_NEW_TOKENS)
     for seed in range(2):
-        drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
         assert output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS, drafter=drafter)) == plain
         assert drafter.accepted
 
@@ -201,7 +201,7 @@ def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> N
         prompt = prompt_of(length)
         expected = generated(model, prompt, MAX_NEW_TOKENS)
         for seed in range(3):
-            drafter = LyingDrafter(length, expected, VOCABULARY, seed)
+            drafter = WrongDrafter(length, expected, VOCABULARY, seed)
             assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, drafter=drafter)) == expected
             assert drafter.accepted
         longer = [*prompt, *expected, *prompt_of(7)]
@@ -216,7 +216,7 @@ def test_hooks_of_projections_are_called_once_for_each_row() -> None:
         projection = next(module for key, module in model.named_modules() if key.endswith(f"mamba.{name}"))
         hook = projection.register_forward_hook(lambda module, args, found: found * 1.2)
         expected = generated(model, prompt, MAX_NEW_TOKENS)
-        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, 1)
+        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, 1)
         assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, drafter=drafter)) == expected
         assert target.takes_trees
         hook.remove()

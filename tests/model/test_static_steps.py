@@ -38,7 +38,7 @@ from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, Replayed, direct
-from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")
 
@@ -162,7 +162,7 @@ def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingCon
     prompt = prompt_of(20)
     plain = output_tokens(run(usual, prompt, sampling))
     assert output_tokens(run(fixed, prompt, sampling)) == plain
-    wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
     assert output_tokens(run(fixed, prompt, sampling, drafter=wrong_drafter)) == plain
     assert wrong_drafter.accepted > 0
     drafter = Hierarchy(budget=FixedBudget(24), recycled=True)
@@ -178,7 +178,7 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     prompt = prompt_of(500)
     plain = output_tokens(run(Target(model), prompt, SamplingConfig(), 100))
     target = Target(model, direct)
-    wrong_drafter = LyingDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, max_nodes=30)
+    wrong_drafter = WrongDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, max_nodes=30)
     steps = run(target, prompt, SamplingConfig(), 100, drafter=wrong_drafter)
     assert output_tokens(steps) == plain
     assert steps[-1].finish is Finish.CONTEXT
@@ -428,7 +428,7 @@ def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: py
     plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
     target = Target(model, lambda device: Failing(good))
     for seed in range(3):
-        wrong_drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
         assert output_tokens(run(target, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
     assert not target.captures
     said_aloud = capsys.readouterr().err

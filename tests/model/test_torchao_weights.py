@@ -30,7 +30,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.one_sequence import OneSequence
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of torchao
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -173,7 +173,7 @@ def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path)
         target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
         assert len(packed_layers(target.model)) == 14 and target.compiled
         plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
-        wrong_drafter = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
         assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
 
@@ -236,7 +236,7 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
             target = target_of(folder, activations=activations)
             answer = output_tokens(run(target, PROMPT, sampling))
             assert answer == plain or activations == "int8"
-            wrong_drafter = LyingDrafter(len(PROMPT), answer, SIZE, seed=1)
+            wrong_drafter = WrongDrafter(len(PROMPT), answer, SIZE, seed=1)
             assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == answer
             assert wrong_drafter.accepted > 0
 
@@ -275,7 +275,7 @@ def test_layers_that_no_matmul_takes_are_those_of_the_library(torchao: Any, tmp_
     odd = {type(layer.mlp.down_proj.weight).__name__ for layer in target.model.model.layers}
     assert odd == {"Int8Tensor"} and len(packed_layers(target.model)) == 12
     plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
-    wrong_drafter = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
+    wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
     assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
 
 

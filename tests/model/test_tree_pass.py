@@ -29,7 +29,7 @@ from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, prompt_of
-from tests.support.trees import LyingDrafter, tokens_to, trees
+from tests.support.trees import WrongDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(rank=True), PassOptions(walk=True, rank=True)
@@ -260,7 +260,7 @@ def test_answers_with_trees_of_all_sizes_are_those_given_alone(one: OneSequence,
         for seed in (1, 2):
             seeded, prompt = replace(sampling, seed=seed), prompt_of(length)
             alone[number, seed] = output_tokens(run(target, prompt, seeded, most))
-            drafter = LyingDrafter(length, alone[number, seed], VOCABULARY, seed, max_nodes=6 * number)
+            drafter = WrongDrafter(length, alone[number, seed], VOCABULARY, seed, max_nodes=6 * number)
             sampler = Sampler(seeded, prompt)
             asked[number, seed] = Request((number, seed), prompt, sampler, drafter, max_new_tokens=most)
     waiting, before = iter(asked.values()), passes_of(one)

@@ -43,7 +43,7 @@ from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 24
@@ -167,7 +167,7 @@ def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def wrong_drafter(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
-    return LyingDrafter(len(prompt), truth, VOCABULARY, seed=1)
+    return WrongDrafter(len(prompt), truth, VOCABULARY, seed=1)
 
 
 def captures() -> dict[str, Any]:

@@ -35,7 +35,7 @@ def tokens_to(tree: DraftTree, node: int) -> list[int]:
     return [tree.root, *(int(tree.tokens[above]) for above in path_to(tree, node))]
 
 
-class LyingDrafter:
+class WrongDrafter:
     """Drafter of random trees with right and wrong tokens.
 
     ``truth`` is the answer that the target will give. The target must reject the other tokens.

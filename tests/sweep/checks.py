@@ -26,7 +26,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 from tests.sweep.models import NotBuiltError, small_config, tiny_model
 from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
 from tests.sweep.special import OTHERS
@@ -140,7 +140,7 @@ class _Checks:
 
     def _refused_elsewhere(self, model: Any) -> None:
         """Check that the generate hook and loading from a folder refuse the model with an error of hdtool too."""
-        wrong_drafter = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 4)
         with saved(model) as folder:
             ways: dict[str, Callable[[], object]] = {
                 "hook": lambda: generated(model, SHORT, 4, custom_generate=Generator(wrong_drafter)),
@@ -169,12 +169,12 @@ class _Checks:
         for name, prompt, truth in (("", SHORT, self._short), (", long prompt", LONG, self._long)):
             same(f"plain{name}", prompt, truth, partial(_answer, target, prompt))
             for seed, known in ((1, truth), (2, truth), (3, [])):
-                wrong_drafter = LyingDrafter(len(prompt), known, VOCABULARY, seed)
+                wrong_drafter = WrongDrafter(len(prompt), known, VOCABULARY, seed)
                 same(f"drafted{name} ({seed})", prompt, truth, partial(_answer, target, prompt, drafter=wrong_drafter))
         self._second_turn(target)
         self._batch(target)
         self._sampled(target)
-        wrong_drafter = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 4)
         same(
             "hook",
             SHORT,
@@ -187,8 +187,8 @@ class _Checks:
         truth = generated(target.model, prompt, FEWER_TOKENS)
 
         def answered() -> list[int]:
-            run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
-            steps = run(target, prompt, GREEDY, FEWER_TOKENS, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
+            run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=WrongDrafter(len(SHORT), self._short, VOCABULARY, 5))
+            steps = run(target, prompt, GREEDY, FEWER_TOKENS, drafter=WrongDrafter(len(prompt), truth, VOCABULARY, 6))
             if not steps[0].cached_tokens:
                 self._result.notes.append("a second turn reads all again")
             return output_tokens(steps)
@@ -202,7 +202,7 @@ class _Checks:
 
         def requests() -> Iterator[Request[int]]:
             for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
-                wrong_drafter = LyingDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
+                wrong_drafter = WrongDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
                 yield Request(slot, prompt, Sampler(GREEDY, prompt), wrong_drafter)
 
         def answered() -> list[list[int]]:
@@ -223,7 +223,7 @@ class _Checks:
             sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER_TOKENS)
             plain = self._tried("sampled", sampled)
             if plain is not None:
-                wrong_drafter = LyingDrafter(len(SHORT), plain, VOCABULARY, 8)
+                wrong_drafter = WrongDrafter(len(SHORT), plain, VOCABULARY, 8)
                 found = self._tried("sampled", partial(sampled, drafter=wrong_drafter))
                 if found is not None:
                     self._result.checks["sampled"] = SAME if found == plain else f"other tokens at {name}"
@@ -235,7 +235,7 @@ class _Checks:
             def answered() -> list[int]:
                 target = load(ModelConfig(str(folder), dtype="float32")).target
                 self._result.compiled = target.compiled is not None
-                wrong_drafter = LyingDrafter(len(SHORT), self._short, VOCABULARY, 9)
+                wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 9)
                 return output_tokens(run(target, SHORT, GREEDY, MAX_NEW_TOKENS, drafter=wrong_drafter))
 
             self._same("load", SHORT, self._short, answered)
@@ -273,7 +273,7 @@ class _Checks:
             target = Target(on_device(model))
             if target.captures:
                 self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
-            wrong_drafter = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
+            wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 10)
             found = output_tokens(run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter))
         except Exception as error:  # the simulated device lacks some operations
             self._result.captured = ""
@@ -347,4 +347,4 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     model = tiny_model("llama")
     target = Target(model)
-    run(target, SHORT[:5], GREEDY, 4, drafter=LyingDrafter(5, [], VOCABULARY, 0))
+    run(target, SHORT[:5], GREEDY, 4, drafter=WrongDrafter(5, [], VOCABULARY, 0))
