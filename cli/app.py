@@ -180,8 +180,8 @@ for group, commands in COMMAND_SECTIONS.items():
         )(with_options(function))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"hdtool {metadata.version('hdtool')}")
         raise typer.Exit
 

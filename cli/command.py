@@ -260,8 +260,8 @@ def has_methods(names: Iterable[str | None]) -> bool:
     return not {"method", "methods"}.isdisjoint(names)
 
 
-def _show_all(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _show_all(ctx: typer.Context, requested: bool) -> None:
+    if requested:
         ctx.meta[HELP_ALL] = True
         typer.echo(ctx.get_help())
         raise typer.Exit

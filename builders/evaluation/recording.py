@@ -139,7 +139,7 @@ class RecordedLogits:
         self._rows = self._logits.numpy()
         self._filled = 0
 
-    def after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
+    def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
         """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
 
         Rows outside ``path`` are -inf. The tensor is valid until the next call.
@@ -211,7 +211,7 @@ class RecordingEngine:
         argmax[[0, *(node + 1 for node in path)]] = tokens
         logits, rankings = NO_LOGITS, self._turn.rankings
         if self._logits and rankings:
-            logits = self._logits.after(rankings, done, path, nodes)
+            logits = self._logits.logits_after(rankings, done, path, nodes)
         return Verified(logits, argmax=argmax, finite=np.ones_like(argmax))
 
     @property

@@ -37,8 +37,8 @@ class Difference:
 
     prompt: str
     oracle: Oracle
-    asked: list[int]
-    before: list[int]
+    prompt_ids: list[int]
+    shared_ids: list[int]
     """Answer tokens before the difference, which both answers share."""
     expected: int | None
     found: int | None
@@ -49,7 +49,7 @@ class Difference:
     @property
     def position(self) -> int:
         """Index of the differing token in the answer, from 0."""
-        return len(self.before)
+        return len(self.shared_ids)
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ class Verifier:
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
         """Recompute the logits at each difference in the working precision and in the next higher one."""
         differences = list(differences)
-        sequences = [[*difference.asked, *difference.before] for difference in differences]
+        sequences = [[*difference.prompt_ids, *difference.shared_ids] for difference in differences]
         working = [self._as_decoded(sequence) for sequence in sequences]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
             if quantized_layers(self._model):  # quantized layers have no more precise form
-                step_by_step = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
+                step_by_step = [logits_step_by_step(self._model, one.prompt_ids, one.shared_ids) for one in differences]
                 names[1] += ", token by token"
             else:
                 step_by_step = self._precisely(sequences) if sequences else []
@@ -182,11 +182,11 @@ class Verifier:
     ) -> Explanation:
         guide = self._loaded.guide(difference.grammar)
         if guide:
-            guide.follow(difference.before)
+            guide.follow(difference.shared_ids)
         sampler, _ = self._loaded.sampler(
-            self._sampling, difference.asked, max_new_tokens=self._max_new_tokens, first=masks_of(guide)
+            self._sampling, difference.prompt_ids, max_new_tokens=self._max_new_tokens, first=masks_of(guide)
         )
-        sampler.context += difference.before
+        sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         chosen = sampler.chooser(precise.cpu()[None])(0)
         if difference.expected is None or difference.found is None:

@@ -45,21 +45,21 @@ class Example:
 def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
     """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
-    longest = 0
+    max_length = 0
     for record in reading.whole():
-        for whole in _examples_of(record, turns):
-            longest = max(longest, len(whole.ids))
-            examples += _cut(whole, window)
+        for whole in _record_examples(record, turns):
+            max_length = max(max_length, len(whole.ids))
+            examples += _windows(whole, window)
         progress.to(reading.bytes_read)
     if not examples:
         raise RecordError(
-            f"no examples: the longest text has {longest} tokens, and heads need {MIN_TOKENS} at least "
+            f"no examples: the longest text has {max_length} tokens, and heads need {MIN_TOKENS} at least "
             f"and an answer of the model among them; name more text"
         )
     return examples
 
 
-def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
+def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
     if all(part.by_model for part in record.parts):
         for part in record.parts:
             ids = part.ids or encode_text(turns.tokenizer, part.text, special=True)
@@ -74,7 +74,7 @@ def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
         if part.by_model and place
     ]
     try:
-        yield from _of_conversation(Trace("", "", messages, tuple(answers), "a conversation"), turns)
+        yield from _conversation_examples(Trace("", "", messages, tuple(answers), "a conversation"), turns)
     except RecordError:
         if any(part.ids for part in record.parts):
             raise
@@ -84,7 +84,7 @@ def _examples_of(record: Record, turns: TurnReader) -> Iterator[Example]:
             yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
 
 
-def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
+def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
     """Yield one example per run of turns whose contexts extend each other, so that no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
@@ -98,7 +98,7 @@ def _of_conversation(trace: Trace, turns: TurnReader) -> Iterator[Example]:
         yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
 
 
-def _cut(example: Example, window: int) -> Iterator[Example]:
+def _windows(example: Example, window: int) -> Iterator[Example]:
     for start in range(0, len(example.ids), window):
         ids, drafted = example.ids[start : start + window], example.drafted[start : start + window]
         if len(ids) >= MIN_TOKENS and drafted[2:].any():
@@ -121,7 +121,7 @@ class BatchSampler:
         self._batch = min(config.batch, len(self.train))
         self._batches = -(-len(self.train) // self._batch)
         self.steps = max(1, round(config.epochs * self._batches))
-        self._epoch, self._order = 0, self._ordered(0)
+        self._epoch, self._order = 0, self._shuffled_batches(0)
 
     @property
     def tokens(self) -> int:
@@ -132,10 +132,10 @@ class BatchSampler:
         """Return the batch of a step; examples are repeated to fill the last batch of an epoch."""
         epoch, batch = divmod(number, self._batches)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._ordered(epoch)
+            self._epoch, self._order = epoch, self._shuffled_batches(epoch)
         return [self.train[batch] for batch in self._order[batch]]
 
-    def _ordered(self, epoch: int) -> list[list[int]]:
+    def _shuffled_batches(self, epoch: int) -> list[list[int]]:
         random = np.random.default_rng((self._seed, epoch, 1))
         order = random.permutation(len(self.train))
         order = np.resize(order, self._batches * self._batch)
@@ -265,7 +265,7 @@ class FrozenTarget:
         kind = self.model.config.model_type
         self._decoder = module_of_hidden(self.model, kind, lambda: self._all_logits(ids))
         self._output: Any = self.model.get_output_embeddings()
-        logits, hidden = self._both(ids)
+        logits, hidden = self._logits_and_hidden(ids)
         self.hidden_width = int(hidden.shape[-1])
         self.vocabulary = int(logits.shape[-1])
         self.has_plain_output = self._is_reproduced_by_parts(ids, hidden, logits)
@@ -277,7 +277,7 @@ class FrozenTarget:
             hidden = hidden_in(self._decoder(input_ids=ids, use_cache=False))
             assert hidden is not None
             return TargetOutput(hidden, embedded)
-        logits, hidden = self._both(ids)
+        logits, hidden = self._logits_and_hidden(ids)
         return TargetOutput(hidden, embedded, logits)
 
     @torch.no_grad()
@@ -316,7 +316,7 @@ class FrozenTarget:
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
 
-    def _both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits_and_hidden(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and the hidden states of one forward pass."""
         hidden_states: list[torch.Tensor] = []
 

@@ -172,7 +172,8 @@ def report(measured: dict[str, Measured]) -> None:
     for mode, one in measured.items():
         print(
             f"{mode:<11} {statistics.median(one.speeds):6.1f} tokens/s, "
-            f"{_ratio(one.speeds, plain.speeds)} times plain, {_ratio(one.speeds, masked.speeds)} times masked; after the prompt {statistics.median(one.decoding):.1f} "
+            f"{_ratio(one.speeds, plain.speeds)} times plain, {_ratio(one.speeds, masked.speeds)} times masked; "
+            f"after the prompt {statistics.median(one.decoding):.1f} "
             f"tokens/s, {_ratio(one.decoding, plain.decoding)} and {_ratio(one.decoding, masked.decoding)} times; "
             f"{one.tokens / one.steps:.2f} tokens per step; "
             f"{one.identical}/{len(plain.speeds)} identical, {one.valid}/{one.complete} complete answers valid; "

@@ -254,9 +254,9 @@ def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
     found = ngram_repeats([[first], [second, again]], StoreSet(None, CorpusIndex(tmp_path)))
     assert found is not None
     assert found.generations == (1, 2, 3)
-    assert found.places["earlier answers"] == (0.0, 0.0, 0.5)
-    assert found.places["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
-    assert found.places["none of them"] == (1.0, 0.8, 0.5)
+    assert found.origins["earlier answers"] == (0.0, 0.0, 0.5)
+    assert found.origins["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
+    assert found.origins["none of them"] == (1.0, 0.8, 0.5)
     assert found.shares_within[-1] == pytest.approx(1 / 9)
     assert ngram_repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
 

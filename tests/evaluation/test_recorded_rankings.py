@@ -125,13 +125,13 @@ def test_logits_of_a_step_have_what_was_recorded_and_nothing_else() -> None:
     )
     recorded = RecordedLogits([RecordedTurn("", "", 0, [1], [1, 3, 2], rankings=rankings)])
     inf = np.inf
-    first = recorded.after(rankings, 0, [1], 2).tolist()
+    first = recorded.logits_after(rankings, 0, [1], 2).tolist()
     assert first == [
         [-inf, pytest.approx(-0.1), pytest.approx(-3), -inf],
         [-inf] * 4,
         [-inf, pytest.approx(-1), -inf, pytest.approx(-0.5)],
     ]
-    assert recorded.after(rankings, 2, [], 1).tolist() == [[-2, -inf, -1, -inf], [-inf] * 4]
+    assert recorded.logits_after(rankings, 2, [], 1).tolist() == [[-2, -inf, -1, -inf], [-inf] * 4]
 
 
 @pytest.mark.parametrize(

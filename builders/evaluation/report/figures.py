@@ -105,9 +105,9 @@ def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _speedups(data: Speeds) -> Figure:
-    rows = len(data.places) * (0.11 * len(data.methods) + 0.14)
+    rows = len(data.labels) * (0.11 * len(data.methods) + 0.14)
     legend = 0.2 * -(-len(data.methods) // 4)
-    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.places)}
+    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.labels)}
     values = "; ".join(f"{task}: {name} {data.methods[name][at]:.2f}" for at, (task, name) in enumerate(best.items()))
     return Figure(
         "speed-up",
@@ -138,7 +138,7 @@ def _durations(data: Durations) -> Figure:
 
 
 def _temperatures(data: Speeds) -> Figure:
-    columns = [f"{temperature:g}" for temperature in data.places]
+    columns = [f"{temperature:g}" for temperature in data.labels]
     values = "; ".join(f"{name}: {', '.join(f'{speed:.0f}' for speed in row)}" for name, row in data.methods.items())
     return Figure(
         "temperatures",
@@ -234,7 +234,7 @@ def _coverage(data: Coverage) -> Figure:
 
 
 def _repeats(data: Repeats) -> Iterator[Figure]:
-    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.places.items())
+    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.origins.items())
     yield Figure(
         "repeated-4-grams",
         "Temporal locality: 4-grams seen before",
@@ -244,9 +244,9 @@ def _repeats(data: Repeats) -> Iterator[Figure]:
         partial(plots.repeats, data),
         Table.of(
             "4-grams seen before, percent",
-            {"up to generation": ",", **dict.fromkeys(data.places, ".1f")},
+            {"up to generation": ",", **dict.fromkeys(data.origins, ".1f")},
             (
-                (last, *(100 * values[at] for values in data.places.values()))
+                (last, *(100 * values[at] for values in data.origins.values()))
                 for at, last in enumerate(data.generations)
             ),
         ),

@@ -13,7 +13,7 @@ from typing import Any
 class Speeds:
     """Speed of each method: by task relative to a baseline, or by temperature in tokens per second."""
 
-    places: tuple[Any, ...]
+    labels: tuple[Any, ...]
     """Tasks or temperatures."""
     methods: Mapping[str, tuple[float, ...]]
     baseline: str = ""
@@ -126,8 +126,8 @@ class Repeats:
 
     generations: tuple[int, ...]
     """Index of the last answer in each group, from 1."""
-    places: Mapping[str, tuple[float, ...]]
-    """For each place, the share of a group's 4-grams that occur there."""
+    origins: Mapping[str, tuple[float, ...]]
+    """For each place where they occurred, the share of a group's 4-grams that occur there."""
     distances: tuple[int, ...]
     shares_within: tuple[float, ...]
     """Share of all 4-grams whose last occurrence is at most this far back."""
