@@ -72,7 +72,7 @@ class ConversationReader:
         self.restart()
         # Requests and answers in separate rows are matched by key, in the order in which they occur.
         waiting: dict[tuple[bool, str], deque[LocatedConversation]] = defaultdict(deque)
-        for located in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
+        for located in chain.from_iterable(map(self.read_input, range(len(self.inputs)))):
             half, is_answer = located.conversation, located.conversation.kind == ANSWERS
             if not half.key:
                 yield located
@@ -90,7 +90,7 @@ class ConversationReader:
         yield from chain.from_iterable(waiting.values())
         self.tally.check(self._tolerance)
 
-    def of_input(self, source: int) -> Iterator[LocatedConversation]:
+    def read_input(self, source: int) -> Iterator[LocatedConversation]:
         """Yield the conversations of one input row by row, without combining requests and answers."""
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read

@@ -20,24 +20,24 @@ _hidden = False
 
 
 class ProgressBar:
-    def __init__(self, shown: Any) -> None:
-        self._shown = shown
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
 
     def to(self, position: int) -> None:
-        self._shown.update(position - self._shown.n)
+        self._bar.update(position - self._bar.n)
 
     def advance(self) -> None:
-        self._shown.update(1)
+        self._bar.update(1)
 
     def show(self, text: str) -> None:
         """Show a text after the bar from the next update on."""
-        self._shown.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
 
 
-def show_bars(shown: bool) -> None:
+def show_bars(enabled: bool) -> None:
     """Show or hide all progress bars of this process."""
     global _hidden
-    _hidden = not shown
+    _hidden = not enabled
 
 
 @contextmanager

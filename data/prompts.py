@@ -242,7 +242,7 @@ def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[P
     paths = hub_files(str(path)) if is_hub_name(str(path)) else [path]
     reader = ConversationReader(paths, text_lines=True)
     prompts: list[Prompt] = []
-    for located in (located for source in range(len(paths)) for located in reader.of_input(source)):
+    for located in (located for source in range(len(paths)) for located in reader.read_input(source)):
         try:
             prompts.append(_prompt_of(located))
         except RowError as fault:

@@ -72,13 +72,13 @@ class RecordReader(ConversationReader):
     def __iter__(self) -> Iterator[Record]:
         self.restart()
         for source in range(len(self.inputs)):
-            for located in self.of_input(source):
+            for located in self.read_input(source):
                 if texts := self._selected_texts(parts := _parts_of(located.conversation)):
                     self._has_records = True
                     yield Record(texts, source, parts)
         self.finish()
 
-    def whole(self) -> Iterator[Record]:
+    def whole_records(self) -> Iterator[Record]:
         """Yield the records with all turns, including those that other requests and rows contain."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
@@ -90,7 +90,7 @@ class RecordReader(ConversationReader):
         """Yield the only input in portions of at least ``texts`` texts. The receiver counts them with ``take``."""
         self.restart()
         held: list[str] = []
-        for located in self.of_input(0):
+        for located in self.read_input(0):
             held += self._selected_texts(_parts_of(located.conversation))
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)

@@ -46,7 +46,7 @@ def read_examples(reading: RecordReader, turns: TurnReader, window: int, progres
     """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
     examples: list[Example] = []
     max_length = 0
-    for record in reading.whole():
+    for record in reading.whole_records():
         for whole in _record_examples(record, turns):
             max_length = max(max_length, len(whole.ids))
             examples += _windows(whole, window)

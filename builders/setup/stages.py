@@ -164,7 +164,7 @@ class Stages:
         copies = [*self._folder.learned_files, self._folder.held_out]
         stages = [] if all(path.exists() for path in copies) else ["read"]
         stages += [
-            stage for kind, stage in STORE_STAGES.items() if kind not in stores.folders or not stores.built(kind)
+            stage for kind, stage in STORE_STAGES.items() if kind not in stores.folders or not stores.own_manifest(kind)
         ]
         if self._plan.config.rankings and not _has_rankings(stores):
             stages.append(STORE_STAGES[MODEL])
@@ -316,7 +316,7 @@ class Stages:
         self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
     ) -> Result:
         folder = self._stores.folders[kind]
-        if manifest := self._stores.built(kind):  # a set-up was killed between build and record
+        if manifest := self._stores.own_manifest(kind):  # a set-up was killed between build and record
             return _described(folder, manifest)
         with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
             documents = tokenized(reading, self._tokenizer, progress)

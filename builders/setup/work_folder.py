@@ -307,7 +307,7 @@ class SetupStores:
     replace: bool
     """True if stores that another command built may be replaced."""
 
-    def built(self, kind: str) -> Manifest | None:
+    def own_manifest(self, kind: str) -> Manifest | None:
         """Return the store's manifest if it belongs to this set-up, even if more texts were added, else None."""
         folder, inputs = self.folders[kind], self.inputs[kind]()
         if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
@@ -328,7 +328,7 @@ class SetupStores:
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
-        if self.built(kind):
+        if self.own_manifest(kind):
             return "was built before and stays in"
         rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
         return "joins the rankings in" if rankings else "replaces the store in"
@@ -338,7 +338,7 @@ class SetupStores:
         return None if self.replace else partial(self._refuse_other, kind)
 
     def _refuse_other(self, kind: str, folder: Path) -> None:
-        if holds_manifest(folder) and not self.built(kind) and not read_manifest(folder).holds_rankings_alone:
+        if holds_manifest(folder) and not self.own_manifest(kind) and not read_manifest(folder).holds_rankings_alone:
             raise StoreError(
                 f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
                 "extends it without a set-up"
@@ -347,5 +347,5 @@ class SetupStores:
     def require(self) -> None:
         """Raise a ``StoreError`` if another command has replaced a store since it was built."""
         for kind, folder in self.folders.items():
-            if not self.built(kind):
+            if not self.own_manifest(kind):
                 raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")

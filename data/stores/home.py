@@ -149,7 +149,7 @@ def history_of_tenant(folder: Path, tenant: str) -> Path:
     return folder / _folder_of(tenant) if tenant else folder
 
 
-def namespace_among(names: Iterable[str]) -> str | None:
+def first_namespace_with_stores(names: Iterable[str]) -> str | None:
     """Return the first of these names that is a valid namespace and has stores, or None."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
