@@ -118,7 +118,7 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
     assert drafter.draft([1, 2, 3, 1, 2, 3, 9]).tokens.tolist() == [50]
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
+@pytest.mark.parametrize("max_nodes", [0, 1, 5, 64, 1000])
 def test_no_tree_exceeds_its_budget(max_nodes: int) -> None:
     assert len(drafted(LogitSpec(FixedBudget(max_nodes)), [1, 2, 3], list(range(3, 150)))) == min(60, max_nodes)
 
